@@ -1,0 +1,54 @@
+# Every target is one or two lines; `make help` prints the comments behind the double hashes.
+SHELL := /bin/bash
+PY := .venv/bin/python
+STAMP := .venv/.installed
+PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-quick check format bench simulate compose-up compose-down secrets lock clean
+
+help: ## Show this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check uv
+	.venv/bin/uv pip install --quiet --python $(PY) -r requirements.lock
+	.venv/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
+	touch $(STAMP)
+
+install: $(STAMP) ## Make .venv and install everything that is locked
+
+run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl line; Ctrl-C stops it
+	.venv/bin/muster up --deploy-example
+
+test: $(STAMP) ## Run every test that this machine allows
+	$(PY) -m pytest
+
+test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
+	$(PY) -m pytest tests/unit tests/properties tests/simulation
+
+check: $(STAMP) ## Lint, types and import contracts
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: $(STAMP) ## Format the code
+	.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+
+bench: $(STAMP) ## Measure the data plane next to its floors, in one run
+	$(PY) -m tests.bench
+
+secrets: $(STAMP) ## Generate the passwords that compose needs, into secrets/ (kept when present)
+	.venv/bin/muster secrets --directory secrets
+
+compose-up: secrets ## Build and start the containers, wait until all are healthy
+	docker compose up -d --build --wait
+
+compose-down: ## Stop the containers (volumes are kept)
+	docker compose down
+
+lock: $(STAMP) ## Make requirements.lock anew
+	.venv/bin/uv pip compile --quiet --no-emit-index-url --no-header --group dev pyproject.toml --python-version 3.11 --upgrade -o requirements.lock
+
+clean: ## Remove .venv and all state of the embedded stack
+	rm -rf .venv .muster
