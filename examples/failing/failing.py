@@ -1,0 +1,15 @@
+"""A deployment that never starts, to see how a failed deploy is reported and that the old version keeps serving."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+
+class RaisesInConstructor:
+    """Raises RuntimeError when a replica is made."""
+
+    def __init__(self) -> None:
+        raise RuntimeError("the model file is missing (raised on purpose by examples/failing)")
+
+    async def __call__(self, request: Request) -> bytes:  # noqa: ARG002 - the signature of every deployment
+        return b"never reached"

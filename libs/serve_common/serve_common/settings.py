@@ -1,0 +1,130 @@
+"""Settings of a service process, read once from the environment.
+
+Why the environment: compose, the embedded stack and a person in a shell give the same variables, so there is one
+code path. A secret may come as ``NAME`` or as ``NAME_FILE``, the path of a file that holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import check_name
+
+
+class Environment:
+    """Typed reading of environment variables; every error names the variable."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """``variables`` is given by tests; otherwise the process' own are read."""
+        self._variables = os.environ if variables is None else variables
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """The value of ``name``; raises `BadField` when it is absent and has no default."""
+        value = self._variables.get(name) or default
+        if value is None:
+            raise BadField(name, "is not set")
+        return value
+
+    def optional(self, name: str) -> str | None:
+        """The value of ``name`` or None."""
+        return self._variables.get(name) or None
+
+    def secret(self, name: str) -> str:
+        """The value of ``name``, or the content of the file that ``<name>_FILE`` names, without its last newline."""
+        path = self._variables.get(f"{name}_FILE")
+        if not path:
+            return self.text(name)
+        try:
+            return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+        except OSError as error:
+            raise BadField(f"{name}_FILE", f"{path} cannot be read: {error.strerror}") from error
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        """A whole number between ``low`` and ``high``."""
+        return int(self._number(name, default, low, high, whole=True))
+
+    def seconds(self, name: str, default: float, low: float, high: float) -> float:
+        """A duration in seconds between ``low`` and ``high``."""
+        return self._number(name, default, low, high, whole=False)
+
+    def _number(self, name: str, default: float, low: float, high: float, *, whole: bool) -> float:
+        text = self._variables.get(name)
+        if not text:
+            return default
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            self._refuse(name, f"{text[:40]!r} is not a number")
+        if not low <= value <= high:
+            self._refuse(name, f"is {value:g}; it must be between {low:g} and {high:g}")
+        return value
+
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        raise BadField(name, reason)
+
+    def identity(self, name: str) -> str:
+        """A name part for this process: the variable, or else one made of the machine's name, or else a random one.
+
+        A container keeps its host name over a restart, so its identity survives the restart too.
+        """
+        given = self._variables.get(name)
+        if given:
+            return check_name(given, name)
+        host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname()).strip("-")
+        return check_name(host[:63] or uuid.uuid4().hex[:12], name)
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach NATS as one role."""
+
+    servers: list[str]
+    """``nats://host:port`` or ``tls://host:port``, several for a cluster."""
+    user: str
+    password: str
+    inbox_prefix: str
+    """Private to the role, so that no other role can read its answers."""
+    subject_prefix: str
+    tls_ca_file: str | None = None
+
+    def __repr__(self) -> str:
+        return f"BusSettings(servers={self.servers!r}, user={self.user!r}, password=…)"
+
+
+class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where `/metrics`, `/healthz` and `/readyz` are served."""
+
+    host: str
+    port: int
+
+
+def read_bus_settings(environment: Environment, role: str, prefix: str = "SERVE_NATS") -> BusSettings:
+    """The bus settings of ``role`` (controller, proxy, host, replica, admin).
+
+    ``prefix`` tells whose credentials: a replica host holds its own (``SERVE_NATS``) and its replicas'
+    (``SERVE_REPLICA_NATS``). Raises `BadField` naming the variable.
+    """
+    urls = environment.text("SERVE_NATS_URL", "nats://127.0.0.1:4222")
+    return BusSettings(
+        servers=[url.strip() for url in urls.split(",") if url.strip()],
+        user=environment.text(f"{prefix}_USER", role),
+        password=environment.secret(f"{prefix}_PASSWORD"),
+        inbox_prefix=f"_INBOX_{role}",
+        subject_prefix=check_name(environment.text("SERVE_SUBJECT_PREFIX", "serve"), "SERVE_SUBJECT_PREFIX"),
+        tls_ca_file=environment.optional("SERVE_NATS_TLS_CA_FILE"),
+    )
+
+
+def read_operations_settings(environment: Environment, port_default: int) -> OperationsSettings:
+    """Where this process serves its operations port."""
+    return OperationsSettings(
+        host=environment.text("SERVE_OPS_HOST", "127.0.0.1"),
+        port=environment.integer("SERVE_OPS_PORT", port_default, 0, 65_535),
+    )

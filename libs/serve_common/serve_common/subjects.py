@@ -1,0 +1,106 @@
+"""Every NATS subject and bucket key, built and parsed here and nowhere else.
+
+Why: permissions, dashboards and foreign clients depend on these words. The prefix (``serve`` by default) is
+configurable so that several instances can share one NATS. A tag ``app/deployment`` becomes two tokens
+``app.deployment``; a replica's ordinal is always the last token, so every subject can be parsed back.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, ReplicaTag, check_name
+
+ADMIN_SERVICE: Final = "serve-admin"
+"""Name under which `$SRV.PING|INFO|STATS` know the controller's commands."""
+GATEWAY_QUEUE: Final = "gateways"
+"""Queue group of the proxies that answer ``serve.call.…``."""
+
+ENDPOINTS: Final = "endpoints"
+BACKENDS: Final = "backends"
+
+
+def _tokens(tag: str) -> str:
+    return tag.replace("#", "/").replace("/", ".")
+
+
+class Subjects:
+    """The subjects of one instance."""
+
+    def __init__(self, prefix: str = "serve") -> None:
+        """``prefix`` is one name part; raises `BadField` otherwise."""
+        self.prefix: Final = check_name(prefix, "subject_prefix")
+        self.bucket: Final = f"{prefix}-snapshots"
+        """Name of the key-value bucket that carries snapshots."""
+        self.admin_group: Final = f"{prefix}.admin"
+
+    def admin(self, verb: str) -> str:
+        """Where the command or query ``verb`` is sent."""
+        return f"{self.admin_group}.{verb}"
+
+    def call(self, endpoint_tag: EndpointTag) -> str:
+        """Where any NATS client calls an endpoint by plain request/reply."""
+        return f"{self.prefix}.call.{_tokens(endpoint_tag)}"
+
+    @property
+    def calls(self) -> str:
+        """All calls; for the gateways' subscription."""
+        return f"{self.prefix}.call.>"
+
+    def endpoint_of_call(self, subject: str) -> EndpointTag:
+        """The endpoint that a call's subject names; a single token means the application ``default``."""
+        parts = subject.removeprefix(f"{self.prefix}.call.").split(".")
+        return EndpointTag("/".join(parts if len(parts) > 1 else ("default", *parts)))
+
+    def replica(self, replica_tag: ReplicaTag) -> str:
+        """Where one replica hears requests and what belongs to them."""
+        return f"{self.prefix}.replica.{_tokens(replica_tag)}"
+
+    def host_goal(self, host_id: HostId) -> str:
+        """Where one host hears its whole goal."""
+        return f"{self.prefix}.host.{host_id}.goal"
+
+    @property
+    def leader(self) -> str:
+        """Where a new leader says who it is and its epoch; hosts and proxies then report at once."""
+        return f"{self.prefix}.leader"
+
+    def host_report(self, host_id: HostId) -> str:
+        """Where one host publishes its inventory."""
+        return f"{self.prefix}.report.host.{host_id}"
+
+    @property
+    def host_reports(self) -> str:
+        """All hosts' inventories."""
+        return f"{self.prefix}.report.host.*"
+
+    def proxy_report(self, proxy_id: ProxyId) -> str:
+        """Where one proxy publishes what it has applied."""
+        return f"{self.prefix}.report.proxy.{proxy_id}"
+
+    @property
+    def proxy_reports(self) -> str:
+        """All proxies' reports."""
+        return f"{self.prefix}.report.proxy.*"
+
+
+def endpoint_key(endpoint_tag: EndpointTag) -> str:
+    """The bucket key of an endpoint's snapshot."""
+    return f"{ENDPOINTS}.{_tokens(endpoint_tag)}"
+
+
+def backend_key(backend_tag: BackendTag) -> str:
+    """The bucket key of a backend's snapshot."""
+    return f"{BACKENDS}.{_tokens(backend_tag)}"
+
+
+def parse_key(key: str) -> tuple[str, str]:
+    """The kind (`ENDPOINTS` or `BACKENDS`) and the tag that a bucket key names.
+
+    Raises `BadField` for a key that is none of ours.
+    """
+    kind, dot, rest = key.partition(".")
+    if kind not in (ENDPOINTS, BACKENDS) or not dot or not rest:
+        raise BadField("key", f"{key[:100]!r} is not a snapshot key")
+    return kind, rest.replace(".", "/")

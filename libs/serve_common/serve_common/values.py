@@ -1,0 +1,141 @@
+"""What users configure, as frozen values with every default, meaning, unit and limit in one place.
+
+Why here: the CLI sends these, the controller stores them, hosts run replicas from them and proxies route by them.
+A value that exists is valid: `check_backend_config` and its siblings run where a value enters the system.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from serve_common.errors import BadField
+
+NUM_REPLICAS_MAX = 10_000
+USER_CONFIG_BYTES_MAX = 256 * 1024
+"""A whole host goal must stay far below NATS' max_payload (1 MiB by default)."""
+
+
+class RayActorOptions(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """What Ray reserves and sets up for one replica; names and defaults as in Ray Serve."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    memory: float = 0.0
+    """Bytes; 0 reserves none."""
+    resources: dict[str, float] = {}
+    """Custom resources by name."""
+    runtime_env: dict[str, Any] = {}
+    """Ray's runtime environment; ``env_vars`` is what is supported now."""
+
+
+class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What code a replica runs. A change of it is a new code version: replicas are replaced."""
+
+    import_path: str
+    """``module:attribute`` of a class or function, imported in the replica's process."""
+    app_dir: str = ""
+    """Directory put first on ``sys.path``, as the replica hosts see it; empty for none."""
+    init_args: list[Any] = []
+    init_kwargs: dict[str, Any] = {}
+    ray_actor_options: RayActorOptions = RayActorOptions()
+
+
+class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many replicas run and how they are treated. No change of it replaces a replica."""
+
+    num_replicas: int = 1
+    max_concurrent_queries: int = 100
+    """Requests that one replica works on at once; also the size of its thread pool for plain functions."""
+    max_queued_requests: int = 1000
+    """Requests that one router keeps waiting for this backend; beyond it 503. -1 means no limit of its own."""
+    user_config: Any = None
+    """Given to ``reconfigure`` of every replica at start and on change, without a restart."""
+    graceful_shutdown_timeout_s: float = 20.0
+    """How long a replica that is stopped may finish what is in flight before it is killed."""
+    health_check_period_s: float = 10.0
+    health_check_timeout_s: float = 30.0
+    start_timeout_s: float = 300.0
+    """How long import and constructor may take together before the replica counts as stuck."""
+    max_constructor_retry_count: int = 3
+    """Starts of one version that may fail before its goal fails."""
+
+
+class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What proxies apply to every request."""
+
+    request_timeout_s: float = 60.0
+    body_bytes_max: int = 10 * 1024 * 1024
+
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+def _between(value: float, low: float, high: float, field: str) -> None:
+    if not low <= value <= high:  # False for NaN too
+        raise BadField(field, f"is {value:g}; it must be between {low:g} and {high:g}")
+
+
+def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:
+    """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
+    _between(config.num_replicas, 0, NUM_REPLICAS_MAX, f"{field}.num_replicas")
+    _between(config.max_concurrent_queries, 1, 100_000, f"{field}.max_concurrent_queries")
+    _between(config.max_queued_requests, -1, 1_000_000, f"{field}.max_queued_requests")
+    _between(config.graceful_shutdown_timeout_s, 0, 3600, f"{field}.graceful_shutdown_timeout_s")
+    _between(config.health_check_period_s, 0.1, 3600, f"{field}.health_check_period_s")
+    _between(config.health_check_timeout_s, 0.1, 3600, f"{field}.health_check_timeout_s")
+    _between(config.start_timeout_s, 1, 86_400, f"{field}.start_timeout_s")
+    _between(config.max_constructor_retry_count, 1, 100, f"{field}.max_constructor_retry_count")
+    _check_size(config.user_config, f"{field}.user_config")
+    return config
+
+
+def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
+    """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
+    module, colon, attribute = config.import_path.partition(":")
+    named = [*module.split("."), *attribute.split(".")]
+    if len(config.import_path) > 512 or not colon or not all(part.isidentifier() for part in named):
+        raise BadField(
+            f"{field}.import_path",
+            f"{config.import_path[:100]!r} must read module:attribute, such as digits:Digits",
+        )
+    if len(config.app_dir) > 4096 or "\0" in config.app_dir:
+        raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
+    options, at = config.ray_actor_options, f"{field}.ray_actor_options"
+    _between(options.num_cpus, 0, 10_000, f"{at}.num_cpus")
+    _between(options.num_gpus, 0, 10_000, f"{at}.num_gpus")
+    _between(options.memory, 0, 2**50, f"{at}.memory")
+    if len(options.resources) > 32:
+        raise BadField(f"{at}.resources", f"has {len(options.resources)} entries; at most 32 are allowed")
+    for name, amount in options.resources.items():
+        if not 0 < len(name) <= 63 or name in {"CPU", "GPU", "memory"}:
+            raise BadField(f"{at}.resources", f"{name[:80]!r} is not a name for a custom resource")
+        _between(amount, 0, 10**9, f"{at}.resources.{name}")
+    _check_runtime_env(options.runtime_env, f"{at}.runtime_env")
+    _check_size(config.init_args, f"{field}.init_args")
+    _check_size(config.init_kwargs, f"{field}.init_kwargs")
+    return config
+
+
+def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
+    for key in runtime_env:
+        if key != "env_vars":
+            raise BadField(f"{field}.{key[:80]}", "is not supported; env_vars is")
+    env_vars = runtime_env.get("env_vars", {})
+    if not isinstance(env_vars, dict):
+        raise BadField(f"{field}.env_vars", "must be an object of strings")
+    for name, value in env_vars.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            raise BadField(f"{field}.env_vars", f"{str(name)[:80]!r} is not a name of a variable")
+        if not isinstance(value, str) or "\0" in value:
+            raise BadField(f"{field}.env_vars.{name[:80]}", "must be a string without NUL")
+    _check_size(runtime_env, field)
+
+
+def _check_size(value: Any, field: str) -> None:
+    size = len(msgspec.json.encode(value))
+    if size > USER_CONFIG_BYTES_MAX:
+        raise BadField(field, f"is {size} bytes as JSON; at most {USER_CONFIG_BYTES_MAX} are allowed")

@@ -1,0 +1,33 @@
+"""What a proxy tells the controller.
+
+Why it matters: a goal that changes routing succeeds only when every live proxy has applied the snapshot.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.names import ProxyId
+
+
+class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One proxy's state, sent about every second and at once on change."""
+
+    proxy_id: ProxyId
+    sequence: int
+    """Rises within a life of the process."""
+    started_at: float
+    """When this life began, seconds since 1970."""
+    applied_snapshot_id: int
+    """Every snapshot up to this id is applied; 0 before the bucket was read."""
+    address: str = ""
+    """Where it listens, as host:port."""
+    leaving: bool = False
+    """It drains and takes no new requests; goals no longer wait for it."""
+
+
+class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """Published by a controller that begins to lead."""
+
+    controller_id: str
+    epoch: int

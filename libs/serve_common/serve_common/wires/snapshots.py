@@ -1,0 +1,48 @@
+"""What routers need, one value per bucket key: the content of the key-value bucket.
+
+Why so small: a subscriber takes only the keys it needs, and one change writes one key, however many others
+exist. The bucket is a cache; Postgres holds the same values and refills it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+
+
+class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"):
+    """How requests reach an endpoint and where they go."""
+
+    endpoint_tag: EndpointTag
+    route: str | None
+    """Path prefix without a slash at its end (except ``/``); None is headless."""
+    methods: list[str]
+    traffic: dict[BackendTag, float]
+    """Weight of each backend; the sum is 1."""
+
+
+class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
+    """Which replicas serve a backend, and its limits."""
+
+    backend_tag: BackendTag
+    replicas: list[ReplicaTag]
+    """May be sent new requests."""
+    draining: list[ReplicaTag]
+    """Still answer what they have, take nothing new. A replica in neither list is dead or gone."""
+    max_concurrent_queries: int
+    max_queued_requests: int
+
+
+SnapshotContent = EndpointSnapshot | BackendSnapshot
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One key's value with its place in the order of all changes."""
+
+    snapshot_id: int
+    """Durable, rises with every change of any key."""
+    epoch: int
+    """Of the leader that recorded it. A router refuses a value whose snapshot_id is lower than it has."""
+    content: SnapshotContent | None
+    """None: the endpoint or backend is gone. Kept in the bucket, so that a late value cannot revive it."""
