@@ -12,7 +12,7 @@ from typing import Any
 import joblib
 import numpy as np
 import sklearn
-from pixels import INK_MAX, SIDE, BadInputError, pixels_from_body
+from pixels import SIDE, BadInputError, pixels_from_body
 from sklearn.kernel_approximation import Nystroem
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -27,7 +27,7 @@ DEFAULT_THRESHOLD = 0.0
 USAGE = {
     "model": "handwritten digits, 8 x 8 pixels, scikit-learn's bundled data set",
     "send": {
-        "image/png": "POST a PNG of one digit, light ink on a dark ground, at most 2048 x 2048 pixels",
+        "image/png": "POST a PNG of one digit, light ink on a dark ground, at most 1024 x 1024 pixels",
         "application/json": 'POST {"pixels": [64 numbers, or 8 rows of 8, each 0 (ground) to 16 (ink)]}',
     },
     "answer": {"digit": "0..9 or 'unsure'", "confidence": "0..1", "probabilities": "per digit, sum 1"},
@@ -48,9 +48,9 @@ class Digits:
     """Answers which digit an image shows, or "unsure" below a confidence threshold."""
 
     def __init__(self, model_path: str | None = None) -> None:
-        """Trains, or loads what `joblib.dump(train(), path)` wrote. Load only files you trust: they can run code.
+        """Trains, or loads what `joblib.dump(train(), path)` wrote (trusted files only: they can run code).
 
-        Raises OSError for a file that cannot be read and ValueError for a model of something else than digits.
+        Raises OSError for a file that cannot be read and ValueError for a model of something else.
         """
         # One request uses one core: several replicas on a machine would otherwise fight over all of them.
         threadpool_limits(limits=1)
@@ -59,16 +59,21 @@ class Digits:
         self.check_health()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Takes `{"threshold": 0..1}`; what is left out has its default. Raises ValueError naming the field."""
+        """Takes `{"threshold": 0..1}`; what is left out gets its default.
+
+        Raises ValueError naming the field, and then changes nothing.
+        """
         if not isinstance(user_config, dict):
-            raise ValueError(f"user_config: must be an object, not {type(user_config).__name__}")  # noqa: TRY004 - one error type for every bad config
+            kind = type(user_config).__name__
+            raise ValueError(f"user_config: must be an object, not {kind}")  # noqa: TRY004 - one type for all
         for key in user_config:
             if key != "threshold":
                 raise ValueError(f"user_config.{key}: unknown field; the only field is threshold")
         threshold = user_config.get("threshold", DEFAULT_THRESHOLD)
         if isinstance(threshold, bool) or not isinstance(threshold, int | float):
-            raise ValueError(f"user_config.threshold: must be a number, not {type(threshold).__name__}")
-        if not math.isfinite(threshold) or not 0 <= threshold <= 1:
+            kind = type(threshold).__name__
+            raise ValueError(f"user_config.threshold: must be a number, not {kind}")  # noqa: TRY004 - as above
+        if not 0 <= threshold <= 1:
             raise ValueError(f"user_config.threshold: {threshold} is outside 0..1")
         self._threshold = float(threshold)
 
@@ -115,7 +120,7 @@ def load(model_path: str) -> Any:
     inputs, classes = getattr(model, "n_features_in_", None), list(getattr(model, "classes_", []))
     if inputs != SIDE * SIDE or classes != list(range(10)):
         raise ValueError(
-            f"model_path: {model_path} maps {inputs} numbers to {classes}, not {SIDE * SIDE} (0..{INK_MAX}) to 0..9"
+            f"model_path: {model_path} maps {inputs} numbers to {classes}, not {SIDE * SIDE} to 0..9"
         )
     return model
 

@@ -1,8 +1,8 @@
 """One rule for which digits are trained on and which are kept back.
 
-The model and its evaluation run in different processes, perhaps with different versions of scikit-learn. Were the
-split drawn by a random generator of a library, a new version could move trained images into the held-out part and the
-accuracy would quietly become a lie. So the rule is arithmetic on the position in the data set.
+The model and its evaluation run in different processes, perhaps with different versions of scikit-learn.
+Were the split drawn by a library's random generator, a new version could move trained images into the
+held-out part and the accuracy would quietly become a lie. So the rule is arithmetic on the position.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from sklearn.datasets import load_digits
 
-# The data set repeats 0..9 in order for long stretches: 3 has no factor in common with 10, so that every digit is
-# held out about equally often.
+# The data set repeats 0..9 in order for long stretches: 3 has no factor in common with 10, so that every
+# digit is held out about equally often.
 HELD_OUT_EVERY = 3
 
 

@@ -1,4 +1,4 @@
-"""A deployment that never starts, to see how a failed deploy is reported and that the old version keeps serving."""
+"""Never starts: shows how a failed deploy is reported, and that the version before it keeps serving."""
 
 from __future__ import annotations
 
