@@ -1,4 +1,4 @@
-"""The one place that starts tasks, so that every task has an owner that holds it, reports its failure and ends it.
+"""The one place that starts tasks: every task has an owner that holds it, reports its failure and ends it.
 
 Why: asyncio keeps only a weak reference to a task and says nothing when one dies; a task that nobody owns can
 vanish, or fail unseen.
@@ -66,7 +66,7 @@ class TaskOwner:
         return OwnedTask(task)
 
     async def close(self, timeout_s: float) -> None:
-        """Cancel all tasks and wait until they ended, at most `timeout_s`; no task can be started afterwards.
+        """Cancel all tasks and wait at most `timeout_s` until they ended; none can be started afterwards.
 
         Called from one of its own tasks, it leaves that one running. Tasks that outlive the time-out are logged
         as `tasks_did_not_stop` and stay held until they end.

@@ -1,0 +1,189 @@
+"""Following a NATS key-value bucket without ever going silent.
+
+Why not nats-py's watch alone: after the NATS server restarts, its ephemeral ordered consumer is gone and the watch
+stays silent for ever, without an error. So this one opens a new watch after every reconnect, and every few seconds
+compares its position with the bucket's last sequence. Each newly opened watch begins with everything the bucket holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final
+
+import msgspec
+import structlog
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.kv import KeyValue
+
+from serve_common.ports import SnapshotListener
+from serve_common.tasks import TaskOwner
+from serve_common.wires.snapshots import Snapshot
+
+_log = structlog.get_logger()
+
+POSITION_CHECK_S: Final = 2.0
+"""How stale a silent watch can get before it is noticed."""
+_RETRY_WAIT_S: Final = 0.25
+_TIMEOUT_S: Final = 3.0
+
+Entries = Mapping[str, tuple[int, bytes | None]]
+"""Revision and value by key; None for a deleted key."""
+OnEntries = Callable[[Entries, bool], None]
+"""Told of changed entries; the second argument says that this is everything the bucket holds."""
+OpenBucket = Callable[[], Awaitable[KeyValue]]
+
+
+class BucketWatch:
+    """Tells a listener what a bucket holds, for ever."""
+
+    def __init__(
+        self, client: Client, bucket: str, on_entries: OnEntries, open_bucket: OpenBucket | None = None
+    ) -> None:
+        """``open_bucket`` may create the bucket; by default a missing one is waited for."""
+        self._client = client
+        self._bucket = bucket
+        self._on_entries = on_entries
+        self._open_bucket = open_bucket or self._existing_bucket
+        self._reopen = asyncio.Event()
+        self._scope: asyncio.Timeout | None = None
+        self._owner = TaskOwner(f"bucket_watch {bucket}")
+        self._position = 0
+
+    async def _existing_bucket(self) -> KeyValue:
+        return await self._client.jetstream(timeout=_TIMEOUT_S).key_value(self._bucket)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._owner.start(self._run(), name="watch")
+
+    async def close(self) -> None:
+        """Stop watching."""
+        await self._owner.close(timeout_s=_TIMEOUT_S)
+
+    def reopen(self) -> None:
+        """Open the watch anew, as is needed after every reconnect of the client."""
+        self._reopen.set()
+        if self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            self._reopen.clear()
+            try:
+                await self._watch_once()
+                failures = 0
+            except (NatsError, OSError, TimeoutError) as error:
+                failures += 1
+                if failures in (1, 20):
+                    _log.warning(
+                        "bucket_watch_failed", bucket=self._bucket, error=repr(error), failures=failures
+                    )
+            await asyncio.sleep(_RETRY_WAIT_S)
+
+    async def _watch_once(self) -> None:
+        """Open a watch and follow it until it must be opened anew."""
+        async with asyncio.timeout(2 * _TIMEOUT_S):
+            bucket = await self._open_bucket()
+            watcher = await bucket.watchall()
+        try:
+            await self._read_whole(watcher)
+            await self._follow_until_reopened(bucket, watcher)
+        finally:
+            try:
+                async with asyncio.timeout(1.0):
+                    await watcher.stop()
+            except (NatsError, OSError, TimeoutError) as error:
+                # Its consumer may be gone with the server; the server forgets it by itself.
+                _log.debug("bucket_watch_stop_failed", bucket=self._bucket, error=repr(error))
+
+    async def _read_whole(self, watcher: KeyValue.KeyWatcher) -> None:
+        entries: dict[str, tuple[int, bytes | None]] = {}
+        position = 0
+        while (entry := await watcher.updates(timeout=_TIMEOUT_S)) is not None:
+            position = max(position, entry.revision or 0)
+            if entry.operation is None:
+                entries[entry.key] = (entry.revision or 0, entry.value or b"")
+        self._position = position
+        self._on_entries(entries, True)  # noqa: FBT003 - see OnEntries
+
+    async def _follow_until_reopened(self, bucket: KeyValue, watcher: KeyValue.KeyWatcher) -> None:
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                if not self._reopen.is_set():
+                    await self._follow(bucket, watcher)
+        except TimeoutError:
+            if not self._reopen.is_set():
+                raise
+        finally:
+            self._scope = None
+
+    async def _follow(self, bucket: KeyValue, watcher: KeyValue.KeyWatcher) -> None:
+        """Hand on every entry; return when the watch turns out to be out of step with the bucket."""
+        loop = asyncio.get_running_loop()
+        behind_at: int | None = None
+        check_at = loop.time() + POSITION_CHECK_S
+        while True:
+            wait_s = check_at - loop.time()
+            if wait_s > 0:
+                try:
+                    self._hear(await watcher.updates(timeout=wait_s))
+                except (NatsTimeoutError, TimeoutError):
+                    pass  # nothing new: the position is checked below
+                continue
+            position = self._position
+            last = await self._last_sequence(bucket)
+            # Behind once, an entry may be under way; behind twice at the same place, it will not come.
+            if last < self._position or (last > position and behind_at == position):
+                _log.warning("bucket_watch_out_of_step", bucket=self._bucket, position=position, last=last)
+                return
+            behind_at = position if last > position else None
+            check_at = loop.time() + POSITION_CHECK_S
+
+    def _hear(self, entry: KeyValue.Entry | None) -> None:
+        if entry is None:
+            return
+        self._position = max(self._position, entry.revision or 0)
+        value = None if entry.operation is not None else entry.value or b""
+        self._on_entries({entry.key: (entry.revision or 0, value)}, False)  # noqa: FBT003 - see OnEntries
+
+    async def _last_sequence(self, bucket: KeyValue) -> int:
+        async with asyncio.timeout(_TIMEOUT_S):
+            status = await bucket.status()
+        return int(status.stream_info.state.last_seq)
+
+
+class SnapshotWatch:
+    """A `BucketWatch` whose values are snapshots; a value that cannot be understood is left out and logged."""
+
+    def __init__(self, client: Client, bucket: str, listener: SnapshotListener) -> None:
+        self._listener = listener
+        self._watch = BucketWatch(client, bucket, self._hear)
+        self._decoder = msgspec.json.Decoder(Snapshot)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watch.start()
+
+    def reopen(self) -> None:
+        """Open the watch anew, as is needed after every reconnect of the client."""
+        self._watch.reopen()
+
+    async def close(self) -> None:
+        """Stop watching."""
+        await self._watch.close()
+
+    def _hear(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
+        snapshots: dict[str, Snapshot | None] = {}
+        for key, (_revision, value) in entries.items():
+            if value is None:
+                snapshots[key] = None
+                continue
+            try:
+                snapshots[key] = self._decoder.decode(value)
+            except msgspec.DecodeError as error:
+                _log.error("snapshot_unreadable", key=key, error=str(error))
+        self._listener.on_snapshots(snapshots, whole=whole)

@@ -1,0 +1,295 @@
+"""The data plane's connection to the bus: stays connected, keeps subscriptions, never queues for later.
+
+Why it buffers nothing while disconnected: a message that leaves seconds late does harm (its caller has
+given up or asked somebody else), so `publish` fails at once and the caller decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+
+from serve_common.bus.dial import Dialer
+from serve_common.bus.errors import NotConnected
+from serve_common.bus.link import Link
+from serve_common.bus.options import BusOptions, reconnect_wait_s
+from serve_common.bus.protocol import Message, encode_sub, encode_unsub
+from serve_common.bus.quiet_log import QuietLog
+from serve_common.errors import BusUnavailable
+from serve_common.tasks import TaskOwner
+
+_log = structlog.get_logger(__name__)
+
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+MessageCallback = Callable[[bytes, bytes, bytes, bytes | None], None]
+"""(subject, reply, payload, headers). Runs in the read path: it must be quick and must not block."""
+
+
+@final
+class Subscription:
+    """A callback's claim to the messages of a subject; made by `BusConnection.subscribe`."""
+
+    __slots__ = ("_connection", "callback", "is_ending", "queue", "sid", "subject")
+
+    def __init__(
+        self, connection: BusConnection, sid: int, subject: bytes, queue: bytes, callback: MessageCallback
+    ) -> None:
+        self._connection = connection
+        self.sid = sid
+        self.subject = subject
+        self.queue = queue
+        self.callback = callback
+        self.is_ending = False
+
+    def unsubscribe(self) -> None:
+        """End it at once: messages that are on their way are dropped. May be called twice."""
+        self._connection.unsubscribe(self)
+
+    async def drain(self, timeout_s: float) -> None:
+        """End it without losing what the server has already sent: those messages still reach the callback.
+
+        When this returns no further message comes. A connection that is lost, or an answer that does not
+        come in `timeout_s`, ends it as well.
+        """
+        await self._connection.drain_subscription(self, timeout_s)
+
+
+@final
+class BusConnection:
+    """One connection to the bus, for use from one event loop.
+
+    `on_connected` and `on_disconnected` hold functions to be called at each (re)connect, after
+    subscriptions were sent, and at each loss. They run in the read path, as callbacks do; `close` calls
+    neither.
+    """
+
+    def __init__(self, options: BusOptions, chance: random.Random) -> None:
+        """`chance` spreads the waits between reconnects."""
+        self.on_connected: Final[list[Callable[[], None]]] = []
+        self.on_disconnected: Final[list[Callable[[], None]]] = []
+        self.reconnects = 0
+        """How often the connection came back."""
+        self.callback_failures = 0
+        """How many callbacks and listeners raised; each is a bug of its author."""
+        self.permission_violations = 0
+        """How many publishes and subscriptions the server refused."""
+        self._options = options
+        self._chance = chance
+        self._link: Link | None = None
+        self._linked_at_s = 0.0
+        self._is_started = False
+        self._is_closed = False
+        self._subscriptions: dict[int, Subscription] = {}
+        self._last_sid = 0
+        self._link_ended = asyncio.Event()
+        self._tasks = TaskOwner("bus")
+        self._log = _log.bind(bus=options.name)
+        self._failed_callbacks = QuietLog(self._log.error)
+        self._server_errors = QuietLog(self._log.warning)
+        self._dialer = Dialer(self, options, chance)
+
+    # -- life --
+
+    async def connect(self, timeout_s: float) -> None:
+        """Connect for the first time, trying for up to `timeout_s`; afterwards it stays connected by itself.
+
+        Raises BusAuthorizationFailed at once when a server refuses the credentials, BusUnavailable (which
+        names the last failure) when the time is over.
+        """
+        if self._is_started:
+            raise RuntimeError("connect is called once; a closed connection is not opened again")
+        self._adopt(await self._dialer.dial(timeout_s))
+        self._is_started = True
+        self._tasks.start(self._stay_connected(), "stay_connected")
+
+    async def drain(self, timeout_s: float) -> None:
+        """End all subscriptions without losing what the server has already sent, then close."""
+        link = self._link
+        if link is not None:
+            for subscription in self._subscriptions.values():
+                subscription.is_ending = True
+                link.write(encode_unsub(subscription.sid))
+            await self._flush_quietly(timeout_s)
+        await self.close()
+
+    async def close(self) -> None:
+        """Send what was published, for at most a second, and disconnect for good. May be called twice."""
+        self._is_closed = True
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        self._subscriptions.clear()
+        link, self._link = self._link, None
+        if link is not None:
+            await link.close(_CLOSE_TIMEOUT_S)
+
+    # -- state --
+
+    @property
+    def is_connected(self) -> bool:
+        """True while publishing is possible."""
+        return self._link is not None
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes of headers and payload that the server takes in one message; 0 while disconnected."""
+        return self._link.max_payload if self._link is not None else 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes published that the operating system has not taken yet."""
+        return self._link.pending_bytes if self._link is not None else 0
+
+    @property
+    def inbox_prefix(self) -> bytes:
+        """First tokens of the subjects on which this user may hear replies."""
+        return self._options.inbox_prefix.encode()
+
+    # -- messages --
+
+    def publish(
+        self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
+    ) -> None:
+        """Write a message; it leaves with all others of this iteration of the loop. Sent at most once.
+
+        `headers` is a block made by `encode_headers`. Raises NotConnected, OutboundFull, PayloadTooLarge or
+        InvalidSubject; after each of them nothing was sent.
+        """
+        link = self._link
+        if link is None:
+            raise NotConnected("not connected to the bus")
+        link.publish(subject.encode() if isinstance(subject, str) else subject, reply, payload, headers)
+
+    def subscribe(
+        self, subject: str | bytes, callback: MessageCallback, queue: str | bytes = b""
+    ) -> Subscription:
+        """Call `callback` with each message, in order of arrival, from now on and after every reconnect.
+
+        Of all members of a `queue` group one gets each message. May be called while disconnected. To know
+        that the server has taken it, await `flush`. Raises InvalidSubject; NotConnected after `close`.
+        """
+        if self._is_closed:
+            raise NotConnected("the connection was closed on this side")
+        subject = subject.encode() if isinstance(subject, str) else subject
+        queue = queue.encode() if isinstance(queue, str) else queue
+        line = encode_sub(subject, queue, self._last_sid + 1)
+        self._last_sid += 1
+        subscription = Subscription(self, self._last_sid, subject, queue, callback)
+        self._subscriptions[subscription.sid] = subscription
+        if self._link is not None:
+            self._link.write(line)
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        """As `Subscription.unsubscribe`."""
+        if self._subscriptions.pop(subscription.sid, None) is not None and self._link is not None:
+            self._link.write(encode_unsub(subscription.sid))
+
+    async def drain_subscription(self, subscription: Subscription, timeout_s: float) -> None:
+        """As `Subscription.drain`."""
+        subscription.is_ending = True
+        if self._link is not None:
+            self._link.write(encode_unsub(subscription.sid))
+            await self._flush_quietly(timeout_s)
+        self._subscriptions.pop(subscription.sid, None)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until the server has handled all that was published and subscribed. Not for hot paths.
+
+        Raises BusUnavailable when the connection is lost or `timeout_s` pass.
+        """
+        link = self._link
+        if link is None:
+            raise NotConnected("not connected to the bus")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.round_trip()
+        except TimeoutError as error:
+            raise BusUnavailable(f"the server did not answer a flush within {timeout_s} s") from error
+
+    async def wait_writable(self) -> None:
+        """Wait while the server takes bytes slower than they are published. Raises NotConnected on a loss."""
+        link = self._link
+        if link is None:
+            raise NotConnected("not connected to the bus")
+        await link.wait_writable()
+
+    # -- what the link tells (LinkOwner) --
+
+    def take_message(self, message: Message) -> None:
+        """Hand a message to its subscription; one that was ended meanwhile gets none."""
+        subscription = self._subscriptions.get(message.sid)
+        if subscription is None:
+            return
+        try:
+            subscription.callback(message.subject, message.reply, message.payload, message.headers)
+        except Exception as error:  # noqa: BLE001 - a bad callback must not end the connection of others
+            self._count_failure(error, "callback", subscription.subject.decode("utf-8", "replace"))
+
+    def take_server_error(self, text: str) -> None:
+        """Count and log a refusal that does not end the link by itself."""
+        if text.lower().startswith("permissions violation"):
+            self.permission_violations += 1
+        self._server_errors.log(asyncio.get_running_loop().time(), "bus_server_error", error=text)
+
+    def take_lame_duck(self, link: Link) -> None:
+        """Move to another server when there is one; else stay until this one is gone."""
+        has_other = len(self._options.servers) > 1
+        self._log.warning("bus_server_leaves", moves_on=has_other)
+        if has_other and link is self._link:
+            link.end(BusUnavailable("the server is shutting down"))
+
+    def take_end(self, link: Link) -> None:
+        """Report the loss and wake the loop that reconnects."""
+        if link is not self._link:
+            return
+        self._link = None
+        self._log.warning("bus_disconnected", reason=str(link.failure))
+        self._link_ended.set()
+        self._tell(self.on_disconnected, "on_disconnected")
+
+    # -- staying connected --
+
+    async def _stay_connected(self) -> None:
+        loop = asyncio.get_running_loop()
+        short_lives = 0
+        while True:
+            await self._link_ended.wait()
+            self._link_ended.clear()
+            # A server that accepts and drops at once must not be dialled in a tight loop.
+            lived_s = loop.time() - self._linked_at_s
+            short_lives = short_lives + 1 if lived_s < self._options.reconnect_wait_max_s else 0
+            await asyncio.sleep(reconnect_wait_s(self._options, short_lives, self._chance))
+            link = await self._dialer.dial(None)
+            self.reconnects += 1
+            self._adopt(link)
+
+    def _adopt(self, link: Link) -> None:
+        self._link = link
+        self._linked_at_s = asyncio.get_running_loop().time()
+        for subscription in self._subscriptions.values():
+            if not subscription.is_ending:
+                link.write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
+        self._log.info("bus_connected", reconnects=self.reconnects)
+        self._tell(self.on_connected, "on_connected")
+
+    async def _flush_quietly(self, timeout_s: float) -> None:
+        try:
+            await self.flush(timeout_s)
+        except BusUnavailable as error:
+            self._log.warning("bus_drain_incomplete", reason=str(error))
+
+    def _tell(self, listeners: list[Callable[[], None]], which: str) -> None:
+        for listener in tuple(listeners):
+            try:
+                listener()
+            except Exception as error:  # noqa: BLE001 - as for callbacks
+                self._count_failure(error, which, "")
+
+    def _count_failure(self, error: Exception, which: str, subject: str) -> None:
+        self.callback_failures += 1
+        now_s = asyncio.get_running_loop().time()
+        self._failed_callbacks.log(now_s, "bus_callback_failed", which=which, subject=subject, exc_info=error)

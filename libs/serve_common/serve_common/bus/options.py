@@ -1,0 +1,88 @@
+"""What a connection to the bus is told: where the servers are, who it is, and its limits.
+
+Why apart: services build it from their settings and tests from literals, and the waits between reconnects
+are a pure function of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import urlsplit
+
+DEFAULT_PORT: Final = 4222
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """One NATS server; `is_tls` when it must be spoken to through TLS."""
+
+    host: str
+    port: int
+    is_tls: bool
+
+    def __str__(self) -> str:
+        return f"{'tls' if self.is_tls else 'nats'}://{self.host}:{self.port}"
+
+
+def parse_server(url: str) -> ServerAddress:
+    """Read `nats://host[:port]` or `tls://host[:port]`.
+
+    Raises ValueError for anything else, credentials in the URL included: URLs end up in logs.
+    """
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("servers: a server's URL must not hold credentials; use `user` and `password`")
+    if parts.scheme not in ("nats", "tls") or not parts.hostname or parts.path.strip("/"):
+        raise ValueError(f"servers: {url!r} is not nats://host[:port] or tls://host[:port]")
+    return ServerAddress(parts.hostname, parts.port or DEFAULT_PORT, parts.scheme == "tls")
+
+
+@dataclass(frozen=True, slots=True)
+class BusOptions:
+    """Settings of one connection. Servers are tried in turn. Raises ValueError for what cannot work."""
+
+    servers: Sequence[str]
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    name: str = "muster"
+    """Shown by the server's monitoring."""
+    inbox_prefix: str = "_INBOX"
+    """Where replies to this user go; permissions keep other users from reading them."""
+    connect_timeout_s: float = 2.0
+    """For one attempt: TCP, TLS and authorization."""
+    ping_interval_s: float = 5.0
+    outstanding_pings_max: int = 2
+    """The peer is dead when so many pings in a row met silence."""
+    reconnect_wait_min_s: float = 0.05
+    reconnect_wait_max_s: float = 2.0
+    pending_bytes_max: int = 64 * 1024 * 1024
+    """Bytes that may wait to be taken by the server."""
+    tls_ca_file: str | None = None
+    """Authorities to trust for tls:// servers; None means the system's."""
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise ValueError("servers: at least one is needed")
+        if not 0 < self.reconnect_wait_min_s <= self.reconnect_wait_max_s:
+            raise ValueError("reconnect_wait_min_s must be above 0 and at most reconnect_wait_max_s")
+        for limit in ("connect_timeout_s", "ping_interval_s", "outstanding_pings_max", "pending_bytes_max"):
+            if getattr(self, limit) <= 0:
+                raise ValueError(f"{limit} must be above 0")
+
+    @property
+    def addresses(self) -> tuple[ServerAddress, ...]:
+        """The servers, read."""
+        return tuple(parse_server(url) for url in self.servers)
+
+
+def reconnect_wait_s(options: BusOptions, round_number: int, chance: random.Random) -> float:
+    """How long to wait before trying all servers again; `round_number` counts failed rounds from 0.
+
+    Waits double from round to round and are spread by `chance`, so that a restarted server is not met by
+    all of its clients in one moment.
+    """
+    longest_s = min(options.reconnect_wait_max_s, options.reconnect_wait_min_s * 2 ** min(round_number, 30))
+    return chance.uniform(longest_s / 2, longest_s)

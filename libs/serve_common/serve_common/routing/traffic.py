@@ -1,0 +1,35 @@
+"""Which backend of an endpoint takes a request.
+
+Why apart from the snapshot: the weights are summed up once per change, not once per request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import final
+
+from serve_common.names import BackendTag
+
+
+@final
+class TrafficSplit:
+    """The weights of one endpoint, ready to choose by."""
+
+    __slots__ = ("_bounds", "backend_tags")
+
+    def __init__(self, traffic: Mapping[BackendTag, float]) -> None:
+        """Weights need not sum to exactly 1; a backend with weight 0 is never chosen."""
+        weighted = {tag: weight for tag, weight in traffic.items() if weight > 0}
+        self.backend_tags = tuple(weighted)
+        self._bounds = list(accumulate(weighted.values()))
+
+    def choose(self, chance: float) -> BackendTag | None:
+        """The backend for ``chance`` in [0, 1), or None when no backend has weight."""
+        tags = self.backend_tags
+        if len(tags) < 2:
+            return tags[0] if tags else None
+        # The product can round up to the last bound itself.
+        at = bisect_right(self._bounds, chance * self._bounds[-1])
+        return tags[min(at, len(tags) - 1)]

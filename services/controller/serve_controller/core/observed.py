@@ -1,0 +1,144 @@
+"""What was last heard: soft, stale by nature, lost with the process and rebuilt from the next reports.
+
+Why folding is pure: a late or doubled report must not undo a newer one, and that rule is worth testing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+from serve_common.names import HostId, ProxyId, ReplicaTag
+from serve_common.wires.host import HostReport, ReplicaReport
+from serve_common.wires.proxy import ProxyReport
+
+HOST_SUSPECT_AFTER_S = 3.0
+"""Three missed reports: nothing new is placed there."""
+HOST_LOST_AFTER_S = 8.0
+"""Then its replicas are placed elsewhere. Longer than a host process needs to be started anew on a busy machine
+would only delay that; shorter would move replicas for a pause."""
+PROXY_LOST_AFTER_S = 5.0
+"""Then goals no longer wait for it."""
+GOAL_RESEND_AFTER_S = 1.0
+"""A host goal that no report acknowledges is sent again."""
+FORGET_AFTER_S = 3600.0
+"""A host or proxy unheard of for so long is no longer listed."""
+
+
+class HostStatus(Enum):
+    """How a host is treated."""
+
+    LIVE = "live"
+    LEAVING = "leaving"
+    """It drains by itself: nothing new is placed there."""
+    SUSPECT = "suspect"
+    LOST = "lost"
+
+
+class HostObserved(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's newest report, when it came, and which goal was last sent to it."""
+
+    report: HostReport
+    heard_at: float
+    replicas: Mapping[ReplicaTag, ReplicaReport]
+    """The report's inventory by tag."""
+    sent: tuple[int, int] | None = None
+    """(epoch, generation) of the goal last sent in this incarnation."""
+    sent_at: float = 0.0
+
+
+class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
+    """A proxy's newest report and when it came."""
+
+    report: ProxyReport
+    heard_at: float
+
+
+class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything heard by this leader."""
+
+    since: float
+    """When this leader began to listen: nobody is lost by silence from before."""
+    hosts: Mapping[HostId, HostObserved] = {}
+    proxies: Mapping[ProxyId, ProxyObserved] = {}
+    bucket: Mapping[str, int] | None = None
+    """Snapshot id of each key that the bucket holds; None while it is not known."""
+
+
+def observe_host(observed: ObservedState, report: HostReport, now: float) -> ObservedState:
+    """Fold in a host's report; one that is older than what is known changes nothing."""
+    known = observed.hosts.get(report.host_id)
+    sent, sent_at = None, 0.0
+    if known is not None:
+        if _is_older(report, known.report):
+            return observed
+        if report.incarnation == known.report.incarnation:
+            sent, sent_at = known.sent, known.sent_at
+    host = HostObserved(
+        report=report,
+        heard_at=now,
+        replicas={replica.replica_tag: replica for replica in report.replicas},
+        sent=sent,
+        sent_at=sent_at,
+    )
+    return msgspec.structs.replace(observed, hosts={**observed.hosts, report.host_id: host})
+
+
+def _is_older(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
+    return (report.started_at, report.sequence) < (known.started_at, known.sequence)
+
+
+def observe_proxy(observed: ObservedState, report: ProxyReport, now: float) -> ObservedState:
+    """Fold in a proxy's report; one that is older than what is known changes nothing."""
+    known = observed.proxies.get(report.proxy_id)
+    if known is not None and _is_older(report, known.report):
+        return observed
+    proxy = ProxyObserved(report=report, heard_at=now)
+    return msgspec.structs.replace(observed, proxies={**observed.proxies, report.proxy_id: proxy})
+
+
+def observe_sent(
+    observed: ObservedState, host_id: HostId, goal: tuple[int, int], now: float
+) -> ObservedState:
+    """Remember that a goal was sent to a host."""
+    known = observed.hosts.get(host_id)
+    if known is None:
+        return observed
+    host = msgspec.structs.replace(known, sent=goal, sent_at=now)
+    return msgspec.structs.replace(observed, hosts={**observed.hosts, host_id: host})
+
+
+def observe_bucket(observed: ObservedState, bucket: Mapping[str, int] | None) -> ObservedState:
+    """Remember what the bucket holds."""
+    return msgspec.structs.replace(observed, bucket=bucket)
+
+
+def forget_silent(observed: ObservedState, now: float) -> ObservedState:
+    """Leave out what was not heard of for `FORGET_AFTER_S`, so that the state stays bounded."""
+    hosts = {k: v for k, v in observed.hosts.items() if now - v.heard_at < FORGET_AFTER_S}
+    proxies = {k: v for k, v in observed.proxies.items() if now - v.heard_at < FORGET_AFTER_S}
+    if len(hosts) == len(observed.hosts) and len(proxies) == len(observed.proxies):
+        return observed
+    return msgspec.structs.replace(observed, hosts=hosts, proxies=proxies)
+
+
+def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostStatus:
+    """How the host is treated now. One never heard of is SUSPECT until its lease is over, then LOST."""
+    host = observed.hosts.get(host_id)
+    silent_s = now - (observed.since if host is None else host.heard_at)
+    if silent_s >= HOST_LOST_AFTER_S:
+        return HostStatus.LOST
+    if host is None or silent_s >= HOST_SUSPECT_AFTER_S:
+        return HostStatus.SUSPECT
+    return HostStatus.LEAVING if host.report.leaving else HostStatus.LIVE
+
+
+def live_proxies(observed: ObservedState, now: float) -> list[ProxyObserved]:
+    """The proxies that a goal waits for."""
+    return [
+        proxy
+        for proxy in observed.proxies.values()
+        if now - proxy.heard_at < PROXY_LOST_AFTER_S and not proxy.report.leaving
+    ]

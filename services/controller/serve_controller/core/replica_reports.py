@@ -1,0 +1,123 @@
+"""What the hosts' reports mean for one backend's replicas.
+
+Why apart from the rollout: this part only follows reality (what runs, failed, died, is gone), the rollout only
+decides what should be. The result of both is recorded before anything is done.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.wires.host import ReplicaReport, ReplicaStatus
+from serve_controller.core.checkpoint import Draft, Kind
+from serve_controller.core.goals import fail, pending_goal
+from serve_controller.core.objects import Backend, Replica, ReplicaState
+from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
+from serve_controller.core.transitions import ROUTED, Event, moved
+
+SHORT_LIFE_S = 10.0
+"""A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
+RETRY_WAIT_MIN_S = 0.2
+RETRY_WAIT_MAX_S = 30.0
+
+
+def retry_wait_s(start_failures: int) -> float:
+    """How long to wait after so many failed starts in a row: doubling, bounded."""
+    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures, 20), RETRY_WAIT_MAX_S)
+
+
+def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Replica | None:
+    """Move a replica along the transition table; None when it is gone (its row is deleted)."""
+    state = moved(replica.state, event)
+    if state is ReplicaState.STOPPED:
+        draft.delete((Kind.REPLICA, replica.replica_tag))
+        return None
+    if state is replica.state:
+        return replica
+    result = msgspec.structs.replace(replica, state=state, since=now, message="")
+    draft.put(result)
+    return result
+
+
+def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, now: float) -> None:
+    """Bring the backend's replicas to what was heard of them; count failed starts."""
+    for replica in sorted(draft.replicas.get(backend.backend_tag, {}).values(), key=lambda r: r.replica_tag):
+        if replica.host_id is None:
+            continue
+        if host_status(observed, replica.host_id, now) is HostStatus.LOST:
+            with_event(draft, replica, Event.GONE, now)
+            continue
+        host = observed.hosts.get(replica.host_id)
+        if host is None:
+            continue  # not heard of yet: nothing is known, so nothing is done
+        report = host.replicas.get(replica.replica_tag)
+        if report is None:
+            _follow_absence(draft, host, replica, now)
+        else:
+            _follow_report(draft, host, replica, report, now)
+
+
+def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
+    """A report is whole: a replica that is not in it does not run, unless the host has yet to hear of it."""
+    unheard = host.report.generation < replica.generation
+    if replica.state is ReplicaState.STARTING and unheard:
+        return
+    if replica.state is ReplicaState.SHOULD_STOP and unheard and host.report.generation > 0:
+        # It may have been told to start by a goal that is under way; its end is certain once the host has
+        # heard the goal that leaves it out.
+        return
+    with_event(draft, replica, Event.GONE, now)
+
+
+def _follow_report(
+    draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
+) -> None:
+    state, status = replica.state, report.status
+    if status in (ReplicaStatus.FAILED, ReplicaStatus.DEAD):
+        _follow_end(draft, replica, report, now)
+    elif state is ReplicaState.SHOULD_STOP:
+        if host.report.generation >= replica.generation:
+            with_event(draft, replica, Event.ACKNOWLEDGED, now)
+    elif state is ReplicaState.STOPPING:
+        return
+    elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
+        with_event(draft, replica, Event.HEARD_RUNNING, now)
+    elif status is ReplicaStatus.UNHEALTHY and state in ROUTED:
+        with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
+    elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
+        with_event(draft, replica, Event.HEARD_CONFIG, now)
+    elif state is ReplicaState.UPDATING and report.config_error_version >= replica.config_version:
+        _follow_refused_config(draft, replica, report, now)
+    elif status is ReplicaStatus.DRAINING and host.report.leaving:
+        # The host stops by itself: what it drains must be replaced elsewhere.
+        with_event(draft, replica, Event.UNWANTED, now)
+
+
+def _follow_end(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+    backend = draft.backends[replica.backend_tag]
+    with_event(draft, replica, Event.GONE, now)
+    wanted = replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
+    if not wanted or replica.code_version != backend.target.code_version:
+        return
+    had_run = replica.state is not ReplicaState.STARTING
+    if had_run and now - replica.since >= SHORT_LIFE_S:
+        return
+    failures = backend.start_failures + 1
+    draft.put(
+        msgspec.structs.replace(
+            backend,
+            start_failures=failures,
+            last_error=report.error or "the replica's process ended",
+            retry_at=now + retry_wait_s(failures),
+        )
+    )
+
+
+def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+    """``reconfigure`` raised: that fails a pending deploy; without one, the replica is replaced by a new one."""
+    backend = draft.backends[replica.backend_tag]
+    goal = pending_goal(draft, backend)
+    if goal is not None and replica.config_version == backend.target.config_version:
+        fail(draft, backend, goal, report.error or "reconfigure raised", now)
+    else:
+        with_event(draft, replica, Event.UNWANTED, now)

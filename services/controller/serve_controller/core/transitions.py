@@ -1,0 +1,103 @@
+"""The life of a replica, as one table.
+
+Theory. A replica's *state* is what was decided (durable); its host's report is what was seen. A state changes
+for one of the events below and for nothing else, and everything that affects a replica's life lives in this
+file. A replica's number is never used again: one that is gone is replaced by a new one, so no move leads
+backwards.
+
+::
+
+    SHOULD_START --placed--> STARTING --heard_running--> RUNNING <--heard_config-- UPDATING
+                                                         RUNNING --reconfigure--> UPDATING
+    RUNNING, UPDATING --heard_unhealthy--> UNHEALTHY --heard_running--> RUNNING
+    any that is wanted --unwanted--> SHOULD_STOP --acknowledged--> STOPPING
+    any --gone--> STOPPED (the row is deleted)
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from serve_controller.core.objects import ReplicaState as S
+
+
+class Event(Enum):
+    """What can happen to a replica."""
+
+    PLACED = "placed"
+    """A host was chosen."""
+    HEARD_RUNNING = "heard_running"
+    """Its host reports it running and healthy."""
+    HEARD_UNHEALTHY = "heard_unhealthy"
+    HEARD_CONFIG = "heard_config"
+    """Its host reports that the newest configuration is applied."""
+    RECONFIGURE = "reconfigure"
+    """A newer configuration was decided."""
+    UNWANTED = "unwanted"
+    """It should stop."""
+    ACKNOWLEDGED = "acknowledged"
+    """Its host knows that it should stop."""
+    GONE = "gone"
+    """Its process does not exist (any more)."""
+
+
+TRANSITIONS: Final[dict[S, dict[Event, S]]] = {
+    S.SHOULD_START: {
+        Event.PLACED: S.STARTING,
+        Event.UNWANTED: S.SHOULD_STOP,
+        Event.GONE: S.STOPPED,
+    },
+    S.STARTING: {
+        Event.HEARD_RUNNING: S.RUNNING,
+        Event.UNWANTED: S.SHOULD_STOP,
+        Event.GONE: S.STOPPED,
+    },
+    S.RUNNING: {
+        Event.RECONFIGURE: S.UPDATING,
+        Event.HEARD_UNHEALTHY: S.UNHEALTHY,
+        Event.UNWANTED: S.SHOULD_STOP,
+        Event.GONE: S.STOPPED,
+    },
+    S.UPDATING: {
+        Event.RECONFIGURE: S.UPDATING,
+        Event.HEARD_CONFIG: S.RUNNING,
+        Event.HEARD_UNHEALTHY: S.UNHEALTHY,
+        Event.UNWANTED: S.SHOULD_STOP,
+        Event.GONE: S.STOPPED,
+    },
+    S.UNHEALTHY: {
+        Event.HEARD_RUNNING: S.RUNNING,
+        Event.UNWANTED: S.SHOULD_STOP,
+        Event.GONE: S.STOPPED,
+    },
+    S.SHOULD_STOP: {
+        Event.ACKNOWLEDGED: S.STOPPING,
+        Event.GONE: S.STOPPED,
+    },
+    S.STOPPING: {
+        Event.GONE: S.STOPPED,
+    },
+    S.STOPPED: {},
+}
+
+WANTED: Final = frozenset({S.SHOULD_START, S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY})
+"""Counts towards the number that should run."""
+ROUTED: Final = frozenset({S.RUNNING, S.UPDATING})
+"""Is sent new requests."""
+IN_HOST_GOAL: Final = frozenset({S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY})
+"""Its host is told to run it."""
+DRAINING: Final = frozenset({S.UNHEALTHY, S.SHOULD_STOP, S.STOPPING})
+"""Is sent nothing new and may still answer what it has."""
+
+
+class IllegalTransition(AssertionError):
+    """A programmer's error: an event that cannot happen in this state. Nothing was changed."""
+
+
+def moved(state: S, event: Event) -> S:
+    """The state after ``event``; raises `IllegalTransition` when the table has no such move."""
+    try:
+        return TRANSITIONS[state][event]
+    except KeyError:
+        raise IllegalTransition(f"{event.value} cannot happen in {state.value}") from None

@@ -1,0 +1,174 @@
+"""What the runtime tells of replicas, and what each of it changes.
+
+Why values: the runtime's threads only hand these over; what they mean is decided here, in one thread, in order.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.names import ReplicaTag
+from serve_common.wires.host import ReplicaStatus
+from serve_replica_host.core.replica_status import Gone, Happening, after
+from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica, trim_error
+
+CHECKS_FAILED_MAX: Final = 3
+"""Health checks in a row that may fail before a replica is UNHEALTHY, as in Ray Serve."""
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """Its process runs."""
+
+    replica_tag: ReplicaTag
+    pid: int
+
+
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """It has no process yet; ``reason`` is for people."""
+
+    replica_tag: ReplicaTag
+    reason: str
+
+
+class Constructed(msgspec.Struct, frozen=True, tag=True):
+    """It serves, with the configuration of that version."""
+
+    replica_tag: ReplicaTag
+    config_version: int
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag=True):
+    """Import or constructor raised; its process may still be there."""
+
+    replica_tag: ReplicaTag
+    error: str
+
+
+class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+    """``reconfigure`` ended; ``error`` is None when it was applied."""
+
+    replica_tag: ReplicaTag
+    config_version: int
+    error: str | None
+
+
+class HealthChecked(msgspec.Struct, frozen=True, tag=True):
+    """A health check answered; ``error`` is None when it passed."""
+
+    replica_tag: ReplicaTag
+    error: str | None
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is in flight and nothing new can come."""
+
+    replica_tag: ReplicaTag
+
+
+class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
+    """Its process is gone, or will never be; ``error`` tells how it ended."""
+
+    replica_tag: ReplicaTag
+    error: str
+
+
+ReplicaEvent = (
+    Placed | Waits | Constructed | StartFailed | Reconfigured | HealthChecked | Drained | ProcessEnded
+)
+
+
+def apply_event(state: HostState, event: ReplicaEvent, now: float) -> HostState:
+    """The state after ``event``. Events of replicas that the host no longer holds change nothing."""
+    held = state.replicas.get(event.replica_tag)
+    if held is None:
+        return state
+    changed = _changed(held, event, now)
+    return forget_replica(state, held.tag) if changed is None else put_replica(state, changed)
+
+
+def _changed(held: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica | None:
+    match event:
+        case Placed(pid=pid):
+            return msgspec.structs.replace(held, pid=pid, error="" if is_starting(held) else held.error)
+        case Waits(reason=reason):
+            return msgspec.structs.replace(held, error=reason) if is_starting(held) else held
+        case Constructed(config_version=version):
+            if not is_starting(held):
+                return held
+            return msgspec.structs.replace(
+                held,
+                status=ReplicaStatus.RUNNING,
+                config_version=version,
+                asked_config_version=max(version, held.asked_config_version),
+                error="",
+                check_at=now + held.goal.health_check_period_s,
+            )
+        case StartFailed(error=error):
+            return fail(held, error)
+        case Reconfigured(config_version=version, error=error):
+            return _reconfigured(held, version, error)
+        case HealthChecked(error=error):
+            return _checked(held, error, now)
+        case Drained():
+            return msgspec.structs.replace(held, is_drained=True)
+        case ProcessEnded(error=error):
+            return _ended(held, error)
+
+
+def is_starting(held: HeldReplica) -> bool:
+    """True until it was constructed, failed, or was left out."""
+    return held.status is ReplicaStatus.STARTING
+
+
+def fail(held: HeldReplica, error: str) -> HeldReplica:
+    """``held`` after its start failed; nothing changes when it does not start any more."""
+    if not is_starting(held):
+        return held
+    return msgspec.structs.replace(held, status=ReplicaStatus.FAILED, error=trim_error(error))
+
+
+def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
+    """``held`` after one more health check failed or did not answer in time."""
+    failed = held.checks_failed + 1
+    status = held.status
+    if failed >= CHECKS_FAILED_MAX:
+        following = after(held.status, Happening.CHECKS_FAILED)
+        assert not isinstance(following, Gone), "a health check never removes a replica"
+        status = following
+    told = trim_error(error) if status is ReplicaStatus.UNHEALTHY else held.error
+    return msgspec.structs.replace(held, status=status, checks_failed=failed, error=told)
+
+
+def _reconfigured(held: HeldReplica, version: int, error: str | None) -> HeldReplica:
+    held = msgspec.structs.replace(held, is_reconfiguring=False)
+    if error is not None:
+        return msgspec.structs.replace(held, config_error_version=version, error=trim_error(error))
+    return msgspec.structs.replace(
+        held,
+        config_version=max(version, held.config_version),
+        config_error_version=0,
+        error="" if held.config_error_version else held.error,
+    )
+
+
+def _checked(held: HeldReplica, error: str | None, now: float) -> HeldReplica:
+    held = msgspec.structs.replace(
+        held, is_check_pending=False, check_at=now + held.goal.health_check_period_s
+    )
+    if error is not None:
+        return count_failed_check(held, error)
+    following = after(held.status, Happening.CHECK_PASSED)
+    assert not isinstance(following, Gone), "a health check never removes a replica"
+    told = "" if held.status is ReplicaStatus.UNHEALTHY else held.error
+    return msgspec.structs.replace(held, status=following, checks_failed=0, error=told)
+
+
+def _ended(held: HeldReplica, error: str) -> HeldReplica | None:
+    following = after(held.status, Happening.PROCESS_ENDED)
+    if isinstance(following, Gone):
+        return None
+    if following is held.status:  # FAILED or DEAD already: keep what was told first
+        return msgspec.structs.replace(held, has_process=False)
+    return msgspec.structs.replace(held, status=following, error=trim_error(error), has_process=False)

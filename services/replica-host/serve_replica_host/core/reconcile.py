@@ -1,0 +1,178 @@
+"""What a host does next: compares its goal with what it holds.
+
+Why one function for everything: starting, reconfiguring, draining, health and every deadline follow from the same
+values, so a lost event or a late goal is repaired by the next look, not by a path of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.names import ReplicaTag
+from serve_common.wires.host import ReplicaGoal, ReplicaStatus
+from serve_replica_host.core.events import count_failed_check, fail
+from serve_replica_host.core.replica_status import Gone, Happening, after
+from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica
+
+
+class StartReplica(msgspec.Struct, frozen=True):
+    """Start its actor and construct the user's code in it."""
+
+    goal: ReplicaGoal
+
+
+class ReconfigureReplica(msgspec.Struct, frozen=True):
+    """Apply the goal's configuration in place."""
+
+    goal: ReplicaGoal
+
+
+class CheckReplica(msgspec.Struct, frozen=True):
+    """Ask for its health."""
+
+    replica_tag: ReplicaTag
+
+
+class DrainReplica(msgspec.Struct, frozen=True):
+    """Let it refuse what is new and finish what is in flight."""
+
+    replica_tag: ReplicaTag
+
+
+class KillReplica(msgspec.Struct, frozen=True):
+    """End its process now."""
+
+    replica_tag: ReplicaTag
+
+
+Action = StartReplica | ReconfigureReplica | CheckReplica | DrainReplica | KillReplica
+
+
+class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What follows from one look. Each action is in ``state`` already, so the next look does not repeat it."""
+
+    state: HostState
+    actions: list[Action]
+    """To be performed in this order; performing one that no longer applies is harmless."""
+    look_again_at: float | None
+    """The next deadline; None when only an event or a goal can change anything."""
+
+
+_SERVING: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
+
+
+def reconcile_host(state: HostState, now: float) -> HostPlan:
+    """The actions that bring what ``state`` holds nearer to its goal, judged at ``now``."""
+    wanted: dict[ReplicaTag, ReplicaGoal] = {}
+    if state.goal is not None and not state.is_leaving:
+        wanted = {goal.replica_tag: goal for goal in state.goal.replicas}
+    actions: list[Action] = []
+    for tag, held in list(state.replicas.items()):
+        goal = wanted.get(tag)
+        changed = _omit(held, state.leave_by, now) if goal is None else msgspec.structs.replace(held, goal=goal)
+        if changed is None:
+            state = forget_replica(state, tag)
+            if held.has_process and not held.is_kill_asked:
+                actions.append(KillReplica(tag))
+            continue
+        changed = _advance(changed, now, actions)
+        state = put_replica(state, changed) if changed != held else state
+    for tag, goal in wanted.items():
+        if tag not in state.replicas:
+            started = _first_seen(goal, now, is_spent=tag in state.spent_tags)
+            state = put_replica(state, started)
+            if started.has_process:
+                actions.append(StartReplica(goal))
+    deadlines = [at for held in state.replicas.values() if (at := _deadline(held)) is not None]
+    return HostPlan(state=state, actions=actions, look_again_at=min(deadlines, default=None))
+
+
+def _first_seen(goal: ReplicaGoal, now: float, *, is_spent: bool) -> HeldReplica:
+    if is_spent:
+        return HeldReplica(
+            goal=goal,
+            status=ReplicaStatus.DEAD,
+            start_by=now,
+            has_process=False,
+            error="this replica already ended on this host; a tag is never used again",
+        )
+    return HeldReplica(
+        goal=goal,
+        start_by=now + goal.start_timeout_s,
+        asked_config_version=goal.config_version,
+    )
+
+
+def _omit(held: HeldReplica, leave_by: float | None, now: float) -> HeldReplica | None:
+    following = after(held.status, Happening.OMITTED)
+    if isinstance(following, Gone):
+        return None
+    drain_by = held.drain_by
+    if held.status is not ReplicaStatus.DRAINING:
+        # What has not begun to serve has nothing to finish.
+        grace_s = held.goal.graceful_shutdown_timeout_s if held.status in _SERVING else 0.0
+        drain_by = now + grace_s
+    if leave_by is not None and drain_by is not None:
+        drain_by = min(drain_by, leave_by)
+    return msgspec.structs.replace(held, status=following, drain_by=drain_by)
+
+
+def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    """``held`` after everything that is due for it; what is to be done is appended to ``actions``."""
+    if held.status is ReplicaStatus.STARTING and held.has_process and now >= held.start_by:
+        reason = f" ({held.error})" if held.error else ""
+        held = fail(
+            held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}"
+        )
+    if held.status in _SERVING:
+        held = _configure(held, actions)
+        held = _check(held, now, actions)
+    if held.status is ReplicaStatus.DRAINING and held.drain_by is not None:
+        if not held.is_drained and now < held.drain_by:
+            if not held.is_draining_asked:
+                actions.append(DrainReplica(held.tag))
+                held = msgspec.structs.replace(held, is_draining_asked=True)
+        elif not held.is_kill_asked:
+            actions.append(KillReplica(held.tag))
+            held = msgspec.structs.replace(held, is_kill_asked=True)
+    if held.status is ReplicaStatus.FAILED and held.has_process and not held.is_kill_asked:
+        actions.append(KillReplica(held.tag))
+        held = msgspec.structs.replace(held, is_kill_asked=True)
+    return held
+
+
+def _configure(held: HeldReplica, actions: list[Action]) -> HeldReplica:
+    if held.is_reconfiguring or held.goal.config_version <= held.asked_config_version:
+        return held
+    actions.append(ReconfigureReplica(held.goal))
+    return msgspec.structs.replace(
+        held, is_reconfiguring=True, asked_config_version=held.goal.config_version
+    )
+
+
+def _check(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if held.check_at is None or now < held.check_at:
+        return held
+    if held.is_check_pending:
+        # The call may hang for ever; another one would only hang beside it.
+        timeout_s = held.goal.health_check_timeout_s
+        held = count_failed_check(held, f"the health check did not answer within {timeout_s:g} s")
+        return msgspec.structs.replace(held, check_at=now + held.goal.health_check_period_s)
+    actions.append(CheckReplica(held.tag))
+    return msgspec.structs.replace(
+        held, is_check_pending=True, check_at=now + held.goal.health_check_timeout_s
+    )
+
+
+def _deadline(held: HeldReplica) -> float | None:
+    match held.status:
+        case ReplicaStatus.STARTING:
+            return held.start_by
+        case ReplicaStatus.RUNNING | ReplicaStatus.UNHEALTHY:
+            return held.check_at
+        case ReplicaStatus.DRAINING:
+            return None if held.is_kill_asked else held.drain_by
+        case ReplicaStatus.FAILED | ReplicaStatus.DEAD:
+            return None

@@ -1,0 +1,133 @@
+"""What a host knows, and which goals it obeys.
+
+Why frozen values: a step of the host is `state, input -> state`, which a property test can drive through any order
+of goals, events and delays.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.names import HostId, ReplicaTag
+from serve_common.wires.host import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
+
+SPENT_TAGS_MAX: Final = 10_000
+"""Tags of ended replicas that are remembered, the newest; ordinals rise, so an older one hardly comes again."""
+
+
+class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as its host holds it. Times are the host's monotonic seconds."""
+
+    goal: ReplicaGoal
+    status: ReplicaStatus = ReplicaStatus.STARTING
+    start_by: float
+    """When starting has taken too long."""
+    has_process: bool = True
+    """It may still have a process, or one may be under way."""
+    is_kill_asked: bool = False
+    drain_by: float | None = None
+    """When draining ends by force; None while it does not drain."""
+    is_draining_asked: bool = False
+    is_drained: bool = False
+    config_version: int = 0
+    """Applied."""
+    asked_config_version: int = 0
+    """Under way, or applied, or refused by the user's code."""
+    is_reconfiguring: bool = False
+    config_error_version: int = 0
+    error: str = ""
+    pid: int = 0
+    is_check_pending: bool = False
+    check_at: float | None = None
+    """When to ask for its health, or, while an answer is pending, when to count that as a failure."""
+    checks_failed: int = 0
+    """In a row."""
+
+    @property
+    def tag(self) -> ReplicaTag:
+        """Its tag."""
+        return self.goal.replica_tag
+
+
+class HostState(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the host decides from."""
+
+    host_id: HostId
+    epoch: int = 0
+    """The highest that was heard, by a goal or by a leader's notice."""
+    goal: HostGoal | None = None
+    replicas: dict[ReplicaTag, HeldReplica] = {}
+    spent_tags: dict[ReplicaTag, None] = {}
+    """Of replicas that ended in this life of the host, oldest first; never started again."""
+    is_leaving: bool = False
+    leave_by: float | None = None
+    """When leaving ends every drain by force."""
+
+    @property
+    def generation(self) -> int:
+        """Of the goal that is obeyed; 0 before the first."""
+        return 0 if self.goal is None else self.goal.generation
+
+    @property
+    def goal_epoch(self) -> int:
+        """Of the goal that is obeyed; 0 before the first."""
+        return 0 if self.goal is None else self.goal.epoch
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The goal is not obeyed, and why."""
+
+    reason: str
+
+
+def accept_goal(state: HostState, goal: HostGoal) -> HostState | Refused:
+    """Take ``goal`` when it is at least as new as everything heard before; the same one again changes nothing."""
+    if goal.host_id != state.host_id:
+        return Refused(f"it is for host {goal.host_id!r}")
+    if goal.epoch < state.epoch:
+        return Refused(f"epoch {goal.epoch} is over; {state.epoch} leads")
+    held = (state.goal_epoch, state.generation)
+    if (goal.epoch, goal.generation) < held:
+        return Refused(f"generation {goal.epoch}.{goal.generation} is older than {held[0]}.{held[1]}")
+    tags = [replica.replica_tag for replica in goal.replicas]
+    if len(set(tags)) != len(tags):
+        return Refused("it names a replica twice")
+    if state.goal is not None and held == (goal.epoch, goal.generation):
+        return state
+    return msgspec.structs.replace(state, goal=goal, epoch=goal.epoch)
+
+
+def hear_leader(state: HostState, epoch: int) -> HostState:
+    """Remember that ``epoch`` leads: goals of older ones are refused from now on."""
+    return msgspec.structs.replace(state, epoch=max(state.epoch, epoch))
+
+
+def begin_leaving(state: HostState, leave_by: float) -> HostState:
+    """Drain everything, whatever the goal says, until ``leave_by`` at most."""
+    return msgspec.structs.replace(state, is_leaving=True, leave_by=leave_by)
+
+
+def has_left(state: HostState) -> bool:
+    """True once a leaving host holds no process any more."""
+    return state.is_leaving and not any(replica.has_process for replica in state.replicas.values())
+
+
+def put_replica(state: HostState, replica: HeldReplica) -> HostState:
+    """``state`` with ``replica`` in place of what had its tag."""
+    return msgspec.structs.replace(state, replicas={**state.replicas, replica.tag: replica})
+
+
+def forget_replica(state: HostState, tag: ReplicaTag) -> HostState:
+    """``state`` without ``tag``, which counts as spent."""
+    spent = {known: None for known in state.spent_tags if known != tag} | {tag: None}
+    while len(spent) > SPENT_TAGS_MAX:
+        del spent[next(iter(spent))]
+    kept = {known: replica for known, replica in state.replicas.items() if known != tag}
+    return msgspec.structs.replace(state, replicas=kept, spent_tags=spent)
+
+
+def trim_error(text: str) -> str:
+    """``text`` within the limit of a report: the end is kept, for there stands what was raised."""
+    return text if len(text) <= ERROR_LENGTH_MAX else "…" + text[-(ERROR_LENGTH_MAX - 1) :]
