@@ -9,6 +9,7 @@ import msgspec
 
 from serve_common.names import ControllerId
 from serve_common.wires.host import HostGoal
+from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
 from serve_controller.core.checkpoint import Changes, Checkpoint
 
@@ -78,4 +79,16 @@ class Publisher(Protocol):
 
     async def retract(self, key: str) -> None:
         """Remove a key that the checkpoint does not know."""
+        ...
+
+
+class Bus(HostLink, Publisher, Protocol):
+    """Everything the controller does on NATS."""
+
+    async def begin_term(self, notice: LeaderNotice) -> None:
+        """Answer the admin verbs, tell hosts and proxies who leads, and report the bucket's whole content."""
+        ...
+
+    async def end_term(self) -> None:
+        """Stop answering the admin verbs, so that callers reach the next leader."""
         ...

@@ -8,6 +8,7 @@ compares its position with the bucket's last sequence. Each newly opened watch b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
@@ -129,10 +130,9 @@ class BucketWatch:
         while True:
             wait_s = check_at - loop.time()
             if wait_s > 0:
-                try:
+                # Nothing new in time: the position is checked below.
+                with contextlib.suppress(NatsTimeoutError, TimeoutError):
                     self._hear(await watcher.updates(timeout=wait_s))
-                except (NatsTimeoutError, TimeoutError):
-                    pass  # nothing new: the position is checked below
                 continue
             position = self._position
             last = await self._last_sequence(bucket)

@@ -9,7 +9,7 @@ import structlog
 
 
 def configure_logs(service: str, **ids: str) -> None:
-    """Send structlog and the standard library's logging to standard error as JSON lines that bear ``service`` and ``ids``."""
+    """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

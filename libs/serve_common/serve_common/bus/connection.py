@@ -102,9 +102,13 @@ class BusConnection:
         names the last failure) when the time is over.
         """
         if self._is_started:
-            raise RuntimeError("connect is called once; a closed connection is not opened again")
-        self._adopt(await self._dialer.dial(timeout_s))
+            raise RuntimeError("connect succeeds once")
+        link = await self._dialer.dial(timeout_s)
+        if self._is_closed:
+            await link.close(_CLOSE_TIMEOUT_S)
+            raise NotConnected("the connection was closed on this side")
         self._is_started = True
+        self._adopt(link)
         self._tasks.start(self._stay_connected(), "stay_connected")
 
     async def drain(self, timeout_s: float) -> None:

@@ -13,7 +13,6 @@ from typing import final
 
 import structlog
 
-from serve_common.bus.errors import ProtocolError
 from serve_common.bus.link import Link, LinkOwner
 from serve_common.bus.options import BusOptions, ServerAddress, reconnect_wait_s
 from serve_common.bus.protocol import Greeting, encode_connect
@@ -44,16 +43,21 @@ class Dialer:
         """
         loop = asyncio.get_running_loop()
         until_s = math.inf if timeout_s is None else loop.time() + timeout_s
+        failure: Exception | None = None
         failed_rounds = 0
         while True:
             for _ in self._addresses:
+                left_s = until_s - loop.time()
                 try:
-                    return await self._dial_next(min(until_s - loop.time(), self._options.connect_timeout_s))
+                    return await self._dial_next(min(left_s, self._options.connect_timeout_s))
                 except (BusUnavailable, BusAuthorizationFailed) as error:
                     if timeout_s is not None and isinstance(error, BusAuthorizationFailed):
                         raise
                     self._failures.log(loop.time(), "bus_dial_failed", error=str(error))
-                    failure = error
+                    # An attempt that had no time says nothing; what failed before it does.
+                    is_cut_short = left_s < self._options.connect_timeout_s
+                    if failure is None or not (is_cut_short and isinstance(error.__cause__, TimeoutError)):
+                        failure = error
             wait_s = reconnect_wait_s(self._options, failed_rounds, self._chance)
             if loop.time() + wait_s >= until_s:
                 raise BusUnavailable(f"no NATS server let us in for {timeout_s} s: {failure}") from failure
@@ -78,8 +82,10 @@ async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwne
     except TimeoutError as error:
         link.end(error)
         raise BusUnavailable(f"{address}: no answer within {timeout_s:.2g} s") from error
-    except (OSError, ValueError, ProtocolError) as error:
+    except (OSError, ValueError, BusUnavailable) as error:
         link.end(error)
+        if isinstance(link.failure, BusAuthorizationFailed):
+            raise BusAuthorizationFailed(f"{address}: {link.failure}") from error
         raise BusUnavailable(f"{address}: {error}") from error
     except BaseException:
         link.end(BusUnavailable("dialling was given up"))
@@ -110,6 +116,6 @@ async def _shake_hands(link: Link, address: ServerAddress, options: BusOptions) 
 def _check_tls(address: ServerAddress, greeting: Greeting) -> None:
     # Credentials must never leave in the clear when TLS was asked for.
     if address.is_tls and not (greeting.tls_required or greeting.tls_available):
-        raise BusUnavailable(f"{address}: the server does not offer TLS")
+        raise BusUnavailable("the server does not offer TLS")
     if greeting.tls_required and not address.is_tls:
-        raise BusUnavailable(f"{address}: the server requires TLS; use a tls:// URL")
+        raise BusUnavailable("the server requires TLS; use a tls:// URL")

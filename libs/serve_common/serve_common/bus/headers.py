@@ -46,8 +46,11 @@ def parse_headers(block: bytes) -> list[tuple[str, str]]:
 
 def status_of(block: bytes) -> int | None:
     """The status code in the first line of a header block; None when it has none."""
-    code = block[len(_VERSION) : len(_VERSION) + 5].strip(b" \r\n")
-    return int(code) if block.startswith(_VERSION) and len(code) == 3 and code.isdigit() else None
+    first_line = block.partition(b"\r\n")[0]
+    words = first_line.split(b" ", 2)
+    if len(words) < 2 or words[0] != _VERSION or len(words[1]) != 3 or not words[1].isdigit():
+        return None
+    return int(words[1])
 
 
 def says_no_responders(block: bytes) -> bool:

@@ -118,10 +118,9 @@ class Link(asyncio.Protocol):
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
 
     async def greeting(self) -> Greeting:
-        """What the server said first. Raises what ended the link before that."""
+        """What the server said first. Raises NotConnected when the link ends before."""
         await self._greeted.wait()
-        if self.failure is not None:
-            raise self.failure
+        self._require_alive()
         assert self._greeting is not None
         return self._greeting
 
@@ -195,15 +194,14 @@ class Link(asyncio.Protocol):
     async def round_trip(self) -> None:
         """Wait until the server has handled all that was written before.
 
-        Raises NotConnected when the link had ended before, and what ended it when that happens meanwhile.
+        Raises NotConnected when the link ends.
         """
         waiter = self._loop.create_future()
         self._pongs.append(waiter)
         self.write(PING)
         self._require_alive()
         await waiter
-        if self.failure is not None:
-            raise self.failure
+        self._require_alive()
 
     def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
         if not self._batch:

@@ -72,7 +72,7 @@ def _deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         return _nothing_to_do(tag, DeployReply(goal_id=existing.goal_id, updating=False))
 
     draft = Draft(checkpoint)
-    goal_id = _new_goal(draft, GoalKind.DEPLOY, tag, command.request_id, existing, now)
+    goal_id = _new_goal(draft, GoalKind.DEPLOY, tag, now, request_id=command.request_id)
     draft.put(
         _new_backend(tag, goal_id, command) if existing is None else _changed(existing, goal_id, command)
     )
@@ -131,18 +131,12 @@ def _nothing_to_do(tag: BackendTag, reply: CommandReply) -> Accepted:
     return Accepted(changes=Changes(), reply=reply, subject=tag, goal_id=None)
 
 
-def _new_goal(
-    draft: Draft,
-    kind: GoalKind,
-    tag: BackendTag,
-    request_id: str | None,
-    existing: Backend | None,
-    now: float,
-) -> GoalId:
+def _new_goal(draft: Draft, kind: GoalKind, tag: BackendTag, now: float, *, request_id: str | None) -> GoalId:
     """A pending goal; the backend's former one ends SUPERSEDED if it was still pending."""
     if sum(goal.status is GoalStatus.PENDING for goal in draft.goals.values()) >= GOALS_PENDING_MAX:
         raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
     goal_id = draft.next_goal_id()
+    existing = draft.backends.get(tag)
     former = None if existing is None else draft.goals.get(existing.goal_id)
     if former is not None and former.status is GoalStatus.PENDING:
         draft.put(
@@ -233,7 +227,7 @@ def _delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: f
     if existing.deleting:
         return _nothing_to_do(tag, DeleteReply(goal_id=existing.goal_id))
     draft = Draft(checkpoint)
-    goal_id = _new_goal(draft, GoalKind.DELETE, tag, None, existing, now)
+    goal_id = _new_goal(draft, GoalKind.DELETE, tag, now, request_id=None)
     draft.put(msgspec.structs.replace(existing, goal_id=goal_id, deleting=True))
     draft.delete((Kind.ENDPOINT, tag))
     return Accepted(changes=draft.changes(), reply=DeleteReply(goal_id=goal_id), subject=tag, goal_id=goal_id)

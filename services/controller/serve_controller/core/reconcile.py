@@ -148,9 +148,9 @@ def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
     """Forget the goals of hosts that are lost and run nothing; a returning one gets a newer generation."""
     used = {r.host_id for replicas in draft.replicas.values() for r in replicas.values()}
     for host_id in list(draft.hosts):
-        if host_id not in used and host_id not in observed.hosts:
-            if host_status(observed, host_id, now) is HostStatus.LOST:
-                draft.delete((Kind.HOST, host_id))
+        is_known = host_id in used or host_id in observed.hosts
+        if not is_known and host_status(observed, host_id, now) is HostStatus.LOST:
+            draft.delete((Kind.HOST, host_id))
 
 
 def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState) -> list[Action]:

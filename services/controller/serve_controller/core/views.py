@@ -180,7 +180,9 @@ class ReplicaCount(msgspec.Struct, frozen=True):
 def count_replicas(checkpoint: Checkpoint) -> list[ReplicaCount]:
     """Replicas by backend and state; every state is listed, so that a series falls to zero."""
     return [
-        ReplicaCount(tag, state.value, sum(r.state is state for r in checkpoint.replicas.get(tag, {}).values()))
+        ReplicaCount(
+            tag, state.value, sum(r.state is state for r in checkpoint.replicas.get(tag, {}).values())
+        )
         for tag in checkpoint.backends
         for state in ReplicaState
         if state is not ReplicaState.STOPPED

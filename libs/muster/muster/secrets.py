@@ -1,0 +1,117 @@
+"""The passwords of one stack: generated once, kept in files, never printed.
+
+Why files: compose mounts them as secrets and the embedded stack names them in ``…_PASSWORD_FILE`` variables, so no
+password stands in an environment that ``docker inspect`` or ``ps`` shows.
+
+Modes. The directory is 0700. Its files are 0600, or 0644 with ``for_containers``: compose mounts each file by itself
+and keeps its owner and mode, and the processes in the containers run as other users; on this machine the
+directory's 0700 still keeps everybody else out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from serve_common.errors import PermanentError
+
+NATS_ROLES: Final = ("controller", "proxy", "host", "replica", "admin", "system")
+"""The users of deploy/nats/nats.conf; the file ``nats_<role>`` holds the password of each."""
+NATS_INCLUDE: Final = "nats_passwords.conf"
+"""Made of the others: what nats.conf includes under the name ``passwords.conf``."""
+NAMES: Final = (
+    *(f"nats_{role}" for role in NATS_ROLES),
+    "postgres_password",
+    "postgres_superuser_password",
+    "grafana_admin_password",
+)
+
+_ENTROPY_BYTES: Final = 24
+_SAFE: Final = re.compile(r"[A-Za-z0-9_-]{8,128}")
+"""What needs no quoting in nats.conf, a URL or SQL; what we generate always fits."""
+
+
+class SecretUnusable(PermanentError):
+    """A secret's file cannot be read or written, or holds something that a password may not be."""
+
+    error_code = "secret_unusable"
+
+
+class Secrets(msgspec.Struct, frozen=True):
+    """Where the passwords of one stack lie. Holds no value, so it can be shown and logged."""
+
+    directory: Path
+
+    def path(self, name: str) -> Path:
+        """The file of one of `NAMES`, or `NATS_INCLUDE`."""
+        if name not in NAMES and name != NATS_INCLUDE:
+            raise ValueError(f"there is no secret named {name!r}")
+        return self.directory / name
+
+    def read(self, name: str) -> str:
+        """The value; raises `SecretUnusable` naming the file (never its content)."""
+        return _read(self.path(name))
+
+    def nats_password_file(self, role: str) -> Path:
+        """The file with the password of one of `NATS_ROLES`."""
+        return self.path(f"nats_{role}")
+
+
+def generate(directory: Path, *, for_containers: bool = False) -> Secrets:
+    """Make what is missing in ``directory``, keep what is there, and set the modes; safe to call again and again.
+
+    Raises `SecretUnusable` when a file cannot be read or written or holds an unfit value.
+    """
+    mode = 0o644 if for_containers else 0o600
+    made = Secrets(directory)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        for name in NAMES:
+            path = made.path(name)
+            if not path.exists():
+                _write(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
+            path.chmod(mode)
+        include = made.path(NATS_INCLUDE)
+        text = _nats_include(made)
+        # Left alone when nothing changed: a container mounts this very file, not its name.
+        if not include.exists() or include.read_text(encoding="utf-8") != text:
+            _write(include, text)
+        include.chmod(mode)
+    except OSError as error:
+        where = error.filename or directory
+        raise SecretUnusable(f"{where} cannot be used for secrets: {error.strerror}") from error
+    return made
+
+
+def _nats_include(made: Secrets) -> str:
+    lines = (f'NATS_{role.upper()}_PASSWORD: "{made.read(f"nats_{role}")}"' for role in NATS_ROLES)
+    return "\n".join(("# Made of the files beside it; change those and generate again.", *lines, ""))
+
+
+def _read(path: Path) -> str:
+    try:
+        value = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SecretUnusable(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SecretUnusable(f"{path} is not text") from error
+    if _SAFE.fullmatch(value) is None:
+        raise SecretUnusable(f"{path} must hold 8 to 128 letters, digits, '-' or '_'")
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    """Write so that a reader sees either the old file or the whole new one, and nobody else sees either."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

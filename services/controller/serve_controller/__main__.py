@@ -1,0 +1,33 @@
+"""``python -m serve_controller``: one controller process."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+import uvloop
+
+from serve_common.adapters.logs import configure_logs
+from serve_common.errors import ServeError
+from serve_common.settings import Environment
+from serve_controller.settings import read_settings
+from serve_controller.wiring import run
+
+
+def main() -> int:
+    """Run until told to stop; the exit code is 0 then, and 1 when it could not run."""
+    configure_logs("controller")
+    failed = False
+    try:
+        settings = read_settings(Environment())
+        structlog.contextvars.bind_contextvars(controller_id=settings.controller_id)
+        uvloop.run(run(settings))
+    except* ServeError as group:
+        for error in group.exceptions:
+            structlog.get_logger().error("controller_failed", error=str(error))
+        failed = True
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

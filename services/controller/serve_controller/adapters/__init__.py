@@ -1,0 +1,3 @@
+"""The outside: one file for each thing that the controller touches."""
+
+from __future__ import annotations

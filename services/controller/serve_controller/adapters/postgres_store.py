@@ -1,0 +1,140 @@
+"""The checkpoint in Postgres: `Store` over asyncpg.
+
+Why a row per object and one statement per change: what a change costs does not grow with the rest of the
+state, and there is no half-written change. The fence is inside that statement, see ``record`` in
+``sql/queries.sql``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from serve_common.errors import FencedOut, PermanentError
+from serve_common.names import ControllerId
+from serve_controller.adapters.checkpoint_rows import HISTORY_ROWS_MAX, Row, dump_changes, load_checkpoint
+from serve_controller.adapters.postgres_pool import PostgresPool
+from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
+from serve_controller.core.checkpoint import Changes, Checkpoint
+from serve_controller.ports import HistoryEntry
+
+LEASE_TIMEOUT_S: Final = 2.0
+"""Lease calls end sooner, so that a leader hears of a silent database before its lease is over."""
+MIGRATION_TIMEOUT_S: Final = 60.0
+"""Of each migration, and of the wait for another controller that migrates."""
+HISTORY_TRIM_EVERY: Final = 100
+"""History rows between two trims."""
+
+_MIGRATION_LOCK: Final = int.from_bytes(b"muster")
+
+_ACQUIRE: Final = QUERIES["acquire_leadership"]
+_RENEW: Final = QUERIES["renew_leadership"]
+_RELEASE: Final = QUERIES["release_leadership"]
+_LOAD: Final = QUERIES["load"]
+_RECORD: Final = QUERIES["record"]
+_LOCK_MIGRATIONS: Final = QUERIES["lock_migrations"]
+_MIGRATIONS_EXIST: Final = QUERIES["migrations_exist"]
+_SCHEMA_VERSION: Final = QUERIES["schema_version"]
+_NOTE_MIGRATION: Final = QUERIES["note_migration"]
+
+_log = structlog.get_logger(__name__)
+
+
+class PostgresStore:
+    """The `Store` of a real system. Needs no start: it connects when first used, and again after a loss.
+
+    Every method raises `StoreUnavailable` within seconds when Postgres does not answer, and `PermanentError`
+    when it refuses the role, the password or the database.
+    """
+
+    def __init__(
+        self,
+        dsn: str,
+        password: str,
+        *,
+        application_name: str,
+        migrations: Sequence[Migration] = MIGRATIONS,
+    ) -> None:
+        """``dsn`` is ``postgresql://user@host:port/database``, without the password."""
+        self._pool = PostgresPool(dsn, password, application_name=application_name)
+        self._migrations = migrations
+        # The first record of a process trims, or else processes that die young would never do it.
+        self._history_since_trim = HISTORY_TRIM_EVERY
+
+    async def migrate(self) -> None:
+        """Bring the schema up to this version. Raises `PermanentError` when the database's is newer."""
+        async with self._pool.session(MIGRATION_TIMEOUT_S) as session:
+            await session.fetchval(_LOCK_MIGRATIONS, _MIGRATION_LOCK)
+            version = (
+                await session.fetchval(_SCHEMA_VERSION) if await session.fetchval(_MIGRATIONS_EXIST) else 0
+            )
+            known = len(self._migrations)
+            if version > known:
+                raise PermanentError(
+                    f"the database has schema version {version}; this controller knows up to {known}: "
+                    "run a newer controller"
+                )
+            for migration in self._migrations[version:]:
+                async with session.transaction():
+                    await session.execute(migration.sql)
+                    await session.execute(_NOTE_MIGRATION, migration.version, migration.name)
+                _log.info("schema_migrated", version=migration.version, name=migration.name)
+
+    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+        """Begin a new term if the lease is free, over or our own; None while another one leads."""
+        async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
+            epoch: int | None = await connection.fetchval(_ACQUIRE, controller_id, ttl_s)
+        return epoch
+
+    async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
+        """Prolong our term, also after the lease ended, while nobody else began one. Raises `FencedOut`."""
+        async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
+            renewed = await connection.fetchval(_RENEW, controller_id, epoch, ttl_s)
+        if renewed is None:
+            raise _fenced_out(epoch)
+
+    async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
+        """Let the next one lead at once; no error when the term is over already."""
+        async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
+            await connection.execute(_RELEASE, controller_id, epoch)
+
+    async def load(self) -> Checkpoint:
+        """The whole checkpoint. Raises `CheckpointUnreadable`."""
+        async with self._pool.connection() as connection:
+            records = await connection.fetch(_LOAD)
+        return load_checkpoint(Row(*record) for record in records)
+
+    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+        """Write ``changes`` and ``history``, all or nothing. Raises `FencedOut`, `StoreUnavailable`."""
+        rows = dump_changes(changes)
+        trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY
+        async with self._pool.connection() as connection:
+            leads = await connection.fetchval(
+                _RECORD,
+                epoch,
+                [row.kind for row in rows.puts],
+                [row.key for row in rows.puts],
+                [row.schema_version for row in rows.puts],
+                [row.value for row in rows.puts],
+                [kind for kind, _ in rows.deletes],
+                [key for _, key in rows.deletes],
+                [entry.at for entry in history],
+                [entry.verb for entry in history],
+                [entry.subject for entry in history],
+                [entry.goal_id for entry in history],
+                [entry.request for entry in history],
+                HISTORY_ROWS_MAX if trims else None,
+            )
+        if not leads:
+            raise _fenced_out(epoch)
+        self._history_since_trim = len(history) + (0 if trims else self._history_since_trim)
+
+    async def close(self) -> None:
+        """Close all connections, in bounded time."""
+        await self._pool.close()
+
+
+def _fenced_out(epoch: int) -> FencedOut:
+    return FencedOut(f"another controller began a later term than epoch {epoch}")

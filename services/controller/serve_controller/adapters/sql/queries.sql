@@ -1,0 +1,78 @@
+-- Every query of the controller, by name. `$n` are its parameters in the order that the comment lists.
+-- Tables are found through the connection's search_path.
+
+-- name: migrations_exist
+-- Tell whether any migration ever ran.
+SELECT to_regclass('muster.schema_migrations') IS NOT NULL;
+
+-- name: schema_version
+-- The newest migration that ran, 0 for none.
+SELECT coalesce(max(version), 0) FROM schema_migrations;
+
+-- name: note_migration
+-- Remember that a migration ran: version, name.
+INSERT INTO schema_migrations (version, name) VALUES ($1, $2);
+
+-- name: lock_migrations
+-- Wait until no other controller migrates: lock key. Held until the connection closes.
+SELECT pg_advisory_lock($1);
+
+-- name: acquire_leadership
+-- Begin a new term if the lease is over or already ours: controller_id, ttl in seconds. No row while another leads.
+UPDATE leader
+SET controller_id = $1,
+    epoch = epoch + 1,
+    lease_expires_at = clock_timestamp() + make_interval(secs => $2)
+WHERE controller_id = $1 OR lease_expires_at <= clock_timestamp()
+RETURNING epoch;
+
+-- name: renew_leadership
+-- Prolong our term: controller_id, epoch, ttl in seconds. No row when another term has begun.
+UPDATE leader
+SET lease_expires_at = clock_timestamp() + make_interval(secs => $3)
+WHERE controller_id = $1 AND epoch = $2
+RETURNING epoch;
+
+-- name: release_leadership
+-- End our lease now, if it is still ours: controller_id, epoch.
+UPDATE leader
+SET lease_expires_at = '-infinity'
+WHERE controller_id = $1 AND epoch = $2;
+
+-- name: load
+-- The whole checkpoint as it is at one moment.
+SELECT kind, key, schema_version, value FROM checkpoint_rows;
+
+-- name: record
+-- Write one change with its history if the epoch still leads, all of it or nothing; answers whether it did.
+-- One statement: there is no moment at which a stopped controller holds the lock on the leader row and blocks its
+-- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement.
+-- Parameters: 1 epoch; puts: 2 kinds, 3 keys, 4 schema versions, 5 values; deletes: 6 kinds, 7 keys;
+-- history: 8 times, 9 verbs, 10 subjects, 11 goal ids, 12 requests; 13 history rows kept, null to keep all.
+WITH fence AS (
+    SELECT epoch FROM leader WHERE epoch = $1 FOR SHARE
+), put AS (
+    INSERT INTO checkpoint_rows AS old (kind, key, schema_version, value, epoch, updated_at)
+    SELECT new.kind, new.key, new.schema_version, new.value::json, fence.epoch, clock_timestamp()
+    FROM fence, unnest($2::text[], $3::text[], $4::integer[], $5::text[]) AS new (kind, key, schema_version, value)
+    ON CONFLICT (kind, key) DO UPDATE
+    SET schema_version = excluded.schema_version,
+        value = excluded.value,
+        epoch = excluded.epoch,
+        updated_at = excluded.updated_at
+), deleted AS (
+    DELETE FROM checkpoint_rows AS old
+    USING fence, unnest($6::text[], $7::text[]) AS gone (kind, key)
+    WHERE old.kind = gone.kind AND old.key = gone.key
+), noted AS (
+    INSERT INTO history (at, epoch, verb, subject, goal_id, request)
+    SELECT to_timestamp(new.at), fence.epoch, new.verb, new.subject, new.goal_id, new.request::json
+    FROM fence, unnest($8::float8[], $9::text[], $10::text[], $11::text[], $12::text[])
+        WITH ORDINALITY AS new (at, verb, subject, goal_id, request, place)
+    ORDER BY new.place
+), trimmed AS (
+    DELETE FROM history USING fence
+    WHERE $13::integer IS NOT NULL
+        AND id <= (SELECT h.id FROM history AS h ORDER BY h.id DESC OFFSET $13::integer LIMIT 1)
+)
+SELECT EXISTS (SELECT FROM fence);

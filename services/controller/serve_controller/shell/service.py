@@ -1,0 +1,115 @@
+"""The controller as a running service: leads or stands by, and connects the bus to the term.
+
+Why handlers only hand over: what comes from the bus is put aside and the loop is woken, so that the controller runs at
+its own pace however fast the reports come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+
+from serve_common.errors import FencedOut
+from serve_common.names import ControllerId
+from serve_common.ports import Clock
+from serve_common.wires.host import HostReport
+from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.ports import Bus, Store
+from serve_controller.shell.admin import Admin
+from serve_controller.shell.boundary import Boundary, Telemetry
+from serve_controller.shell.leadership import Leadership
+from serve_controller.shell.term import Term
+
+_log = structlog.get_logger()
+
+IDLE_WAIT_S = 5.0
+"""The loop looks again at least this often, whatever it was told: a lost wake-up costs seconds and never more."""
+CYCLE_GAP_S = 0.002
+"""Reports that come in a burst are taken together."""
+
+
+class ControllerService:
+    """One controller process."""
+
+    def __init__(
+        self,
+        *,
+        controller_id: ControllerId,
+        store: Store,
+        bus: Bus,
+        clock: Clock,
+        boundary: Boundary,
+        telemetry: Telemetry,
+    ) -> None:
+        self.term: Term | None = None
+        self.admin = Admin(controller_id, clock, lambda: self.term)
+        self._controller_id = controller_id
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._boundary = boundary
+        self._telemetry = telemetry
+        self._wake = asyncio.Event()
+        self._newest_epoch = 0
+        self._leadership = Leadership(controller_id, store, self._lead)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._leadership.run()
+
+    def hear(self, report: HostReport | ProxyReport) -> None:
+        """A report came; only a leader needs it."""
+        if self.term is not None:
+            self.term.hear(report)
+
+    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """The bucket's content came; see `Term.hear_bucket`."""
+        if self.term is not None:
+            self.term.hear_bucket(entries, whole=whole)
+
+    def hear_leader(self, notice: LeaderNotice) -> None:
+        """A controller began to lead. One with a higher epoch ends this one's term, also while Postgres is away."""
+        if self.term is not None and notice.epoch > self.term.epoch:
+            self._newest_epoch = notice.epoch
+            self._wake.set()
+
+    async def _lead(self, epoch: int, checkpoint: Checkpoint) -> None:
+        term = Term(
+            epoch=epoch,
+            checkpoint=checkpoint,
+            store=self._store,
+            host_link=self._bus,
+            publisher=self._bus,
+            clock=self._clock,
+            boundary=self._boundary,
+            telemetry=self._telemetry,
+        )
+        term.on_change = self._wake.set
+        term.on_recorded = self.admin.on_recorded
+        self.term = term
+        try:
+            await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
+            while True:
+                self._wake.clear()
+                if self._newest_epoch > epoch:
+                    raise FencedOut(f"epoch {self._newest_epoch} began")
+                look_again_at = await term.run_cycle()
+                self.admin.on_recorded()
+                await self._wait_until(look_again_at)
+        finally:
+            self.term = None
+            await self._bus.end_term()
+
+    async def _wait_until(self, look_again_at: float | None) -> None:
+        wait_s = IDLE_WAIT_S
+        if look_again_at is not None:
+            wait_s = min(max(look_again_at - self._clock.now(), CYCLE_GAP_S), IDLE_WAIT_S)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(CYCLE_GAP_S)

@@ -1,0 +1,87 @@
+"""The Ray actor of one replica: its control methods, called by the host. No request passes here.
+
+Why so thin: a call through Ray costs about a millisecond, and an exception that passes through Ray loses the user's
+own traceback. So methods take and return plain bytes and strings, and the work is in `ReplicaProcess`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Final, final
+
+from serve_common.adapters.logs import configure_logs
+from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.orders import (
+    ControlOutcome,
+    StartOrder,
+    decode_goal,
+    decode_order,
+    encode,
+)
+from serve_replica_host.replica.process import ReplicaProcess
+
+CONTROL_THREADS: Final = 8
+"""One waits for ever, one may hang in a health check, one in a reconfigure; the rest must still answer."""
+
+
+@final
+class ReplicaActor:
+    """What Ray runs; `adapters.ray_runtime` makes an actor class of it."""
+
+    def __init__(self) -> None:
+        self._process: ReplicaProcess | None = None
+        self._never = threading.Event()
+
+    def hello(self) -> int:
+        """The process' id; an answer means that Ray has placed the actor."""
+        return os.getpid()
+
+    def start(self, order_bytes: bytes) -> bytes:
+        """Construct and serve what the `StartOrder` says; a `ControlOutcome`."""
+        order = decode_order(order_bytes)
+        configure_logs(
+            "replica", replica_tag=order.goal.replica_tag, backend_tag=order.goal.backend_tag
+        )
+        self._process = ReplicaProcess(order, _metrics(order))
+        return encode(ControlOutcome(error=self._process.start()))
+
+    def reconfigure(self, goal_bytes: bytes) -> bytes:
+        """Apply a `ReplicaGoal`'s configuration; a `ControlOutcome`."""
+        goal = decode_goal(goal_bytes)
+        return encode(ControlOutcome(error=self._started().reconfigure(goal)))
+
+    def check_health(self) -> bytes:
+        """A `ControlOutcome`; does not return while the user's code blocks its loop."""
+        return encode(ControlOutcome(error=self._started().check_health()))
+
+    def in_flight(self) -> int:
+        """Requests that hold a slot; for people with a debugger."""
+        return self._started().in_flight
+
+    def drain(self) -> None:
+        """Returns when nothing is in flight and nothing can come any more."""
+        if self._process is not None:
+            self._process.drain()
+
+    def wait_for_exit(self) -> None:
+        """Never returns: that the call fails is how the host learns of the process' end."""
+        self._never.wait()
+
+    def _started(self) -> ReplicaProcess:
+        if self._process is None:
+            raise RuntimeError("the replica was not started")
+        return self._process
+
+
+def _metrics(order: StartOrder) -> RequestMetrics:
+    """Metrics in the host's directory, or, on a machine that has no such directory, in this process only."""
+    if order.metrics_dir and Path(order.metrics_dir).is_dir():
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = order.metrics_dir
+    else:
+        os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    # prometheus_client looks at the variable once, when it is imported.
+    from serve_replica_host.adapters.replica_metrics import make_replica_metrics  # noqa: PLC0415
+
+    return make_replica_metrics(order.goal.backend_tag)

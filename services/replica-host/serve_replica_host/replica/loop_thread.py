@@ -1,0 +1,42 @@
+"""A thread that runs one event loop until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar, final
+
+import uvloop
+
+T = TypeVar("T")
+
+
+@final
+class LoopThread:
+    """Runs a loop of its own from construction on. The thread never keeps the process alive."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is shown by debuggers; log context of the calling thread is taken over."""
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run ``work`` on the loop; callable from any other thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self, timeout_s: float) -> None:
+        """End the loop and wait for the thread; one that is stuck in user code is left behind."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()

@@ -1,0 +1,50 @@
+"""What the host tells a replica's process at its start, and what it answers.
+
+Why plain bytes on the way: Ray would pickle our types, and an old process must fail clearly, not at unpickling.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.settings import BusSettings
+from serve_common.wires.host import ReplicaGoal
+
+
+class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a replica's process needs."""
+
+    goal: ReplicaGoal
+    bus: BusSettings
+    """With the credentials of role ``replica``."""
+    app_dir: str
+    """Absolute; empty for none."""
+    metrics_dir: str
+    """prometheus_client's multiprocess directory; empty when there is none on this machine."""
+
+
+class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a start, a reconfigure or a health check ended."""
+
+    error: str | None = None
+    """The user's traceback, or what else went wrong; None when all is well."""
+
+
+def encode(value: StartOrder | ControlOutcome | ReplicaGoal) -> bytes:
+    """The bytes that travel through Ray."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode_order(data: bytes) -> StartOrder:
+    """A `StartOrder`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=StartOrder)
+
+
+def decode_goal(data: bytes) -> ReplicaGoal:
+    """A `ReplicaGoal`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=ReplicaGoal)
+
+
+def decode_outcome(data: bytes) -> ControlOutcome:
+    """A `ControlOutcome`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=ControlOutcome)

@@ -1,0 +1,181 @@
+"""Joins a replica's two threads and its bus connection, and takes them apart again.
+
+Why a class apart from the Ray actor: nothing here knows of Ray, so tests and tools can run a replica in any process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import structlog
+
+from serve_common.bus.connection import BusConnection, Subscription
+from serve_common.bus.options import BusOptions
+from serve_common.errors import BusUnavailable
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+from serve_common.tasks import TaskOwner
+from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.bus_side import BusSide
+from serve_replica_host.replica.exchange import ToBus, ToUser
+from serve_replica_host.replica.loop_thread import LoopThread
+from serve_replica_host.replica.mailbox import Mailbox
+from serve_replica_host.replica.orders import StartOrder
+from serve_replica_host.replica.tracebacks import user_traceback
+from serve_replica_host.replica.user_code import UserCode
+from serve_replica_host.replica.user_side import UserSide
+
+_log = structlog.get_logger(__name__)
+
+SWEEP_S: Final = 0.05
+"""How late a deadline may be noticed."""
+METRICS_S: Final = 0.5
+_FLUSH_TIMEOUT_S: Final = 2.0
+_STOP_TIMEOUT_S: Final = 1.0
+
+
+@final
+class ReplicaProcess:
+    """One replica. Control methods may be called from any thread but its own two; each waits for its end."""
+
+    def __init__(self, order: StartOrder, metrics: RequestMetrics) -> None:
+        """Starts the threads; nothing is served before `start`."""
+        self._order = order
+        self._metrics = metrics
+        self._user = LoopThread("replica-user")
+        self._bus = LoopThread("replica-bus")
+        self._code: UserCode | None = None
+        self._user_side: UserSide | None = None
+        self._bus_side: BusSide | None = None
+        self._connection: BusConnection | None = None
+        self._subscription: Subscription | None = None
+        self._tasks: TaskOwner | None = None
+
+    def start(self) -> str | None:
+        """Construct the user's code, then subscribe the replica's subject. None, or what went wrong.
+
+        Waits for NATS as long as it takes: the host ends a start that takes too long.
+        """
+        goal = self._order.goal
+        try:
+            self._code = self._user.submit(UserCode.construct(goal, self._order.app_dir)).result()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+            return user_traceback(error)
+        self._bus.submit(self._serve(self._code)).result()
+        return None
+
+    def reconfigure(self, goal: ReplicaGoal) -> str | None:
+        """Apply ``goal``'s configuration in place. None, or the user's traceback; then nothing was applied."""
+        code, bus_side = self._code, self._bus_side
+        if code is None or bus_side is None:
+            return "the replica does not run"
+        has_config = goal.user_config is not None
+        if has_config and goal.user_config != self._order.goal.user_config:
+            error = self._call_user(code.reconfigure, goal.user_config)
+            if error is not None:
+                return error
+        if goal.max_concurrent_queries != bus_side.max_concurrent_queries:
+            self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
+            bus_side.max_concurrent_queries = goal.max_concurrent_queries
+        self._order = StartOrder(
+            goal=goal, bus=self._order.bus, app_dir=self._order.app_dir, metrics_dir=self._order.metrics_dir
+        )
+        return None
+
+    def check_health(self) -> str | None:
+        """None when the user's code says that it is well, and its loop turns at all."""
+        return "the replica does not run" if self._code is None else self._call_user(self._code.check_health)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a slot."""
+        return 0 if self._bus_side is None else self._bus_side.in_flight
+
+    def drain(self) -> None:
+        """Refuse what is new, wait for what is in flight, and say goodbye to NATS and to the user's object."""
+        if self._bus_side is not None:
+            self._bus.submit(self._drain(self._bus_side)).result()
+        if self._code is not None:
+            self._user.loop.call_soon_threadsafe(self._code.discard)
+        self._user.stop(_STOP_TIMEOUT_S)
+        self._bus.stop(_STOP_TIMEOUT_S)
+
+    def _call_user(self, method: Callable[..., Any], *arguments: Any) -> str | None:
+        try:
+            self._user.submit(method(*arguments)).result()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
+            return user_traceback(error)
+        return None
+
+    # -- on the bus loop ------------------------------------------------------------------------------------------
+
+    async def _serve(self, code: UserCode) -> None:
+        loop = asyncio.get_running_loop()
+        connection = BusConnection(_options(self._order.bus, self._order.goal.replica_tag), random.Random())
+        to_user: Mailbox[ToUser] = Mailbox(self._user.loop, lambda item: user_side.take(item))
+        bus_side = BusSide(
+            publish=connection.publish,
+            to_user=to_user.put,
+            now=loop.time,
+            metrics=self._metrics,
+            max_concurrent_queries=self._order.goal.max_concurrent_queries,
+        )
+        to_bus: Mailbox[ToBus] = Mailbox(loop, bus_side.take_outcome)
+        user_side = UserSide(code, to_bus.put)
+        await _connect(connection)
+        subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
+        self._subscription = connection.subscribe(subject, bus_side.take_frame)
+        # The host reports RUNNING next, and routers then send: the server must know the subscription by then.
+        await connection.flush(_FLUSH_TIMEOUT_S)
+        self._connection, self._bus_side, self._user_side = connection, bus_side, user_side
+        self._tasks = TaskOwner("replica")
+        self._tasks.start(self._sweep(bus_side), "sweep")
+        self._tasks.start(self._write_metrics(bus_side), "write_metrics")
+
+    async def _sweep(self, bus_side: BusSide) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            bus_side.sweep()
+
+    async def _write_metrics(self, bus_side: BusSide) -> None:
+        while True:
+            self._metrics.write(bus_side.in_flight)
+            await asyncio.sleep(METRICS_S)
+
+    async def _drain(self, bus_side: BusSide) -> None:
+        bus_side.is_draining = True
+        await bus_side.wait_idle()
+        while self._user_side is not None and self._user_side.at_work:
+            await asyncio.sleep(SWEEP_S)
+        if self._subscription is not None:
+            # Requests that the server has sent already are still refused, so that their routers try elsewhere.
+            await self._subscription.drain(_FLUSH_TIMEOUT_S)
+        if self._connection is not None:
+            await self._connection.close()
+        if self._tasks is not None:
+            await self._tasks.close(_STOP_TIMEOUT_S)
+        self._metrics.write(0)
+
+
+async def _connect(connection: BusConnection) -> None:
+    """Until it is there; a refusal of the credentials is raised at once."""
+    while True:
+        with contextlib.suppress(BusUnavailable):
+            await connection.connect(timeout_s=60)
+            return
+
+
+def _options(bus: BusSettings, replica_tag: str) -> BusOptions:
+    return BusOptions(
+        servers=bus.servers,
+        user=bus.user,
+        password=bus.password,
+        name=f"replica {replica_tag}",
+        inbox_prefix=bus.inbox_prefix,
+        tls_ca_file=bus.tls_ca_file,
+    )

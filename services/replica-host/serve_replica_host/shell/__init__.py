@@ -1,0 +1,3 @@
+"""The loop that drives the core."""
+
+from __future__ import annotations

@@ -1,0 +1,624 @@
+"""The lean client against a real nats-server, on asyncio's own loop and on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvloop
+from structlog.testing import capture_logs
+
+from serve_common.bus.connection import BusConnection, MessageCallback
+from serve_common.bus.errors import InboxFull, InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.bus.headers import encode_headers, parse_headers
+from serve_common.bus.options import BusOptions
+from serve_common.bus.requests import Inbox
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable
+
+pytestmark = pytest.mark.integration
+
+_LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+_FAST = {"reconnect_wait_min_s": 0.01, "reconnect_wait_max_s": 0.05}
+
+
+def on_each_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test once per kind of event loop."""
+
+    @pytest.mark.parametrize("loop_name", _LOOPS)
+    @functools.wraps(scenario)
+    def test(loop_name: str, **fixtures: object) -> None:
+        with asyncio.Runner(loop_factory=_LOOPS[loop_name]) as runner:
+            runner.run(asyncio.wait_for(scenario(**fixtures), 20))
+
+    signature = inspect.signature(scenario)
+    loop_parameter = inspect.Parameter("loop_name", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), loop_parameter])
+    return test
+
+
+class NatsServer:
+    """One nats-server process that can be killed, frozen and started again on its port."""
+
+    def __init__(self, directory: Path, extra: str = "") -> None:
+        self.port = _free_port()
+        self.password = "app-secret"
+        self._config = directory / f"nats-{self.port}.conf"
+        self._log = directory / f"nats-{self.port}.log"
+        self._extra = extra
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        permissions = """{ publish: ["t.>", "_INBOX_app.>"], subscribe: ["t.>", "_INBOX_app.>"] }"""
+        users = f'users: [{{ user: app, password: "{self.password}", permissions: {permissions} }}]'
+        self._config.write_text(
+            f'listen: "127.0.0.1:{self.port}"\nauthorization {{ {users} }}\n{self._extra}\n'
+        )
+        executable = shutil.which("nats-server", path=Path(sys.executable).parent)
+        assert executable, "nats-server belongs to the locked packages"
+        self._process = subprocess.Popen([executable, "-c", self._config, "-l", self._log, "-P", ""])
+
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+def _options(server: NatsServer, **changes: object) -> BusOptions:
+    settings = {
+        "servers": [server.url],
+        "user": "app",
+        "password": "app-secret",
+        "inbox_prefix": "_INBOX_app",
+    }
+    return BusOptions(**(settings | _FAST | changes))
+
+
+@contextlib.asynccontextmanager
+async def connected(server: NatsServer, **changes: object) -> AsyncIterator[BusConnection]:
+    connection = BusConnection(_options(server, **changes), random.Random(0))
+    await connection.connect(10)
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+class Collector:
+    """Keeps what a subscription heard, and can be waited on."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[bytes, bytes, bytes, bytes | None]] = []
+        self._came = asyncio.Event()
+
+    def __call__(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        self.messages.append((subject, reply, payload, headers))
+        self._came.set()
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [payload for _, _, payload, _ in self.messages]
+
+    async def until(self, count: int) -> None:
+        while len(self.messages) < count:
+            self._came.clear()
+            await self._came.wait()
+
+
+def _next_call(listeners: list[Callable[[], None]]) -> Awaitable[None]:
+    """Resolves the next time that the connection calls its listeners."""
+    called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def listener() -> None:
+        listeners.remove(listener)
+        called.set_result(None)
+
+    listeners.append(listener)
+    return called
+
+
+def _echo(connection: BusConnection) -> MessageCallback:
+    return lambda _subject, reply, payload, headers: connection.publish(reply, payload, headers=headers)
+
+
+@on_each_loop
+async def test_messages_arrive_in_order_with_reply_and_headers(server: NatsServer) -> None:
+    async with connected(server) as sender, connected(server) as receiver:
+        heard = Collector()
+        receiver.subscribe("t.a.*", heard)
+        await receiver.flush(5)
+        headers = encode_headers([("traceparent", "00-1"), ("x", "y")])
+        for number in range(1000):
+            sender.publish(b"t.a.1", b"%d" % number)
+        sender.publish("t.a.2", b"last", b"t.back", headers)
+        await heard.until(1001)
+        assert heard.messages[0] == (b"t.a.1", b"", b"0", None)
+        assert heard.payloads[:-1] == [b"%d" % number for number in range(1000)]
+        subject, reply, payload, block = heard.messages[-1]
+        assert (subject, reply, payload) == (b"t.a.2", b"t.back", b"last")
+        assert parse_headers(block or b"") == [("traceparent", "00-1"), ("x", "y")]
+
+
+@on_each_loop
+async def test_a_large_payload_comes_back_whole_between_small_ones(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        heard = Collector()
+        connection.subscribe("t.echo", _echo(connection))
+        connection.subscribe("t.back", heard)
+        large = random.Random(1).randbytes(800 * 1024)
+        for payload in (b"before", large, b"after", b"", large):
+            connection.publish("t.echo", payload, b"t.back")
+        await heard.until(5)
+        assert heard.payloads == [b"before", large, b"after", b"", large]
+
+
+@on_each_loop
+async def test_a_payload_above_the_servers_limit_is_refused_here_and_the_connection_stays(
+    server: NatsServer,
+) -> None:
+    async with connected(server) as connection:
+        assert connection.max_payload == 1024 * 1024
+        with pytest.raises(
+            PayloadTooLarge, match="message of 1048577 bytes: the server takes at most 1048576"
+        ):
+            connection.publish("t.a", b"x" * (1024 * 1024 + 1))
+        with pytest.raises(PayloadTooLarge):
+            connection.publish("t.a", b"x" * (1024 * 1024 - 5), headers=encode_headers([]))
+        with pytest.raises(InvalidSubject):
+            connection.publish("t.a\r\nPUB t.b 0\r\n", b"")
+        await connection.flush(5)
+
+
+@on_each_loop
+async def test_replies_reach_the_request_that_they_belong_to(server: NatsServer) -> None:
+    async with connected(server) as client, connected(server) as replica:
+        replica.subscribe("t.echo", _echo(replica))
+        await replica.flush(5)
+        inbox = Inbox(client, "client1", open_max=3)
+        first, second = Collector(), Collector()
+        no_responders: list[str] = []
+
+        def request(collector: Collector, payload: bytes) -> int:
+            token, reply = inbox.new_reply(
+                lambda payload, reply, headers: collector(b"", reply, payload, headers),
+                lambda: no_responders.append("unexpected"),
+            )
+            client.publish("t.echo", payload, reply)
+            return token
+
+        first_token, second_token = request(first, b"1"), request(second, b"2")
+        await asyncio.gather(first.until(1), second.until(1))
+        assert (first.payloads, second.payloads, no_responders) == ([b"1"], [b"2"], [])
+        assert second_token == first_token + 1
+        request(first, b"3")
+        with pytest.raises(InboxFull):
+            request(first, b"4")
+        inbox.forget(first_token)
+        inbox.forget(first_token)
+        assert len(inbox) == 2
+        client.publish(f"_INBOX_app.client1.{first_token}", b"late")
+        client.publish("_INBOX_app.client1.nonsense", b"odd")
+        await client.flush(5)
+        assert inbox.late_replies == 2
+        await first.until(2)
+        assert first.payloads == [b"1", b"3"]
+
+
+@on_each_loop
+async def test_a_request_that_nobody_hears_is_told_so_at_once(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        inbox = Inbox(connection, "client1")
+        told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        _, reply = inbox.new_reply(
+            lambda *_message: told.set_result("reply"), lambda: told.set_result("no responders")
+        )
+        connection.publish("t.nobody", b"hello", reply)
+        assert await told == "no responders"
+        inbox.close()
+        assert len(inbox) == 0
+
+
+@on_each_loop
+async def test_a_server_that_is_killed_and_restarted_is_found_again(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        heard = Collector()
+        connection.subscribe("t.a", heard)
+        lost = _next_call(connection.on_disconnected)
+        server.kill()
+        await lost
+        assert not connection.is_connected
+        with pytest.raises(NotConnected):
+            connection.publish("t.a", b"lost")
+        with pytest.raises(NotConnected):
+            await connection.flush(1)
+        while_away = Collector()
+        connection.subscribe("t.b", while_away)
+        back = _next_call(connection.on_connected)
+        server.start()
+        await back
+        assert (connection.is_connected, connection.reconnects) == (True, 1)
+        connection.publish("t.a", b"1")
+        connection.publish("t.b", b"2")
+        await asyncio.gather(heard.until(1), while_away.until(1))
+        assert (heard.payloads, while_away.payloads) == ([b"1"], [b"2"])
+
+
+@on_each_loop
+async def test_what_a_listener_publishes_on_reconnect_follows_the_subscriptions(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        heard = Collector()
+        connection.subscribe("t.a", heard)
+        connection.on_connected.append(lambda: connection.publish("t.a", b"hello again"))
+        server.kill()
+        server.start()
+        await heard.until(1)
+        assert heard.payloads == [b"hello again"]
+
+
+@on_each_loop
+async def test_an_ended_subscription_does_not_come_back_after_a_reconnect(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        heard, control = Collector(), Collector()
+        subscription = connection.subscribe("t.a", heard)
+        connection.subscribe("t.a", control)
+        subscription.unsubscribe()
+        subscription.unsubscribe()
+        back = _next_call(connection.on_connected)
+        server.kill()
+        server.start()
+        await back
+        connection.publish("t.a", b"1")
+        await control.until(1)
+        await connection.flush(5)
+        assert heard.messages == []
+
+
+@on_each_loop
+async def test_a_wrong_password_fails_connect_at_once(server: NatsServer) -> None:
+    async with connected(server):
+        pass
+    connection = BusConnection(_options(server, password="guess"), random.Random(0))
+    with pytest.raises(BusAuthorizationFailed, match="Authorization Violation"):
+        await connection.connect(60)
+    assert not connection.is_connected
+    await connection.close()
+
+
+@on_each_loop
+async def test_an_anonymous_connection_is_refused(server: NatsServer) -> None:
+    async with connected(server):
+        pass
+    connection = BusConnection(_options(server, user=None, password=None), random.Random(0))
+    with pytest.raises(BusAuthorizationFailed):
+        await connection.connect(60)
+
+
+@on_each_loop
+async def test_credentials_that_are_refused_on_a_reconnect_are_tried_again_until_they_work(
+    server: NatsServer,
+) -> None:
+    async with connected(server) as connection:
+        lost = _next_call(connection.on_disconnected)
+        back = _next_call(connection.on_connected)
+        with capture_logs() as logs:
+            server.kill()
+            await lost
+            server.password = "changed"
+            server.start()
+            async with connected(server, password="changed"):
+                pass
+            assert not connection.is_connected
+            server.kill()
+            server.password = "app-secret"
+            server.start()
+            await back
+        assert connection.reconnects == 1
+        assert {line["event"] for line in logs} >= {"bus_disconnected", "bus_dial_failed", "bus_connected"}
+
+
+async def test_connecting_to_nobody_fails_when_the_time_is_over_and_names_the_reason() -> None:
+    options = BusOptions(servers=[f"nats://127.0.0.1:{_free_port()}"], **_FAST)
+    with pytest.raises(
+        BusUnavailable, match=r"no NATS server let us in for 0.2 s: nats://127.0.0.1:\d+: .*Errno 111"
+    ):
+        await BusConnection(options, random.Random(0)).connect(0.2)
+
+
+@on_each_loop
+async def test_a_refused_permission_is_counted_and_the_connection_stays(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        with capture_logs() as logs:
+            connection.publish("serve.admin.deploy", b"{}")
+            connection.subscribe("serve.admin.deploy", Collector())
+            await connection.flush(5)
+        assert connection.permission_violations == 2
+        assert connection.is_connected
+        assert "serve.admin.deploy" in next(
+            line["error"] for line in logs if line["event"] == "bus_server_error"
+        )
+
+
+@on_each_loop
+async def test_a_callback_that_raises_is_counted_and_later_messages_still_arrive(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        heard = Collector()
+
+        def raises_on_odd(subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+            if int(payload) % 2:
+                raise ValueError(payload)
+            heard(subject, reply, payload, headers)
+
+        connection.subscribe("t.a", raises_on_odd)
+        with capture_logs() as logs:
+            for number in range(6):
+                connection.publish("t.a", b"%d" % number)
+            await connection.flush(5)
+        assert heard.payloads == [b"0", b"2", b"4"]
+        assert connection.callback_failures == 3
+        failures = [line for line in logs if line["event"] == "bus_callback_failed"]
+        assert [str(line["exc_info"]) for line in failures] == [str(ValueError(b"1"))]
+
+
+@on_each_loop
+async def test_a_queue_group_gives_each_message_to_one_member(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        first, second = Collector(), Collector()
+        connection.subscribe("t.a", first, queue="group")
+        connection.subscribe("t.a", second, queue=b"group")
+        for number in range(200):
+            connection.publish("t.a", b"%d" % number)
+        await connection.flush(5)
+        assert sorted(first.payloads + second.payloads, key=int) == [b"%d" % number for number in range(200)]
+        assert first.payloads
+        assert second.payloads
+
+
+@on_each_loop
+async def test_draining_loses_nothing_that_the_server_has_taken(server: NatsServer) -> None:
+    async with connected(server) as sender:
+        receiver = BusConnection(_options(server), random.Random(0))
+        await receiver.connect(10)
+        one, all_others = Collector(), Collector()
+        subscription = receiver.subscribe("t.one", one)
+        receiver.subscribe("t.other", all_others)
+        await receiver.flush(5)
+        for _ in range(500):
+            sender.publish("t.one", b"x" * 100)
+            sender.publish("t.other", b"x" * 100)
+        await sender.flush(5)
+        await subscription.drain(5)
+        assert len(one.messages) == 500
+        sender.publish("t.one", b"after")
+        sender.publish("t.other", b"before")
+        await sender.flush(5)
+        await receiver.drain(5)
+        assert (len(one.messages), len(all_others.messages)) == (500, 501)
+        assert not receiver.is_connected
+        with pytest.raises(NotConnected):
+            receiver.subscribe("t.one", one)
+
+
+@on_each_loop
+async def test_what_was_published_before_close_still_arrives(server: NatsServer) -> None:
+    async with connected(server) as receiver:
+        heard = Collector()
+        receiver.subscribe("t.a", heard)
+        await receiver.flush(5)
+        async with connected(server) as sender:
+            for _ in range(10):
+                sender.publish("t.a", b"x" * 500_000)
+            await sender.close()
+        await heard.until(10)
+
+
+@on_each_loop
+async def test_a_server_that_falls_silent_is_noticed_by_pings(server: NatsServer) -> None:
+    async with connected(server, ping_interval_s=0.05, connect_timeout_s=0.1) as connection:
+        lost = _next_call(connection.on_disconnected)
+        back = _next_call(connection.on_connected)
+        with capture_logs() as logs:
+            server.send(signal.SIGSTOP)
+            await lost
+        [line] = [line for line in logs if line["event"] == "bus_disconnected"]
+        assert line["reason"] == "the server did not answer 2 pings"
+        server.send(signal.SIGCONT)
+        await back
+        await connection.flush(5)
+
+
+@on_each_loop
+async def test_a_quiet_but_living_server_keeps_its_connection(server: NatsServer) -> None:
+    async with connected(server, ping_interval_s=0.02) as connection:
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+            await connection.flush(5)
+        assert connection.reconnects == 0
+
+
+@on_each_loop
+async def test_a_slow_server_pauses_writers_and_never_fills_memory(server: NatsServer) -> None:
+    limit = 20 * 1024 * 1024
+    async with connected(server, pending_bytes_max=limit, ping_interval_s=60) as connection:
+        heard = Collector()
+        connection.subscribe("t.a", heard)
+        await connection.wait_writable()
+        server.send(signal.SIGSTOP)
+        sent = 0
+        while connection.pending_bytes + 1_000_000 <= limit:
+            connection.publish("t.a", b"x" * 1_000_000)
+            sent += 1
+        with pytest.raises(OutboundFull, match="bytes wait for the server to take them"):
+            connection.publish("t.a", b"x" * 1_000_000)
+        assert limit - 1_100_000 < connection.pending_bytes <= limit
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.wait_writable(), 0.05)
+        server.send(signal.SIGCONT)
+        await connection.wait_writable()
+        await heard.until(sent)
+        assert connection.pending_bytes < 1_000_000
+
+
+@on_each_loop
+async def test_a_writer_that_waits_is_woken_by_the_loss_of_the_connection(server: NatsServer) -> None:
+    async with connected(server, ping_interval_s=60) as connection:
+        server.send(signal.SIGSTOP)
+        for _ in range(20):
+            connection.publish("t.a", b"x" * 1_000_000)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.wait_writable(), 0.05)
+        server.kill()
+        with pytest.raises(NotConnected):
+            await connection.wait_writable()
+
+
+@on_each_loop
+async def test_a_lame_duck_is_left_for_another_server(server: NatsServer, tmp_path: Path) -> None:
+    other = NatsServer(tmp_path)
+    other.start()
+    try:
+        async with connected(server, servers=[server.url, other.url]) as connection, connected(other) as peer:
+            back = _next_call(connection.on_connected)
+            heard = Collector()
+            connection.subscribe("t.a", heard)
+            server.send(signal.SIGUSR2)
+            await back
+            peer.publish("t.a", b"hello from the other")
+            await heard.until(1)
+    finally:
+        other.kill()
+
+
+@on_each_loop
+async def test_a_lone_lame_duck_is_kept_while_it_lives(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        with capture_logs() as logs:
+            server.send(signal.SIGUSR2)
+            while not any(line["event"] == "bus_server_leaves" for line in logs):
+                await connection.flush(5)
+        assert connection.is_connected
+
+
+@on_each_loop
+async def test_a_first_server_that_is_away_does_not_keep_the_second_from_being_used(
+    server: NatsServer,
+) -> None:
+    servers = [f"nats://127.0.0.1:{_free_port()}", server.url]
+    async with connected(server, servers=servers) as connection:
+        await connection.flush(5)
+
+
+@on_each_loop
+async def test_a_closed_connection_stays_closed(server: NatsServer) -> None:
+    async with connected(server) as connection:
+        with pytest.raises(RuntimeError, match="connect succeeds once"):
+            await connection.connect(1)
+        await connection.close()
+        await connection.close()
+        assert (connection.is_connected, connection.max_payload, connection.pending_bytes) == (False, 0, 0)
+        with pytest.raises(NotConnected):
+            connection.publish("t.a", b"")
+
+
+@contextlib.asynccontextmanager
+async def _peer_that_says(greeting: bytes) -> AsyncIterator[str]:
+    async def greet(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with listener:
+        yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
+@on_each_loop
+async def test_a_peer_that_does_not_speak_nats_is_named_as_such() -> None:
+    async with _peer_that_says(b"SSH-2.0-OpenSSH_9.2\r\n") as address:
+        connection = BusConnection(BusOptions(servers=[f"nats://{address}"], **_FAST), random.Random(0))
+        with pytest.raises(BusUnavailable, match="unknown verb b'SSH-2"):
+            await connection.connect(0.1)
+
+
+@on_each_loop
+async def test_credentials_are_not_sent_in_the_clear_where_tls_was_asked_for(server: NatsServer) -> None:
+    url = server.url.replace("nats:", "tls:")
+    async with connected(server):
+        pass
+    with pytest.raises(BusUnavailable, match="the server does not offer TLS"):
+        await BusConnection(_options(server, servers=[url]), random.Random(0)).connect(0.1)
+
+
+def _self_signed_certificate(directory: Path) -> tuple[Path, Path]:
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    where = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run([*request, *where], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+@on_each_loop
+async def test_a_tls_server_is_spoken_to_when_its_authority_is_trusted(tmp_path: Path) -> None:
+    certificate, key = _self_signed_certificate(tmp_path)
+    server = NatsServer(tmp_path, f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}')
+    server.start()
+    secure_url = server.url.replace("nats:", "tls:")
+    try:
+        async with connected(server, servers=[secure_url], tls_ca_file=str(certificate)) as connection:
+            heard = Collector()
+            connection.subscribe("t.a", heard)
+            large = random.Random(1).randbytes(800 * 1024)
+            connection.publish("t.a", large)
+            await heard.until(1)
+            assert heard.payloads == [large]
+        with pytest.raises(BusUnavailable, match="certificate"):
+            await BusConnection(_options(server, servers=[secure_url]), random.Random(0)).connect(0.2)
+        with pytest.raises(BusUnavailable, match="requires TLS"):
+            await BusConnection(_options(server), random.Random(0)).connect(0.2)
+    finally:
+        server.kill()

@@ -1,0 +1,97 @@
+"""The store in memory: the twin of `PostgresStore` for the simulation.
+
+Why its rows are encoded: a value that would not survive the database must not survive here either. The contract
+suite ``tests/integration/test_store_contract.py`` holds both to the same behaviour. No method ever suspends, so the
+simulation drives them with ``send(None)``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from serve_common.errors import FencedOut, StoreUnavailable
+from serve_common.names import ControllerId
+from serve_controller.adapters.checkpoint_rows import (
+    HISTORY_ROWS_MAX,
+    Row,
+    dump_changes,
+    load_checkpoint,
+)
+from serve_controller.core.checkpoint import Changes, Checkpoint
+from serve_controller.ports import HistoryEntry
+
+
+class MemoryStore:
+    """One database that any number of simulated controllers share."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """``now`` is the database's clock, in seconds."""
+        self.now = now
+        self.available = True
+        """False: every method raises `StoreUnavailable` and does nothing."""
+        self.loses_answers = False
+        """True: every method does its work and then raises `StoreUnavailable`, as when a connection breaks."""
+        self.rows: dict[tuple[str, str], Row] = {}
+        """What is stored, by kind and key."""
+        self.history: deque[HistoryEntry] = deque(maxlen=HISTORY_ROWS_MAX)
+        self.controller_id: ControllerId | None = None
+        self.epoch = 0
+        self.lease_expires_at = float("-inf")
+
+    async def migrate(self) -> None:
+        """There is no schema to bring up."""
+        self._begin()
+        self._end()
+
+    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+        self._begin()
+        if controller_id != self.controller_id and self.now() < self.lease_expires_at:
+            self._end()
+            return None
+        self.controller_id = controller_id
+        self.epoch += 1
+        self.lease_expires_at = self.now() + ttl_s
+        self._end()
+        return self.epoch
+
+    async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
+        self._begin()
+        if not self._is_term(controller_id, epoch):
+            raise FencedOut(f"epoch {self.epoch} began after {epoch}")
+        self.lease_expires_at = self.now() + ttl_s
+        self._end()
+
+    async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
+        self._begin()
+        if self._is_term(controller_id, epoch):
+            self.lease_expires_at = float("-inf")
+        self._end()
+
+    async def load(self) -> Checkpoint:
+        self._begin()
+        checkpoint = load_checkpoint(self.rows.values())
+        self._end()
+        return checkpoint
+
+    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+        self._begin()
+        if epoch != self.epoch:
+            raise FencedOut(f"epoch {self.epoch} began after {epoch}")
+        rows = dump_changes(changes)
+        self.rows.update({(row.kind, row.key): row for row in rows.puts})
+        for key in rows.deletes:
+            self.rows.pop(key, None)
+        self.history.extend(history)
+        self._end()
+
+    def _is_term(self, controller_id: ControllerId, epoch: int) -> bool:
+        return controller_id == self.controller_id and epoch == self.epoch
+
+    def _begin(self) -> None:
+        if not self.available:
+            raise StoreUnavailable("the simulated database is down")
+
+    def _end(self) -> None:
+        if self.loses_answers:
+            raise StoreUnavailable("the simulated connection broke before the answer came")
