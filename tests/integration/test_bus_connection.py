@@ -509,12 +509,15 @@ async def test_a_lame_duck_is_left_for_another_server(server: NatsServer, tmp_pa
     other = NatsServer(tmp_path)
     other.start()
     try:
+        async with connected(server):
+            pass
         async with connected(server, servers=[server.url, other.url]) as connection, connected(other) as peer:
             back = _next_call(connection.on_connected)
             heard = Collector()
             connection.subscribe("t.a", heard)
             server.send(signal.SIGUSR2)
             await back
+            await connection.flush(5)
             peer.publish("t.a", b"hello from the other")
             await heard.until(1)
     finally:

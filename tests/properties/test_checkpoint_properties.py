@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, replica_tag
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.wires.admin import GoalStatus
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
@@ -22,6 +22,7 @@ from serve_controller.core.objects import (
     Goal,
     GoalKind,
     HostRecord,
+    ProxyRecord,
     Replica,
     ReplicaState,
     SnapshotRecord,
@@ -116,6 +117,7 @@ goals = st.builds(
     finished_at=st.none() | times,
 )
 hosts = st.builds(HostRecord, host_id=st.sampled_from(["h1", "h2"]).map(HostId), generation=counts)
+proxies = st.builds(ProxyRecord, proxy_id=st.sampled_from(["p1", "p2"]).map(ProxyId))
 replica_tags = st.builds(replica_tag, backend_tags, st.integers(1, 4))
 snapshots = st.builds(
     SnapshotRecord,
@@ -144,7 +146,7 @@ snapshots = st.builds(
 )
 counters = st.builds(Counters, goal=counts, ordinal=counts, generation=counts, snapshot=counts)
 objects: st.SearchStrategy[CheckpointObject] = (
-    backends | endpoints | replicas() | goals | hosts | snapshots | counters
+    backends | endpoints | replicas() | goals | hosts | proxies | snapshots | counters
 )
 few_objects = st.lists(objects, max_size=6)
 steps = st.lists(st.tuples(st.sampled_from(["put", "delete"]), objects), max_size=8)

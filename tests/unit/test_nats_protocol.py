@@ -48,7 +48,7 @@ def test_control_lines_become_values() -> None:
     greeting = b'INFO {"server_id":"S","max_payload":99,"headers":true,"ldm":true,"unknown":[1]}\r\n'
     ops = Parser().feed(greeting + b"PING\r\nPONG\r\n+OK\r\n-ERR 'Authorization Violation'\r\n")
     assert ops == [
-        Greeting(server_id="S", max_payload=99, headers=True, lame_duck=True),
+        Greeting(server_id="S", max_payload=99, lame_duck=True),
         Signal.PING,
         Signal.PONG,
         Signal.OK,
@@ -61,7 +61,6 @@ def test_control_lines_become_values() -> None:
     [
         (b"MSG s 1\r\n", "MSG has 3 or 4 words after it, not 2"),
         (b"MSG s 1 a b 3\r\n", "MSG has 3 or 4 words after it, not 5"),
-        (b"MSG s 1  3\r\nabc", None),
         (b"MSG s x 3\r\nabc\r\n", "b'x' is no number"),
         (b"MSG s 1 -3\r\n", "b'-3' is no number"),
         (b"MSG s 1 1_0\r\n", "b'1_0' is no number"),
@@ -81,11 +80,7 @@ def test_control_lines_become_values() -> None:
         (b"INFO " + b" " * 40000, "b'INFO' line of .* bytes or more: at most 32768"),
     ],
 )
-def test_what_breaks_the_protocol_is_named(data: bytes, complaint: str | None) -> None:
-    if complaint is None:
-        # An empty reply word is odd but harmless.
-        assert Parser(payload_bytes_max=16).feed(data) == []
-        return
+def test_what_breaks_the_protocol_is_named(data: bytes, complaint: str) -> None:
     with pytest.raises(ProtocolError, match=complaint):
         Parser(payload_bytes_max=16).feed(data)
 

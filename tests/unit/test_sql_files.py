@@ -45,5 +45,5 @@ def test_migrations_are_put_in_order():
     "names", [["first.sql"], ["0002_a.sql"], ["0001_a.sql", "0003_b.sql"], ["0001_a.sql", "0001_b.sql"]]
 )
 def test_a_migration_with_a_wrong_name_or_number_is_refused(names):
-    with pytest.raises(ValueError, match="named|numbered"):
+    with pytest.raises(ValueError, match=r"named|numbered"):
         ordered_migrations(dict.fromkeys(names, ""))

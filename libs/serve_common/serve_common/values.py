@@ -13,8 +13,8 @@ import msgspec
 from serve_common.errors import BadField
 
 NUM_REPLICAS_MAX = 10_000
-USER_CONFIG_BYTES_MAX = 256 * 1024
-"""A whole host goal must stay far below NATS' max_payload (1 MiB by default)."""
+USER_CONFIG_BYTES_MAX = 64 * 1024
+"""Of each value that users give as JSON: a whole host goal must fit into one NATS message (1 MiB by default)."""
 
 
 class RayActorOptions(
@@ -135,7 +135,26 @@ def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
     _check_size(runtime_env, field)
 
 
+NESTING_MAX = 64
+"""Of user values; deeper ones could pass here and then fail in another process' decoder."""
+
+
+def _check_nesting(value: Any, field: str) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > NESTING_MAX:
+            raise BadField(field, f"is nested deeper than {NESTING_MAX} levels")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+
+
 def _check_size(value: Any, field: str) -> None:
+    _check_nesting(value, field)
     size = len(msgspec.json.encode(value))
     if size > USER_CONFIG_BYTES_MAX:
         raise BadField(field, f"is {size} bytes as JSON; at most {USER_CONFIG_BYTES_MAX} are allowed")

@@ -56,11 +56,18 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
         metrics.nats_reconnects.inc()
         if bus is not None:
             bus.reopen()
+        if service is not None:
+            service.bus_came()
+
+    def disconnected() -> None:
+        if service is not None:
+            service.bus_went()
 
     client = await connect_nats(
         settings.bus,
         name=f"controller {settings.controller_id}",
         deadline_s=_START_DEADLINE_S,
+        on_disconnect=disconnected,
         on_reconnect=reconnected,
         on_closed=stop.set,
     )

@@ -27,6 +27,7 @@ async def connect_nats(
     *,
     name: str,
     deadline_s: float,
+    on_disconnect: Callable[[], None] = lambda: None,
     on_reconnect: Callable[[], None] = lambda: None,
     on_closed: Callable[[], None] = lambda: None,
 ) -> Client:
@@ -43,6 +44,7 @@ async def connect_nats(
 
     async def disconnected() -> None:
         _log.warning("nats_disconnected", connection=name)
+        on_disconnect()
 
     async def closed() -> None:
         _log.warning("nats_closed", connection=name)

@@ -251,7 +251,7 @@ class BusConnection:
         if link is not self._link:
             return
         self._link = None
-        self._log.warning("bus_disconnected", reason=str(link.failure))
+        self._log.warning("bus_disconnected", server=link.server, reason=str(link.failure))
         self._link_ended.set()
         self._tell(self.on_disconnected, "on_disconnected")
 
@@ -277,7 +277,7 @@ class BusConnection:
         for subscription in self._subscriptions.values():
             if not subscription.is_ending:
                 link.write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
-        self._log.info("bus_connected", reconnects=self.reconnects)
+        self._log.info("bus_connected", server=link.server, reconnects=self.reconnects)
         self._tell(self.on_connected, "on_connected")
 
     async def _flush_quietly(self, timeout_s: float) -> None:

@@ -82,7 +82,7 @@ async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwne
     except TimeoutError as error:
         link.end(error)
         raise BusUnavailable(f"{address}: no answer within {timeout_s:.2g} s") from error
-    except (OSError, ValueError, BusUnavailable) as error:
+    except Exception as error:  # a client that stops dialling because of an odd error is away for good
         link.end(error)
         if isinstance(link.failure, BusAuthorizationFailed):
             raise BusAuthorizationFailed(f"{address}: {link.failure}") from error
@@ -90,6 +90,7 @@ async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwne
     except BaseException:
         link.end(BusUnavailable("dialling was given up"))
         raise
+    link.server = str(address)
     link.start_keepalive()
     return link
 

@@ -59,6 +59,8 @@ class Link(asyncio.Protocol):
     def __init__(self, owner: LinkOwner, options: BusOptions, loop: asyncio.AbstractEventLoop) -> None:
         self.failure: Exception | None = None
         """Why the link ended; None while it can be used."""
+        self.server = ""
+        """Its address, for logs."""
         self.max_payload = 0
         """Bytes of headers and payload that the server takes in one message."""
         self._owner = owner

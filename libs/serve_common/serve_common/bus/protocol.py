@@ -44,11 +44,7 @@ class Greeting(msgspec.Struct, frozen=True):
     """INFO: what the server says about itself, at first and again when it changes. Sizes in bytes."""
 
     server_id: str = ""
-    server_name: str = ""
-    version: str = ""
     max_payload: int = 1024 * 1024
-    headers: bool = False
-    auth_required: bool = False
     tls_required: bool = False
     tls_available: bool = False
     lame_duck: bool = msgspec.field(default=False, name="ldm")

@@ -20,9 +20,7 @@ class RouteTable:
 
     def __init__(self, endpoints: Iterable[EndpointSnapshot] = ()) -> None:
         """Headless endpoints have no place here. Of two with the same route the later one in ``endpoints`` wins."""
-        self._by_route = {
-            endpoint.route: endpoint for endpoint in endpoints if endpoint.route is not None
-        }
+        self._by_route = {endpoint.route: endpoint for endpoint in endpoints if endpoint.route is not None}
         self._route_length_max = max(map(len, self._by_route), default=0)
 
     def match(self, path: str) -> EndpointSnapshot | None:

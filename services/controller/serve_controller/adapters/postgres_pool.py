@@ -44,7 +44,6 @@ _BUSY: Final = (
 """The server answers, but could not do it now."""
 
 _REFUSED: Final = (
-    asyncpg.exceptions.ClientConfigurationError,
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
     asyncpg.InsufficientPrivilegeError,
@@ -91,7 +90,8 @@ class PostgresPool:
         Each statement may take ``timeout_s``. Raises as `connection` does.
         """
         with _meaning():
-            connection = await asyncpg.connect(**self._options(timeout_s, lock_timeout_s=timeout_s))
+            with _good_address():
+                connection = await asyncpg.connect(**self._options(timeout_s, lock_timeout_s=timeout_s))
             try:
                 yield connection
             finally:
@@ -113,12 +113,13 @@ class PostgresPool:
             if self._closed:
                 raise StoreUnavailable("the connection to Postgres was closed by this process")
             if self._pool is None:
-                self._pool = await asyncpg.create_pool(
-                    min_size=1,
-                    max_size=POOL_SIZE_MAX,
-                    reset=_keep_session,
-                    **self._options(COMMAND_TIMEOUT_S, lock_timeout_s=COMMAND_TIMEOUT_S - 1),
-                )
+                with _good_address():
+                    self._pool = await asyncpg.create_pool(
+                        min_size=1,
+                        max_size=POOL_SIZE_MAX,
+                        reset=_keep_session,
+                        **self._options(COMMAND_TIMEOUT_S, lock_timeout_s=COMMAND_TIMEOUT_S - 1),
+                    )
             return self._pool
 
     def _discard(self, pool: asyncpg.Pool | None) -> None:
@@ -161,6 +162,15 @@ def _meaning() -> Iterator[None]:
         raise PermanentError(f"Postgres refuses us: {_in_words(error)}") from error
     except (*_LOST, *_BUSY) as error:
         raise StoreUnavailable(f"Postgres does not answer: {_in_words(error)}") from error
+
+
+@contextlib.contextmanager
+def _good_address() -> Iterator[None]:
+    """The driver's word for an address that it cannot parse is a plain ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise PermanentError(f"the address of Postgres cannot be used: {error}") from error
 
 
 def _in_words(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag, backend_tag_of
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, backend_tag_of
 from serve_controller.core.objects import (
     Backend,
     CheckpointObject,
@@ -20,6 +20,7 @@ from serve_controller.core.objects import (
     Endpoint,
     Goal,
     HostRecord,
+    ProxyRecord,
     Replica,
     SnapshotRecord,
 )
@@ -33,6 +34,7 @@ class Kind(Enum):
     REPLICA = "replica"
     GOAL = "goal"
     HOST = "host"
+    PROXY = "proxy"
     SNAPSHOT = "snapshot"
     COUNTERS = "counters"
 
@@ -48,6 +50,7 @@ CLASSES: Final[Mapping[Kind, type[CheckpointObject]]] = {
     Kind.REPLICA: Replica,
     Kind.GOAL: Goal,
     Kind.HOST: HostRecord,
+    Kind.PROXY: ProxyRecord,
     Kind.SNAPSHOT: SnapshotRecord,
     Kind.COUNTERS: Counters,
 }
@@ -66,6 +69,8 @@ def key_of(value: CheckpointObject) -> Key:
             return Kind.GOAL, value.goal_id
         case HostRecord():
             return Kind.HOST, value.host_id
+        case ProxyRecord():
+            return Kind.PROXY, value.proxy_id
         case SnapshotRecord():
             return Kind.SNAPSHOT, value.key
         case Counters():
@@ -85,7 +90,7 @@ class Changes(msgspec.Struct, frozen=True):
 class Checkpoint:
     """All objects by key. Never changed in place: `applied` makes the next one."""
 
-    __slots__ = ("backends", "counters", "endpoints", "goals", "hosts", "replicas", "snapshots")
+    __slots__ = ("backends", "counters", "endpoints", "goals", "hosts", "proxies", "replicas", "snapshots")
 
     def __init__(self) -> None:
         """The empty checkpoint of a new system."""
@@ -95,6 +100,7 @@ class Checkpoint:
         """By backend, because every decision is about one backend's replicas."""
         self.goals: Mapping[GoalId, Goal] = {}
         self.hosts: Mapping[HostId, HostRecord] = {}
+        self.proxies: Mapping[ProxyId, ProxyRecord] = {}
         self.snapshots: Mapping[str, SnapshotRecord] = {}
         self.counters = Counters()
 
@@ -115,6 +121,7 @@ class Checkpoint:
             yield from replicas.values()
         yield from self.goals.values()
         yield from self.hosts.values()
+        yield from self.proxies.values()
         yield from self.snapshots.values()
         yield self.counters
 
@@ -131,6 +138,7 @@ class Draft:
         self.replicas: dict[BackendTag, Mapping[ReplicaTag, Replica]] = dict(base.replicas)
         self.goals: dict[GoalId, Goal] = dict(base.goals)
         self.hosts: dict[HostId, HostRecord] = dict(base.hosts)
+        self.proxies: dict[ProxyId, ProxyRecord] = dict(base.proxies)
         self.snapshots: dict[str, SnapshotRecord] = dict(base.snapshots)
         self.counters = base.counters
 
@@ -154,6 +162,8 @@ class Draft:
                 self.goals[value.goal_id] = value
             case HostRecord():
                 self.hosts[value.host_id] = value
+            case ProxyRecord():
+                self.proxies[value.proxy_id] = value
             case SnapshotRecord():
                 self.snapshots[value.key] = value
             case Counters():
@@ -184,6 +194,8 @@ class Draft:
                 self.goals.pop(GoalId(name), None)
             case Kind.HOST:
                 self.hosts.pop(HostId(name), None)
+            case Kind.PROXY:
+                self.proxies.pop(ProxyId(name), None)
             case Kind.SNAPSHOT:
                 self.snapshots.pop(name, None)
             case Kind.COUNTERS:
@@ -249,6 +261,7 @@ class Draft:
         result = Checkpoint()
         result.backends, result.endpoints, result.replicas = self.backends, self.endpoints, self.replicas
         result.goals, result.hosts, result.snapshots = self.goals, self.hosts, self.snapshots
+        result.proxies = self.proxies
         result.counters = self.counters
         return result
 
@@ -268,6 +281,8 @@ def lookup(checkpoint: Checkpoint | Draft, key: Key) -> CheckpointObject | None:
             return checkpoint.goals.get(GoalId(name))
         case Kind.HOST:
             return checkpoint.hosts.get(HostId(name))
+        case Kind.PROXY:
+            return checkpoint.proxies.get(ProxyId(name))
         case Kind.SNAPSHOT:
             return checkpoint.snapshots.get(name)
         case Kind.COUNTERS:

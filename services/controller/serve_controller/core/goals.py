@@ -14,7 +14,7 @@ from serve_common.subjects import backend_key, endpoint_key
 from serve_common.wires.admin import GoalStatus
 from serve_controller.core.checkpoint import Draft, Kind
 from serve_controller.core.objects import Backend, Goal, GoalKind, ReplicaState
-from serve_controller.core.observed import ObservedState, live_proxies
+from serve_controller.core.observed import ObservedState
 from serve_controller.core.transitions import WANTED
 
 FINISHED_KEPT_S = 86_400.0
@@ -70,7 +70,7 @@ def fail(draft: Draft, backend: Backend, goal: Goal, error: str, now: float) -> 
 def succeed_where_reached(draft: Draft, observed: ObservedState, now: float) -> None:
     """End every pending goal that is reached, as recorded, published and applied by every live proxy."""
     for goal in [g for g in draft.goals.values() if g.status is GoalStatus.PENDING]:
-        if waits_for(draft, observed, goal, now) == "":
+        if waits_for(draft, observed, goal) == "":
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
             backend = draft.backends.get(goal.backend_tag)
             if goal.kind is GoalKind.DEPLOY and backend is not None:
@@ -80,7 +80,7 @@ def succeed_where_reached(draft: Draft, observed: ObservedState, now: float) -> 
                     draft.put(msgspec.structs.replace(endpoint, last_good=endpoint.target))
 
 
-def waits_for(draft: Draft, observed: ObservedState, goal: Goal, now: float) -> str:
+def waits_for(draft: Draft, observed: ObservedState, goal: Goal) -> str:
     """What a pending goal still waits for, for people; empty when it is reached."""
     backend = draft.backends.get(goal.backend_tag)
     if goal.kind is GoalKind.DELETE:
@@ -91,7 +91,7 @@ def waits_for(draft: Draft, observed: ObservedState, goal: Goal, now: float) -> 
         message = _replicas_missing(draft, backend)
         if message:
             return message
-    return _not_applied(draft, observed, goal.backend_tag, now)
+    return _not_applied(draft, observed, goal.backend_tag)
 
 
 def _replicas_missing(draft: Draft, backend: Backend) -> str:
@@ -113,7 +113,7 @@ def _replicas_missing(draft: Draft, backend: Backend) -> str:
     return "; ".join(parts)
 
 
-def _not_applied(draft: Draft, observed: ObservedState, tag: BackendTag, now: float) -> str:
+def _not_applied(draft: Draft, observed: ObservedState, tag: BackendTag) -> str:
     records = [draft.snapshots.get(key) for key in (endpoint_key(EndpointTag(tag)), backend_key(tag))]
     needed = max((r.snapshot.snapshot_id for r in records if r is not None), default=0)
     bucket = observed.bucket
@@ -121,7 +121,8 @@ def _not_applied(draft: Draft, observed: ObservedState, tag: BackendTag, now: fl
         return "waits for the bucket of snapshots"
     if any(r is not None and bucket.get(r.key, 0) < r.snapshot.snapshot_id for r in records):
         return f"snapshot {needed} is not published yet"
-    behind = [p for p in live_proxies(observed, now) if p.report.applied_snapshot_id < needed]
+    applied = {i: p.report.applied_snapshot_id for i, p in observed.proxies.items()}
+    behind = [proxy_id for proxy_id in draft.proxies if applied.get(proxy_id, 0) < needed]
     if behind:
         return f"{len(behind)} proxies have not applied snapshot {needed} yet"
     return ""

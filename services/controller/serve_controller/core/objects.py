@@ -10,7 +10,7 @@ from enum import Enum
 
 import msgspec
 
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag, ordinal_of
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
 from serve_common.values import BackendConfig, ReplicaConfig
 from serve_common.wires.admin import GoalStatus
 from serve_common.wires.snapshots import Snapshot
@@ -148,6 +148,12 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
+class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A proxy that goals wait for. Durable, so that a new leader waits for proxies it has not heard of yet."""
+
+    proxy_id: ProxyId
+
+
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The newest snapshot of one bucket key; recorded before it is published."""
 
@@ -164,4 +170,4 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: int = 0
 
 
-CheckpointObject = Backend | Endpoint | Replica | Goal | HostRecord | SnapshotRecord | Counters
+CheckpointObject = Backend | Endpoint | Replica | Goal | HostRecord | ProxyRecord | SnapshotRecord | Counters

@@ -59,8 +59,9 @@ class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
 class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything heard by this leader."""
 
-    since: float
-    """When this leader began to listen: nobody is lost by silence from before."""
+    since: float | None
+    """Since when this leader hears without a break: silence from before says nothing about anybody. None while the
+    bus is away, when everybody is silent and nobody is lost."""
     hosts: Mapping[HostId, HostObserved] = {}
     proxies: Mapping[ProxyId, ProxyObserved] = {}
     bucket: Mapping[str, int] | None = None
@@ -124,10 +125,31 @@ def forget_silent(observed: ObservedState, now: float) -> ObservedState:
     return msgspec.structs.replace(observed, hosts=hosts, proxies=proxies)
 
 
+def observe_break(observed: ObservedState, since: float | None) -> ObservedState:
+    """Remember that the bus went away (None) or came back."""
+    return msgspec.structs.replace(observed, since=since)
+
+
+def _silent_s(observed: ObservedState, known: HostObserved | ProxyObserved | None, now: float) -> float:
+    """For how long somebody has been silent although this leader could have heard."""
+    if observed.since is None:
+        return 0.0
+    return now - (observed.since if known is None else max(known.heard_at, observed.since))
+
+
+def silent_at(
+    observed: ObservedState, known: HostObserved | ProxyObserved | None, after_s: float
+) -> float | None:
+    """When somebody will have been silent for ``after_s``; None while the bus is away."""
+    if observed.since is None:
+        return None
+    return after_s + (observed.since if known is None else max(known.heard_at, observed.since))
+
+
 def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostStatus:
     """How the host is treated now. One never heard of is SUSPECT until its lease is over, then LOST."""
     host = observed.hosts.get(host_id)
-    silent_s = now - (observed.since if host is None else host.heard_at)
+    silent_s = _silent_s(observed, host, now)
     if silent_s >= HOST_LOST_AFTER_S:
         return HostStatus.LOST
     if host is None or silent_s >= HOST_SUSPECT_AFTER_S:
@@ -135,10 +157,8 @@ def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostSta
     return HostStatus.LEAVING if host.report.leaving else HostStatus.LIVE
 
 
-def live_proxies(observed: ObservedState, now: float) -> list[ProxyObserved]:
-    """The proxies that a goal waits for."""
-    return [
-        proxy
-        for proxy in observed.proxies.values()
-        if now - proxy.heard_at < PROXY_LOST_AFTER_S and not proxy.report.leaving
-    ]
+def is_proxy_live(observed: ObservedState, proxy_id: ProxyId, now: float) -> bool:
+    """Whether goals wait for the proxy. One not heard of by this leader counts as live until it must be lost."""
+    proxy = observed.proxies.get(proxy_id)
+    is_leaving = proxy is not None and proxy.report.leaving
+    return _silent_s(observed, proxy, now) < PROXY_LOST_AFTER_S and not is_leaving

@@ -20,7 +20,7 @@ from serve_controller.core.goals import (
     forget_finished,
     succeed_where_reached,
 )
-from serve_controller.core.objects import Backend, Replica
+from serve_controller.core.objects import Backend, ProxyRecord, Replica
 from serve_controller.core.observed import (
     GOAL_RESEND_AFTER_S,
     HOST_LOST_AFTER_S,
@@ -29,6 +29,8 @@ from serve_controller.core.observed import (
     HostStatus,
     ObservedState,
     host_status,
+    is_proxy_live,
+    silent_at,
 )
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
@@ -87,6 +89,7 @@ def reconcile(checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: 
     for host_id in sorted(observed.hosts):
         if host_id not in draft.hosts:
             draft.renew_host_goal(host_id)
+    _follow_proxies(draft, observed, now)
     faults = _reconcile_backends(draft, observed, now, times)
     _drop_deleted(draft)
     _forget_hosts(draft, observed, now)
@@ -135,6 +138,16 @@ def _reconcile_backends(
     for tag in tags:
         guarded(tag, advance)
     return tuple(faults)
+
+
+def _follow_proxies(draft: Draft, observed: ObservedState, now: float) -> None:
+    """Keep the record of those that goals wait for."""
+    for proxy_id in sorted({*draft.proxies, *observed.proxies}):
+        is_live = is_proxy_live(observed, proxy_id, now)
+        if is_live and proxy_id not in draft.proxies:
+            draft.put(ProxyRecord(proxy_id=proxy_id))
+        elif not is_live and proxy_id in draft.proxies:
+            draft.delete((Kind.PROXY, proxy_id))
 
 
 def _drop_deleted(draft: Draft) -> None:
@@ -219,10 +232,10 @@ def _host_goal(
 
 def _silence_times(checkpoint: Checkpoint, observed: ObservedState) -> list[float]:
     """When a silent host or proxy comes to be treated otherwise."""
-    times = []
-    for host in observed.hosts.values():
-        times += [host.heard_at + HOST_SUSPECT_AFTER_S, host.heard_at + HOST_LOST_AFTER_S]
-    times += [proxy.heard_at + PROXY_LOST_AFTER_S for proxy in observed.proxies.values()]
-    if checkpoint.hosts.keys() - observed.hosts.keys():
-        times.append(observed.since + HOST_LOST_AFTER_S)
-    return times
+    times: list[float | None] = []
+    for host_id in checkpoint.hosts.keys() | observed.hosts.keys():
+        host = observed.hosts.get(host_id)
+        times += [silent_at(observed, host, after_s) for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S)]
+    for proxy_id in checkpoint.proxies.keys() | observed.proxies.keys():
+        times.append(silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S))
+    return [at for at in times if at is not None]

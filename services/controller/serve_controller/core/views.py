@@ -24,7 +24,7 @@ from serve_controller.core.observed import PROXY_LOST_AFTER_S, ObservedState, ho
 from serve_controller.core.transitions import ROUTED
 
 
-def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId, now: float) -> GoalView:
+def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
     """One goal. Raises `NotFound`, which tells an id that never was from one that is forgotten."""
     goal = checkpoint.goals.get(goal_id)
     if goal is None:
@@ -33,7 +33,7 @@ def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId, 
         raise NotFound(f"goal_id: {goal_id[:80]!r} was never given")
     message = ""
     if goal.status is GoalStatus.PENDING:
-        message = waits_for(Draft(checkpoint), observed, goal, now)
+        message = waits_for(Draft(checkpoint), observed, goal)
     return GoalView(goal_id=goal_id, status=goal.status, error=goal.error, message=message)
 
 

@@ -125,7 +125,7 @@ class Admin:
             recorded = self._recorded
             term = self._term()
             now = self._clock.now()
-            view = views.view_goal(term.checkpoint, term.observed, request.goal_id, now)
+            view = views.view_goal(term.checkpoint, term.observed, request.goal_id)
             if view.status is not GoalStatus.PENDING or now >= give_up_at:
                 return view
             try:

@@ -38,6 +38,7 @@ class Leadership:
         self._lead = lead
         self.epoch: int | None = None
         """The epoch while this controller leads."""
+        self._lease = asyncio.Lock()
 
     async def run(self) -> None:
         """Become leader, lead, and begin again when leadership is lost."""
@@ -48,9 +49,21 @@ class Leadership:
             try:
                 await self._lead_while_renewed(epoch, checkpoint)
             except* FencedOut as lost:
-                _log.warning("leadership_lost", epoch=epoch, reason=str(lost.exceptions[0]))
+                _log.warning("leadership_lost", epoch=self.epoch, reason=str(lost.exceptions[0]))
             finally:
                 self.epoch = None
+
+    async def regain(self) -> int:
+        """Begin a new epoch within the term, so that a write of unknown fate can no longer be made.
+
+        Raises `FencedOut` when another controller took over, `StoreUnavailable` when the store is away.
+        """
+        async with self._lease:
+            epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S)
+            if epoch is None:
+                raise FencedOut("another controller leads")
+            self.epoch = epoch
+            return epoch
 
     async def _gain(self) -> tuple[int, Checkpoint]:
         failures = 0
@@ -71,23 +84,27 @@ class Leadership:
     async def _lead_while_renewed(self, epoch: int, checkpoint: Checkpoint) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewing = tasks.create_task(self._renew(epoch), name="renew_leadership")
+                renewing = tasks.create_task(self._renew(), name="renew_leadership")
                 leading = tasks.create_task(_awaited(self._lead(epoch, checkpoint)), name="lead")
                 del renewing, leading  # the group owns both and ends both when one raises
         except asyncio.CancelledError:
-            await self._release(epoch)
+            await self._release()
             raise
 
-    async def _renew(self, epoch: int) -> None:
+    async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
-            try:
-                await self._store.renew_leadership(self._controller_id, epoch, LEASE_TTL_S)
-            except StoreUnavailable as error:
-                _log.warning("leadership_not_renewed", epoch=epoch, error=str(error))
+            async with self._lease:
+                assert self.epoch is not None
+                try:
+                    await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
+                except StoreUnavailable as error:
+                    _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
 
-    async def _release(self, epoch: int) -> None:
+    async def _release(self) -> None:
         """On an ordered stop the next controller need not wait for the lease to end."""
+        epoch = self.epoch
+        assert epoch is not None
         try:
             async with asyncio.timeout(2.0):
                 await self._store.release_leadership(self._controller_id, epoch)

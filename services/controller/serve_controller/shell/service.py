@@ -65,6 +65,16 @@ class ControllerService:
         if self.term is not None:
             self.term.hear(report)
 
+    def bus_went(self) -> None:
+        """See `Term.bus_went`."""
+        if self.term is not None:
+            self.term.bus_went()
+
+    def bus_came(self) -> None:
+        """See `Term.bus_came`."""
+        if self.term is not None:
+            self.term.bus_came()
+
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """The bucket's content came; see `Term.hear_bucket`."""
         if self.term is not None:
@@ -86,6 +96,7 @@ class ControllerService:
             clock=self._clock,
             boundary=self._boundary,
             telemetry=self._telemetry,
+            regain=self._leadership.regain,
         )
         term.on_change = self._wake.set
         term.on_recorded = self.admin.on_recorded
@@ -94,7 +105,7 @@ class ControllerService:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
             while True:
                 self._wake.clear()
-                if self._newest_epoch > epoch:
+                if self._newest_epoch > term.epoch:
                     raise FencedOut(f"epoch {self._newest_epoch} began")
                 look_again_at = await term.run_cycle()
                 self.admin.on_recorded()

@@ -23,6 +23,7 @@ from serve_controller.core.decide import Command, CommandReply, decide
 from serve_controller.core.observed import (
     ObservedState,
     forget_silent,
+    observe_break,
     observe_bucket,
     observe_host,
     observe_proxy,
@@ -62,8 +63,9 @@ class Term:
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
+        regain: Callable[[], Awaitable[int]],
     ) -> None:
-        """``checkpoint`` was loaded after leadership of ``epoch`` was gained."""
+        """``checkpoint`` was loaded after leadership of ``epoch`` was gained; ``regain`` begins a new epoch."""
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.observed = ObservedState(since=clock.now())
@@ -78,6 +80,7 @@ class Term:
         self._clock = clock
         self._boundary = boundary
         self._telemetry = telemetry
+        self._regain = regain
         self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
         self._bucket: dict[str, tuple[int, int]] | None = None
         """Revision and snapshot id of each key."""
@@ -87,6 +90,16 @@ class Term:
     def hear(self, report: HostReport | ProxyReport) -> None:
         """Take in a report; it is folded in by the next cycle."""
         self._inbox.append((self._clock.now(), report))
+        self.on_change()
+
+    def bus_went(self) -> None:
+        """The bus is away: from now on silence says nothing about anybody."""
+        self.observed = observe_break(self.observed, None)
+        self.on_change()
+
+    def bus_came(self) -> None:
+        """The bus is back: from now on silence counts again."""
+        self.observed = observe_break(self.observed, self._clock.now())
         self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
@@ -184,6 +197,8 @@ class Term:
 
     async def _make_certain(self) -> None:
         if not self._is_checkpoint_certain:
+            # A write whose answer was lost may still be under way: a new epoch makes it too late for good.
+            self.epoch = await self._tried(self._regain())
             self.checkpoint = await self._tried(self._store.load())
             self._is_checkpoint_certain = True
 

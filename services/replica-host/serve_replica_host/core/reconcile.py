@@ -71,7 +71,9 @@ def reconcile_host(state: HostState, now: float) -> HostPlan:
     actions: list[Action] = []
     for tag, held in list(state.replicas.items()):
         goal = wanted.get(tag)
-        changed = _omit(held, state.leave_by, now) if goal is None else msgspec.structs.replace(held, goal=goal)
+        changed = (
+            _omit(held, state.leave_by, now) if goal is None else msgspec.structs.replace(held, goal=goal)
+        )
         if changed is None:
             state = forget_replica(state, tag)
             if held.has_process and not held.is_kill_asked:
@@ -123,9 +125,7 @@ def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplic
     """``held`` after everything that is due for it; what is to be done is appended to ``actions``."""
     if held.status is ReplicaStatus.STARTING and held.has_process and now >= held.start_by:
         reason = f" ({held.error})" if held.error else ""
-        held = fail(
-            held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}"
-        )
+        held = fail(held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}")
     if held.status in _SERVING:
         held = _configure(held, actions)
         held = _check(held, now, actions)
@@ -147,9 +147,7 @@ def _configure(held: HeldReplica, actions: list[Action]) -> HeldReplica:
     if held.is_reconfiguring or held.goal.config_version <= held.asked_config_version:
         return held
     actions.append(ReconfigureReplica(held.goal))
-    return msgspec.structs.replace(
-        held, is_reconfiguring=True, asked_config_version=held.goal.config_version
-    )
+    return msgspec.structs.replace(held, is_reconfiguring=True, asked_config_version=held.goal.config_version)
 
 
 def _check(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:

@@ -41,9 +41,7 @@ class ReplicaActor:
     def start(self, order_bytes: bytes) -> bytes:
         """Construct and serve what the `StartOrder` says; a `ControlOutcome`."""
         order = decode_order(order_bytes)
-        configure_logs(
-            "replica", replica_tag=order.goal.replica_tag, backend_tag=order.goal.backend_tag
-        )
+        configure_logs("replica", replica_tag=order.goal.replica_tag, backend_tag=order.goal.backend_tag)
         self._process = ReplicaProcess(order, _metrics(order))
         return encode(ControlOutcome(error=self._process.start()))
 

@@ -52,7 +52,8 @@ def to_answer(result: Any) -> WholeAnswer | Response:
             return result
         return WholeAnswer(result.status_code, decode_headers(result.raw_headers), bytes(result.body))
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
-        return StreamingResponse(result, media_type="text/plain")
+        stream: Any = result
+        return StreamingResponse(stream, media_type="text/plain")
     return WholeAnswer(200, _JSON, encode_json(result))
 
 

@@ -112,20 +112,24 @@ class BusSide:
             self._begin(reply, head, body)
             return
         exchange = self._exchanges.get(reply)
+        if exchange is not None:
+            self._take_more(exchange, head, body)
+        elif type(head) is ProbeHead:
+            self._send(reply, RefusedHead("unknown", self.in_flight))
+
+    def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
         match head:
-            case ProbeHead():
-                if exchange is None:
-                    self._send(reply, RefusedHead("unknown", self.in_flight))
             case BodyHead():
-                if exchange is not None and exchange.phase is Phase.RECEIVING:
+                if exchange.phase is Phase.RECEIVING:
                     self._take_body(exchange, head, body)
             case CreditHead(frames):
-                if exchange is not None and exchange.outgoing is not None:
+                if exchange.outgoing is not None:
                     exchange.outgoing.allow(frames)
                     self._pump(exchange, exchange.outgoing)
             case CancelHead():
-                if exchange is not None:
-                    self._drop(exchange, STATUS_CANCELLED)
+                self._drop(exchange, STATUS_CANCELLED)
+            case ProbeHead():
+                pass  # silence says that the request is known
             case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
@@ -154,7 +158,9 @@ class BusSide:
             return  # doubled
         if head.sequence > exchange.next_sequence:
             # The bus lost a frame, as it may when a server goes away. The work was not begun.
-            self._fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, "a part of the body was lost")
+            self._fail(
+                exchange, RequestFailed.error_code, RequestFailed.status_hint, "a part of the body was lost"
+            )
             return
         exchange.next_sequence += 1
         self._take_piece(exchange, body, last=head.last)

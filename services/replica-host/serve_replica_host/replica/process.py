@@ -116,8 +116,9 @@ class ReplicaProcess:
 
     async def _serve(self, code: UserCode) -> None:
         loop = asyncio.get_running_loop()
-        connection = BusConnection(_options(self._order.bus, self._order.goal.replica_tag), random.Random())
-        to_user: Mailbox[ToUser] = Mailbox(self._user.loop, lambda item: user_side.take(item))
+        options = _options(self._order.bus, self._order.goal.replica_tag)
+        connection = BusConnection(options, random.SystemRandom())
+        to_user: Mailbox[ToUser] = Mailbox(self._user.loop, lambda item: user_side.take(item))  # noqa: PLW0108 - it is made below
         bus_side = BusSide(
             publish=connection.publish,
             to_user=to_user.put,
@@ -150,8 +151,8 @@ class ReplicaProcess:
     async def _drain(self, bus_side: BusSide) -> None:
         bus_side.is_draining = True
         await bus_side.wait_idle()
-        while self._user_side is not None and self._user_side.at_work:
-            await asyncio.sleep(SWEEP_S)
+        if self._user_side is not None:
+            await asyncio.wrap_future(self._user.submit(self._user_side.wait_idle()))
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)

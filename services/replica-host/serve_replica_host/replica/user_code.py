@@ -25,7 +25,7 @@ THREADS_MAX: Final = 100
 """Of one replica for plain functions; what exceeds it waits for a thread."""
 
 
-class UserCodeUnusable(Exception):  # noqa: N818 - reads as what it says in a traceback that users see
+class UserCodeUnusable(Exception):
     """What the import path names cannot be served; the message says why."""
 
 
@@ -54,7 +54,9 @@ class UserCode:
             # On the loop's thread, as everything that is not a plain handler: it may make futures, sessions, tasks.
             target = named(*config.init_args, **config.init_kwargs)
         elif config.init_args or config.init_kwargs:
-            raise UserCodeUnusable(f"{config.import_path} is not a class; it takes no init_args or init_kwargs")
+            raise UserCodeUnusable(
+                f"{config.import_path} is not a class; it takes no init_args or init_kwargs"
+            )
         if not callable(target):
             what = "has no __call__" if inspect.isclass(named) else "is neither a class nor a function"
             raise UserCodeUnusable(f"{config.import_path} {what}")
@@ -163,4 +165,3 @@ def _takes_argument(handler: Callable[..., Any]) -> bool:
             return True  # let the call itself say what is wrong
         return False
     return True
-

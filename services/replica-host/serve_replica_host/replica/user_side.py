@@ -49,10 +49,15 @@ class UserSide:
         self._code = code
         self._to_bus = to_bus
         self._tasks = TaskOwner("request")
+        self._at_work = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def take(self, item: ToUser) -> None:
         """Something from the bus side."""
         if type(item) is Exchange:
+            self._at_work += 1
+            self._idle.clear()
             item.work = self._tasks.start(self._serve(item), item.head.request_id)
         elif type(item) is Drop:
             exchange = item.exchange
@@ -61,16 +66,15 @@ class UserSide:
             if exchange.work is not None:
                 exchange.work.cancel()
             if not exchange.has_begun:  # then `_serve` never runs, and cannot say that it ended
-                self._to_bus(Ended(exchange))
+                self._end(Ended(exchange))
         elif type(item) is Room:
             item.exchange.unsent_bytes -= item.sent_bytes
             if item.exchange.room is not None:
                 item.exchange.room.set()
 
-    @property
-    def at_work(self) -> int:
-        """Tasks that run, those included that go on after their answer has left."""
-        return len(self._tasks)
+    async def wait_idle(self) -> None:
+        """Wait until no user code runs for a request, not even after its answer has left."""
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -96,7 +100,13 @@ class UserSide:
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
             outcome = self._raised(exchange, error)
         finally:
-            self._to_bus(outcome)
+            self._end(outcome)
+
+    def _end(self, outcome: ToBus) -> None:
+        self._at_work -= 1
+        if self._at_work == 0:
+            self._idle.set()
+        self._to_bus(outcome)
 
     async def _outcome(self, exchange: Exchange) -> ToBus:
         if not exchange.head.http:

@@ -33,7 +33,7 @@ CREATE TABLE muster.checkpoint_rows (
     PRIMARY KEY (kind, key)
 );
 COMMENT ON TABLE muster.checkpoint_rows IS 'What the controller must not forget: one row per object.';
-COMMENT ON COLUMN muster.checkpoint_rows.kind IS 'backend, endpoint, replica, goal, host, snapshot or counters.';
+COMMENT ON COLUMN muster.checkpoint_rows.kind IS 'What sort of object: backend, endpoint, replica, goal and so on.';
 COMMENT ON COLUMN muster.checkpoint_rows.key IS 'The object''s name within its kind.';
 COMMENT ON COLUMN muster.checkpoint_rows.schema_version IS 'Format of value; one that the code does not know is refused.';
 COMMENT ON COLUMN muster.checkpoint_rows.value IS

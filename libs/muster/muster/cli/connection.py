@@ -1,0 +1,153 @@
+"""Finds the stack that a person means, mostly without being told.
+
+In this order: what is given (``--nats`` or MUSTER_NATS_URL); the embedded stack that runs from ``.muster`` here or above;
+the stack of compose whose ``secrets`` directory lies here or above. A password that is not given is taken from the
+stack that the address belongs to, never sent to any other machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
+from muster.secrets import Secrets
+from serve_common.errors import BadField, BusUnavailable
+from serve_common.settings import Environment
+
+STATE_DIRECTORY: Final = ".muster"
+RUN_FILE: Final = "run.json"
+SECRETS_DIRECTORY: Final = "secrets"
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """What of a running embedded stack's ``run.json`` is needed to reach it."""
+
+    pid: int
+    nats_url: str
+    secrets: str
+    """Directory of its passwords."""
+
+
+class StackOptions(msgspec.Struct, frozen=True):
+    """What the command line says about the stack; None: nothing."""
+
+    nats: str | None = None
+    user: str | None = None
+    password_file: Path | None = None
+
+    def over(self, other: StackOptions) -> StackOptions:
+        """These, and ``other``'s where these say nothing."""
+        return StackOptions(
+            nats=self.nats or other.nats,
+            user=self.user or other.user,
+            password_file=self.password_file or other.password_file,
+        )
+
+
+def find_stack(options: StackOptions, variables: Mapping[str, str], directory: Path) -> StackAddress:
+    """The address of the stack that is meant, seen from ``directory``.
+
+    Raises `BusUnavailable` when none is given and none is found, `BadField` for what cannot be, and `SecretUnusable`
+    for a password file of a found stack that cannot be read.
+    """
+    environment = Environment(variables)
+    field = "--nats" if options.nats else "MUSTER_NATS_URL"
+    given = options.nats or environment.optional("MUSTER_NATS_URL")
+    embedded = _running_embedded(environment, directory)
+    if given is None and embedded is not None:
+        given = embedded.nats_url
+    password = _given_password(options, environment)
+    composed = _secrets_of_compose(directory)
+    if given is None and (composed is not None or password is not None):
+        given = DEFAULT_URL
+    if given is None:
+        raise BusUnavailable(
+            "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL"
+        )
+    parsed = parse_urls(given, field)
+    user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)
+    if options.password_file is None and parsed.password is not None:
+        password = parsed.password
+    if password is None and user == DEFAULT_USER:
+        password = _own_password(parsed.urls, embedded, composed)
+    return StackAddress(
+        urls=parsed.urls,
+        user=user,
+        password=password,
+        subject_prefix=environment.text("MUSTER_SUBJECT_PREFIX", "serve"),
+        tls_ca_file=_readable(environment.optional("MUSTER_NATS_TLS_CA_FILE"), "MUSTER_NATS_TLS_CA_FILE"),
+    )
+
+
+def _given_password(options: StackOptions, environment: Environment) -> str | None:
+    if options.password_file is not None:
+        variables = {"given_FILE": str(options.password_file)}
+        try:
+            return Environment(variables).secret("given")
+        except BadField as error:
+            raise BadField("--password-file", error.reason) from error
+    if environment.optional("MUSTER_NATS_PASSWORD") or environment.optional("MUSTER_NATS_PASSWORD_FILE"):
+        return environment.secret("MUSTER_NATS_PASSWORD")
+    return None
+
+
+def _own_password(urls: tuple[str, ...], embedded: RunFile | None, composed: Path | None) -> str | None:
+    if embedded is not None and urls == parse_urls(embedded.nats_url, RUN_FILE).urls:
+        return Secrets(Path(embedded.secrets)).read("nats_admin")
+    hosts = {url.partition("://")[2].rpartition(":")[0].strip("[]") for url in urls}
+    if composed is not None and hosts <= _LOOPBACK:
+        return Secrets(composed).read("nats_admin")
+    return None
+
+
+def _running_embedded(environment: Environment, directory: Path) -> RunFile | None:
+    named = environment.optional("MUSTER_STATE_DIR")
+    candidates = [Path(named)] if named else [place / STATE_DIRECTORY for place in _upwards(directory)]
+    for candidate in candidates:
+        run = read_run_file(directory / candidate / RUN_FILE)
+        if run is not None and _is_alive(run.pid):
+            return run
+    return None
+
+
+def read_run_file(path: Path) -> RunFile | None:
+    """What the embedded stack wrote, or None when there is none or it is not whole."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunFile)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _secrets_of_compose(directory: Path) -> Path | None:
+    for place in _upwards(directory):
+        candidate = place / SECRETS_DIRECTORY
+        if Secrets(candidate).nats_password_file("admin").is_file():
+            return candidate
+    return None
+
+
+def _upwards(directory: Path) -> Iterator[Path]:
+    yield directory
+    yield from directory.parents
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _readable(path: str | None, field: str) -> str | None:
+    if path is not None and not os.access(path, os.R_OK):
+        raise BadField(field, f"{path} cannot be read")
+    return path

@@ -1,0 +1,45 @@
+"""Options that several commands share, spelled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_STACK = "Which stack"
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+NatsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nats",
+        metavar="URL",
+        help="nats://[user:password@]host:port. [env: MUSTER_NATS_URL]",
+        rich_help_panel=_STACK,
+    ),
+]
+UserOption = Annotated[
+    str | None,
+    typer.Option(
+        "--user",
+        metavar="USER",
+        help="NATS user; admin unless given. [env: MUSTER_NATS_USER]",
+        rich_help_panel=_STACK,
+    ),
+]
+PasswordFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--password-file",
+        metavar="FILE",
+        help="File with its password. [env: MUSTER_NATS_PASSWORD, MUSTER_NATS_PASSWORD_FILE]",
+        rich_help_panel=_STACK,
+    ),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout-s", min=0.0, max=86_400.0, help="How long to wait, in seconds.")
+]
+NoWaitOption = Annotated[
+    bool, typer.Option("--no-wait", help="Return when the change is recorded, not when it is done.")
+]

@@ -1,0 +1,77 @@
+"""What commands need of a stack, so that they are tested without one. `muster.client` is what implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from muster.client.address import StackAddress
+from muster.client.ports import Answer
+from serve_common.names import GoalId
+from serve_common.wires.admin import (
+    DeleteReply,
+    Deploy,
+    DeploymentView,
+    DeployReply,
+    GoalView,
+    StatusView,
+)
+
+
+class AdminPort(Protocol):
+    """The admin verbs that commands use; see `muster.client.AdminClient`."""
+
+    async def deploy(self, request: Deploy) -> DeployReply:
+        """See `AdminClient.deploy`."""
+        ...
+
+    async def delete_deployment(self, name: str) -> DeleteReply:
+        """See `AdminClient.delete_deployment`."""
+        ...
+
+    async def get_deployment_info(self, name: str) -> DeploymentView:
+        """See `AdminClient.get_deployment_info`."""
+        ...
+
+    async def get_status(self) -> StatusView:
+        """See `AdminClient.get_status`."""
+        ...
+
+    async def wait_for_goal(
+        self, goal_id: GoalId, *, deadline_s: float, on_progress: Callable[[GoalView], None]
+    ) -> GoalView:
+        """See `AdminClient.wait_for_goal`."""
+        ...
+
+
+class CallPort(Protocol):
+    """Calls of endpoints; see `muster.client.Caller`."""
+
+    async def call(self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        """See `Caller.call`."""
+        ...
+
+
+class StackPort(Protocol):
+    """A stack that was reached."""
+
+    @property
+    def admin(self) -> AdminPort:
+        """Its controller."""
+        ...
+
+    @property
+    def caller(self) -> CallPort:
+        """Its proxies."""
+        ...
+
+
+class Connect(Protocol):
+    """Reaches a stack; see `muster.client.connect_stack`."""
+
+    def __call__(
+        self, address: StackAddress, *, retry_for_s: float, on_retry: Callable[[str], None]
+    ) -> AbstractAsyncContextManager[StackPort]:
+        """Raises `BusUnavailable` and `BusAuthorizationFailed` when entered."""
+        ...

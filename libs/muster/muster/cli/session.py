@@ -1,0 +1,96 @@
+"""One run of the program: what commands share, and the one place where errors become lines and exit codes."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+import msgspec
+import typer
+
+from muster.cli import output
+from muster.cli.connection import StackOptions, find_stack
+from muster.cli.exit_codes import ExitCode, exit_code_of
+from muster.cli.ports import Connect, StackPort
+from muster.client.address import StackAddress
+from muster.client.connect import connect_stack
+from serve_common.errors import BadField, BusAuthorizationFailed, ServeError
+from serve_common.wires.admin import ErrorView
+
+_CHANGE_RETRY_S = 30.0
+"""A controller that died is back or replaced well within this."""
+
+
+class Session:
+    """What a run of the program knows from outside: environment, directory, and how to reach a stack."""
+
+    def __init__(
+        self,
+        *,
+        connect: Connect = connect_stack,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        """Tests give these; otherwise they are the process' own."""
+        self._connect = connect
+        self.environment = os.environ if environment is None else environment
+        self.directory = Path.cwd() if directory is None else directory
+        self.options = StackOptions()
+        """Those given before the command's name."""
+
+    def find_stack(self, options: StackOptions) -> StackAddress:
+        """The stack that is meant; see `connection.find_stack`."""
+        return find_stack(options.over(self.options), self.environment, self.directory)
+
+    def connect(
+        self, address: StackAddress, progress: output.Progress, *, retry_for_s: float = _CHANGE_RETRY_S
+    ) -> AbstractAsyncContextManager[StackPort]:
+        """Reach a stack; troubles that may pass are shown as progress."""
+        return self._connect(address, retry_for_s=retry_for_s, on_retry=progress.say)
+
+    @contextmanager
+    def reporting(self, *, as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
+        """Whatever goes wrong within is told in a few lines and ends the program with its exit code."""
+        try:
+            yield
+        except ServeError as error:
+            _report(error, as_json=as_json)
+            raise typer.Exit(exit_code_of(error)) from error
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except KeyboardInterrupt as error:
+            output.complain(interrupted)
+            raise typer.Exit(ExitCode.INTERRUPTED) from error
+        except Exception as error:
+            if self.environment.get("MUSTER_DEBUG"):
+                output.complain(traceback.format_exc())
+            unexpected = ServeError(
+                f"{type(error).__name__}: {error} (unexpected; MUSTER_DEBUG=1 shows where)"
+            )
+            _report(unexpected, as_json=as_json)
+            raise typer.Exit(ExitCode.FAILED) from error
+
+
+def session_of(context: typer.Context) -> Session:
+    """The session that the program's root put into the context."""
+    session = context.obj
+    assert isinstance(session, Session)
+    return session
+
+
+def _report(error: ServeError, *, as_json: bool) -> None:
+    output.complain(f"error: {error}")
+    if isinstance(error, BusAuthorizationFailed):
+        output.complain(
+            "Give the user with --user and the password with --password-file, MUSTER_NATS_PASSWORD_FILE or "
+            "MUSTER_NATS_PASSWORD."
+        )
+    if as_json:
+        field = error.field if isinstance(error, BadField) else ""
+        view = ErrorView(code=error.error_code, message=str(error), field=field)
+        output.print_json({"error": msgspec.to_builtins(view)})
+
+

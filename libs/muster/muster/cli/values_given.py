@@ -1,0 +1,118 @@
+"""What a person types turned into the values that the controller takes; wrong input is refused before anything is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from serve_common.errors import BadField
+
+T = TypeVar("T")
+_FILE_BYTES_MAX = 4 * 1024 * 1024
+
+
+def read_json(text: str | None, field: str, expected: type[T], what: str) -> T | None:
+    """JSON of a type; raises `BadField` saying that ``field`` must be ``what``."""
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text, type=expected)
+    except msgspec.ValidationError as error:
+        raise BadField(field, f"must be {what}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise BadField(field, f"is not JSON ({error}); give {what}") from error
+
+
+def read_user_config(text: str | None, directory: Path) -> Any:
+    """``JSON``, ``@file.json`` or ``@file.yaml``; relative files are looked for in ``directory``.
+
+    Raises `BadField`; of YAML only what JSON can say is accepted.
+    """
+    field = "--user-config"
+    if text is None:
+        return None
+    if not text.startswith("@"):
+        return _json(text, field)
+    path = directory / text[1:]
+    content = _text(path, field)
+    if path.suffix.lower() not in {".yaml", ".yml"}:
+        return _json(content, f"{field} {text}")
+    try:
+        return json.loads(json.dumps(yaml.safe_load(content), allow_nan=False))
+    except yaml.YAMLError as error:
+        raise BadField(f"{field} {text}", f"is not YAML: {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadField(f"{field} {text}", f"has a value that JSON cannot say: {error}") from error
+
+
+def read_body(data: str | None, directory: Path, standard_input: bytes | None) -> bytes:
+    """``TEXT``, ``@file`` or ``-`` (then ``standard_input``) as bytes; None is empty."""
+    if data is None:
+        return b""
+    if data == "-":
+        return standard_input or b""
+    if data.startswith("@"):
+        try:
+            return (directory / data[1:]).read_bytes()
+        except OSError as error:
+            raise BadField("--data", f"{data[1:]} cannot be read: {error.strerror}") from error
+    return data.encode()
+
+
+def read_headers(given: Sequence[str]) -> dict[str, str]:
+    """``Name: value`` each; raises `BadField`."""
+    headers: dict[str, str] = {}
+    for line in given:
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip() or not line.isprintable() or not line.isascii():
+            raise BadField("--header", f"{line[:80]!r} must read 'Name: value'")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def read_methods(text: str | None) -> list[str] | None:
+    """``GET,POST`` as a list; None when not given."""
+    if text is None:
+        return None
+    return [method.strip().upper() for method in text.split(",") if method.strip()]
+
+
+def place_app_dir(given: str | None, directory: Path) -> tuple[str, str]:
+    """The directory as replica hosts shall see it, and a note for people (empty when there is nothing to say).
+
+    One that exists here is meant as it is here; any other is meant as the hosts see it. Raises `BadField` for a file.
+    """
+    if given is None:
+        return "", ""
+    here = directory / given
+    if here.is_dir():
+        return os.path.abspath(here), ""  # noqa: PTH100 - resolve() would follow links, which hosts may see otherwise
+    if here.exists():
+        raise BadField("--app-dir", f"{given} is not a directory")
+    if not given.startswith("/"):
+        raise BadField("--app-dir", f"there is no directory {given} here; a path in the hosts' containers begins with '/'")
+    return given, f"note: {given} does not exist here; it is taken as a path on the replica hosts"
+
+
+def _text(path: Path, field: str) -> str:
+    try:
+        if path.stat().st_size > _FILE_BYTES_MAX:
+            raise BadField(field, f"{path} is larger than {_FILE_BYTES_MAX} bytes")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadField(field, f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadField(field, f"{path} is not text in UTF-8") from error
+
+
+def _json(text: str, field: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadField(field, f"is not JSON: {error}") from error

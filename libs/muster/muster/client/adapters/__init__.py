@@ -1,0 +1,3 @@
+"""The client's way to the outside: NATS."""
+
+from __future__ import annotations

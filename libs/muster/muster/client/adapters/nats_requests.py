@@ -1,0 +1,159 @@
+"""Requests over nats-py, for a caller who waits: what goes wrong is known at once and says why.
+
+Why not `serve_common.adapters.nats_client`: a service reconnects for ever and logs it. Here a lost connection ends the
+requests under way, so that the client above sends them again over a new one, and a subject that NATS forbids (nats-py
+only reports that on the side) is an error instead of a time-out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError, NoRespondersError
+
+from muster.client.address import StackAddress
+from muster.client.ports import Answer, NoAnswer, NobodyListens
+from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
+
+_CONNECT_S: Final = 2.0
+_PAUSE_S: Final = 0.25
+_INBOX_PREFIX: Final = b"_INBOX_admin"
+"""The one that the roles of deploy/nats/nats.conf may answer to and nobody else may read."""
+
+
+class NatsRequests:
+    """Implements `muster.client.ports.Requests`."""
+
+    def __init__(self, address: StackAddress) -> None:
+        """Connects at the first request, and again whenever the connection was lost."""
+        self._address = address
+        self._client: Client | None = None
+        self._dialling = asyncio.Lock()
+        self._limits: set[asyncio.Timeout] = set()
+        self._forbidden: str | None = None
+        self._last_error: Exception | None = None
+
+    @property
+    def where(self) -> str:
+        """See `Requests.where`."""
+        return self._address.where
+
+    async def connect(self, *, within_s: float, on_retry: Callable[[str], None] = lambda _why: None) -> None:
+        """Try until there is a connection. Raises `BusUnavailable` or `BusAuthorizationFailed`."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + within_s
+        while True:
+            try:
+                await self._connected()
+                return
+            except BusUnavailable as error:
+                if loop.time() + _PAUSE_S >= give_up_at:
+                    raise
+                on_retry(str(error))
+            await asyncio.sleep(_PAUSE_S)
+
+    async def close(self) -> None:
+        """Let go of the connection; requests under way end with `NoAnswer`."""
+        client, self._client = self._client, None
+        if client is not None and not client.is_closed:
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    await client.close()
+            except (NatsError, OSError, TimeoutError):
+                return  # it is lost anyway, and the process is about to end
+
+    async def request(
+        self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """See `Requests.request`."""
+        client = await self._connected()
+        self._forbidden = None
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                self._limits.add(limit)
+                # The library's own limit must not strike first: it cannot tell why.
+                message = await client.request(
+                    subject, body, timeout=timeout_s + 60, headers=dict(headers) if headers else None
+                )
+        except NoRespondersError as error:
+            raise NobodyListens(f"nobody listens on {subject}") from error
+        except MaxPayloadError as error:
+            size = f"is {len(body)} bytes long; NATS carries at most {client.max_payload}"
+            raise BadField("request", size) from error
+        except (NatsError, OSError, TimeoutError) as error:
+            if self._forbidden is not None:
+                raise BusAuthorizationFailed(
+                    f"NATS does not allow the user {self._address.user!r} to do this: {self._forbidden}"
+                ) from error
+            if not client.is_connected:
+                raise NoAnswer("the connection to NATS was lost") from error
+            if isinstance(error, TimeoutError):
+                raise NoAnswer(f"nothing came within {timeout_s:g} s") from error
+            raise BusUnavailable(f"NATS at {self.where} failed: {error}") from error
+        finally:
+            self._limits.discard(limit)
+        return Answer(message.data, message.headers or {})
+
+    async def _connected(self) -> Client:
+        async with self._dialling:
+            if self._client is None or not self._client.is_connected:
+                self._client = await self._dial()
+            return self._client
+
+    async def _dial(self) -> Client:
+        address = self._address
+        client = Client()
+        self._last_error = None
+        try:
+            tls = ssl.create_default_context(cafile=address.tls_ca_file) if address.tls_ca_file else None
+            async with asyncio.timeout(2 * _CONNECT_S):
+                await client.connect(
+                    servers=list(address.urls),
+                    user=address.user,
+                    password=address.password or "",
+                    name="muster admin client",
+                    inbox_prefix=_INBOX_PREFIX,
+                    tls=tls,
+                    connect_timeout=_CONNECT_S,
+                    allow_reconnect=False,
+                    # With 0 or less the library would try for ever and never say so.
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0.05,
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    error_cb=self._hear_error,
+                    closed_cb=self._hear_closed,
+                )
+        except (NatsError, OSError, TimeoutError) as error:
+            if not client.is_closed:
+                await client.close()
+            if "authorization" in f"{error} {self._last_error}".lower():
+                raise BusAuthorizationFailed(self._refusal()) from error
+            reason = str(self._last_error or error) or type(error).__name__
+            raise BusUnavailable(f"NATS at {self.where} does not answer: {reason}") from error
+        return client
+
+    def _refusal(self) -> str:
+        given = "with the password that was given" if self._address.password else "without a password"
+        return f"NATS at {self.where} refused the user {self._address.user!r} {given}"
+
+    async def _hear_error(self, error: Exception) -> None:
+        self._last_error = error
+        if "permissions violation" in str(error).lower():
+            self._forbidden = str(error).removeprefix("nats: ")
+            self._end_requests()
+
+    async def _hear_closed(self) -> None:
+        self._end_requests()
+
+    def _end_requests(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(now)

@@ -1,0 +1,82 @@
+"""Where a stack is and who asks: read from a URL that may hold a password, kept so that none is ever shown."""
+
+from __future__ import annotations
+
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import msgspec
+
+from serve_common.errors import BadField
+
+DEFAULT_URL = "nats://127.0.0.1:4222"
+DEFAULT_USER = "admin"
+_SCHEMES = ("nats", "tls")
+
+
+class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach one instance. ``urls`` hold no user and no password."""
+
+    urls: tuple[str, ...] = (DEFAULT_URL,)
+    user: str = DEFAULT_USER
+    password: str | None = None
+    subject_prefix: str = "serve"
+    tls_ca_file: str | None = None
+
+    def __repr__(self) -> str:
+        return f"StackAddress(urls={self.urls!r}, user={self.user!r}, password=…)"
+
+    @property
+    def where(self) -> str:
+        """The addresses for people."""
+        return ", ".join(self.urls)
+
+    @property
+    def host(self) -> str:
+        """The machine of the first address."""
+        return urlsplit(self.urls[0]).hostname or "127.0.0.1"
+
+
+class ParsedUrls(msgspec.Struct, frozen=True):
+    """Addresses, and the user and password that stood in the first one that had them."""
+
+    urls: tuple[str, ...]
+    user: str | None
+    password: str | None
+
+
+def parse_urls(text: str, field: str) -> ParsedUrls:
+    """Take ``nats://[user[:password]@]host[:port]`` apart; several are separated by commas.
+
+    Raises `BadField` naming ``field``, without the password.
+    """
+    urls: list[str] = []
+    user: str | None = None
+    password: str | None = None
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        split = _split(part if "://" in part else f"nats://{part}", field)
+        urls.append(_without_user(split))
+        if user is None and split.username:
+            user = unquote(split.username)
+            password = None if split.password is None else unquote(split.password)
+    if not urls:
+        raise BadField(field, "is empty; write nats://host:port")
+    return ParsedUrls(tuple(urls), user, password)
+
+
+def _split(url: str, field: str) -> SplitResult:
+    try:
+        split = urlsplit(url)
+        _ = split.port  # looked at for its ValueError
+    except ValueError as error:
+        # Chained to nothing: the text of the cause may show the password.
+        raise BadField(field, "is not a URL; write nats://user:password@host:port") from (
+            None if "@" in url else error
+        )
+    if split.scheme not in _SCHEMES or not split.hostname:
+        raise BadField(field, f"must begin with {' or '.join(f'{s}://' for s in _SCHEMES)} and name a host")
+    return split
+
+
+def _without_user(split: SplitResult) -> str:
+    host = split.hostname or ""
+    return f"{split.scheme}://{f'[{host}]' if ':' in host else host}:{split.port or 4222}"

@@ -1,0 +1,45 @@
+"""Joins the client's parts for one address."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from muster.client.adapters.nats_requests import NatsRequests
+from muster.client.address import StackAddress
+from muster.client.admin import AdminClient
+from muster.client.calls import Caller
+from serve_common.subjects import Subjects
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """A stack that was reached."""
+
+    admin: AdminClient
+    caller: Caller
+
+
+@asynccontextmanager
+async def connect_stack(
+    address: StackAddress,
+    *,
+    connect_within_s: float = 5.0,
+    retry_for_s: float = 30.0,
+    on_retry: Callable[[str], None] = lambda _why: None,
+) -> AsyncIterator[Stack]:
+    """Connect, and let go at the end.
+
+    Raises `BusUnavailable` when NATS does not answer within ``connect_within_s``, and `BusAuthorizationFailed`.
+    """
+    requests = NatsRequests(address)
+    subjects = Subjects(address.subject_prefix)
+    try:
+        await requests.connect(within_s=connect_within_s, on_retry=on_retry)
+        yield Stack(
+            admin=AdminClient(requests, subjects, retry_for_s=retry_for_s, on_retry=on_retry),
+            caller=Caller(requests, subjects),
+        )
+    finally:
+        await requests.close()

@@ -1,0 +1,3 @@
+"""TBD."""
+
+from __future__ import annotations

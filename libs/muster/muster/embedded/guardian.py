@@ -1,0 +1,158 @@
+"""Stands between the supervisor and one process of the stack, so that nothing of that process ever outlives it.
+
+Why a process of its own: only a parent is told at once that a process died, and only a "subreaper" inherits what a
+dead process leaves behind (Ray's raylet, workers and agents; Postgres' backends). With one guardian for each process
+it is certain whose leftovers they are, however they rename themselves, and the cleaning happens also when the
+supervisor itself is killed with ``kill -9``: the kernel then signals the guardian (PR_SET_PDEATHSIG).
+
+Run as a file by ``python -I -S`` with nothing but the standard library, so that it starts in about 20 ms.
+The signals it obeys: SIGTERM, SIGINT, SIGHUP: stop in order; SIGQUIT: kill everything now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+_STOPPERS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_HEARD = {*_STOPPERS, signal.SIGQUIT, signal.SIGCHLD}
+_LEFTOVERS_DEADLINE_S = 3.0
+
+
+def prctl(option: int, value: int) -> None:
+    """Ask the kernel; does nothing where there is no such call (the guarantees then depend on orderly stops)."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def exit_code_of(status: int) -> int:
+    """What a shell would report for a wait status: the code, or 128 + signal."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def start(argv: list[str], stop_signal: int) -> int:
+    """Start the guarded process; its pid. It exits with 127 when it cannot be executed."""
+    guardian = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        prctl(PR_SET_PDEATHSIG, stop_signal)
+        if os.getppid() == guardian:
+            os.execvp(argv[0], argv)  # noqa: S606 - no shell is wanted
+    except OSError as error:
+        os.write(2, f"{argv[0]} cannot be executed: {error.strerror}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def reap(main_pid: int) -> int | None:
+    """Take note of every child that ended; the status of the main one when it is among them."""
+    status = None
+    while True:
+        try:
+            pid, ended = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == 0:
+            return status
+        if pid == main_pid:
+            status = ended
+
+
+def children() -> list[int]:
+    """Our children. Pids are safe to signal: none can be used again before we have reaped it."""
+    own = os.getpid()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # The name in parentheses may hold anything, so what follows the last one counts: state, parent, …
+            parent = int(entry.read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):
+            continue  # it ended meanwhile
+        if parent == own:
+            found.append(int(entry.parent.name))
+    return found
+
+
+def kill_leftovers() -> None:
+    """Kill whatever the main process left behind. What a killed one leaves becomes our child, so go on until none."""
+    give_up_at = time.monotonic() + _LEFTOVERS_DEADLINE_S
+    while time.monotonic() < give_up_at:
+        for pid in children():
+            _send(pid, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                signal.sigtimedwait({signal.SIGCHLD}, 0.02)
+        except ChildProcessError:
+            return
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it ended by itself
+    except PermissionError as error:
+        os.write(2, f"process {pid} cannot be signalled: {error.strerror}\n".encode())
+
+
+def guard(main_pid: int, stop_signal: int, stop_timeout_s: float) -> int:
+    """Wait until the main process ends, by itself or because we were told to stop it; its exit code."""
+    kill_at: float | None = None
+    while True:
+        wait_s = 3600.0 if kill_at is None else max(0.0, kill_at - time.monotonic())
+        heard = signal.sigtimedwait(_HEARD, wait_s)
+        status = reap(main_pid)
+        if status is not None:
+            return exit_code_of(status)
+        if heard is not None and heard.si_signo in _STOPPERS and kill_at is None:
+            _send(main_pid, stop_signal)
+            kill_at = time.monotonic() + stop_timeout_s
+        elif (heard is not None and heard.si_signo == signal.SIGQUIT) or (
+            kill_at is not None and time.monotonic() >= kill_at
+        ):
+            _send(main_pid, signal.SIGKILL)
+            kill_at = time.monotonic() + stop_timeout_s
+
+
+def main() -> int:
+    """Guard one process as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
+    parser.add_argument("--report-fd", type=int, required=True, help="where the process' pid is written")
+    parser.add_argument("--stop-signal", type=int, default=int(signal.SIGTERM))
+    parser.add_argument("--stop-timeout-s", type=float, default=5.0)
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != options.parent:
+        return 0  # the supervisor died before the kernel knew that we want to hear of it
+    os.set_inheritable(options.report_fd, False)  # noqa: FBT003 - positional only
+    pid = start(argv, options.stop_signal)
+    os.write(options.report_fd, f"{pid}\n".encode())
+    os.close(options.report_fd)
+    code = guard(pid, options.stop_signal, options.stop_timeout_s)
+    kill_leftovers()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

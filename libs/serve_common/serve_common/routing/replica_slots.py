@@ -1,0 +1,107 @@
+"""One replica as its router sees it: what is in flight there, and whether it may be chosen.
+
+Why sets of requests and never counters: a slot is then given back exactly once, whichever of answer, cancel, time-out
+and death comes first, and the later ones find nothing to give back.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, final
+
+from serve_common.names import ReplicaTag
+from serve_common.routing.request_queue import RequestKey
+
+BUSY_WAIT_S: Final = 0.02
+BUSY_WAIT_S_MAX: Final = 0.3
+"""A replica that refused as busy is full of other routers' requests; it says nothing when they end."""
+ASIDE_WAIT_S: Final = 0.5
+ASIDE_WAIT_S_MAX: Final = 5.0
+"""A replica that does not answer may be dead, or only be reconnecting: it is tried again, ever more seldom."""
+
+
+class Block(Enum):
+    """Why a replica is not chosen for a while."""
+
+    BUSY = "busy"
+    """It was full; a slot given back there ends that."""
+    SILENT = "silent"
+    """It does not answer; any answer ends that."""
+    RESTING = "resting"
+    """It drains on its own account; a snapshot will say so."""
+
+
+@final
+class ReplicaSlots:
+    """Bookkeeping of one replica; only the router changes it."""
+
+    __slots__ = (
+        "aside_wait_s",
+        "block",
+        "blocked_until",
+        "busy_wait_s",
+        "has_failed",
+        "is_draining",
+        "position",
+        "requests",
+        "tag",
+        "turn",
+    )
+
+    def __init__(self, tag: ReplicaTag) -> None:
+        self.tag = tag
+        self.requests: set[RequestKey] = set()
+        """In flight there."""
+        self.is_draining = False
+        """By snapshot: answers what it has, takes nothing new."""
+        self.block: Block | None = None
+        self.blocked_until = 0.0
+        """When the block ends by itself."""
+        self.has_failed = False
+        """Since its last answer, so that the waits below may be above their minimum."""
+        self.busy_wait_s = BUSY_WAIT_S
+        self.aside_wait_s = ASIDE_WAIT_S
+        self.position = -1
+        """Index in the router's list of replicas that can be chosen; -1 when it is not in it."""
+        self.turn = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that this router has there."""
+        return len(self.requests)
+
+    def can_take(self, requests_max: int) -> bool:
+        """True when it may be sent a request now."""
+        return not self.is_draining and self.block is None and len(self.requests) < requests_max
+
+    def block_as_busy(self, now: float) -> None:
+        """It refused for being full; a block for a stronger reason stays."""
+        if self.block in (Block.SILENT, Block.RESTING):
+            return
+        self.block = Block.BUSY
+        self.has_failed = True
+        self.blocked_until = now + self.busy_wait_s
+        self.busy_wait_s = min(2 * self.busy_wait_s, BUSY_WAIT_S_MAX)
+
+    def put_aside(self, now: float) -> None:
+        """It does not answer. Hearing the same many times at once counts as once."""
+        if self.block in (Block.SILENT, Block.RESTING):
+            return
+        self.block = Block.SILENT
+        self.has_failed = True
+        self.blocked_until = now + self.aside_wait_s
+        self.aside_wait_s = min(2 * self.aside_wait_s, ASIDE_WAIT_S_MAX)
+
+    def rest(self, now: float) -> None:
+        """It drains on its own account; should no snapshot say so, it is asked again after a while."""
+        self.block = Block.RESTING
+        self.has_failed = True
+        self.blocked_until = now + ASIDE_WAIT_S_MAX
+
+    def prove_alive(self) -> None:
+        """It has answered: earlier failures count no more."""
+        self.has_failed = False
+        self.busy_wait_s = BUSY_WAIT_S
+        self.aside_wait_s = ASIDE_WAIT_S
+        if self.block is not Block.RESTING:
+            self.block = None

@@ -1,0 +1,110 @@
+"""The newest snapshots that this process knows, by bucket key.
+
+Why it refuses what is older: the bucket is a cache that can be lost and refilled, and a watch can hand out the same
+value again; a late value must never bring back what is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, final
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.subjects import BACKENDS, ENDPOINTS, parse_key
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot, SnapshotContent
+
+
+class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update changed; None as a value means that it is gone."""
+
+    endpoints: Mapping[EndpointTag, EndpointSnapshot | None]
+    backends: Mapping[BackendTag, BackendSnapshot | None]
+    ignored: Sequence[tuple[str, str]] = ()
+    """Keys that were left out, with the reason."""
+
+
+@final
+class SnapshotTable:
+    """Holds the content of the bucket as far as it was accepted."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[str, Snapshot] = {}
+        self.is_filled = False
+        """True once everything that the bucket holds was read."""
+        self.applied_snapshot_id = 0
+        """The highest id seen; 0 before the bucket was read."""
+        self._seen_id: int = 0
+
+    def endpoints(self) -> dict[EndpointTag, EndpointSnapshot]:
+        """Every endpoint, those that changed last at the end."""
+        held = sorted(self._snapshots.values(), key=lambda snapshot: snapshot.snapshot_id)
+        contents = [snapshot.content for snapshot in held]
+        return {
+            content.endpoint_tag: content for content in contents if isinstance(content, EndpointSnapshot)
+        }
+
+    def is_gone(self, key: str) -> bool:
+        """True when a snapshot says that what ``key`` names is gone."""
+        held = self._snapshots.get(key)
+        return held is not None and held.content is None
+
+    def is_there(self, key: str) -> bool:
+        """True when a snapshot describes what ``key`` names."""
+        held = self._snapshots.get(key)
+        return held is not None and held.content is not None
+
+    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
+        """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out."""
+        endpoints: dict[EndpointTag, EndpointSnapshot | None] = {}
+        backends: dict[BackendTag, BackendSnapshot | None] = {}
+        ignored: list[tuple[str, str]] = []
+        gone = [key for key in self._snapshots if key not in snapshots] if whole else []
+        for key in (*gone, *snapshots):
+            snapshot = snapshots.get(key)
+            try:
+                kind, tag = parse_key(key)
+                _check_content(kind, tag, snapshot)
+            except BadField as error:
+                ignored.append((key[:200], error.reason))
+                continue
+            held = self._snapshots.get(key)
+            if snapshot is None:
+                self._snapshots.pop(key, None)
+            else:
+                self._seen_id = max(self._seen_id, snapshot.snapshot_id)
+                if held is not None and snapshot.snapshot_id <= held.snapshot_id:
+                    continue
+                self._snapshots[key] = snapshot
+            content = None if snapshot is None else snapshot.content
+            if held is None and content is None:
+                continue
+            if kind == ENDPOINTS:
+                assert content is None or isinstance(content, EndpointSnapshot)
+                endpoints[EndpointTag(tag)] = content
+            else:
+                assert content is None or isinstance(content, BackendSnapshot)
+                backends[BackendTag(tag)] = content
+        self.is_filled = self.is_filled or whole
+        if self.is_filled:
+            self.applied_snapshot_id = self._seen_id
+        return SnapshotChanges(endpoints=endpoints, backends=backends, ignored=ignored)
+
+
+_CONTENT_OF: Final[Mapping[str, type[SnapshotContent]]] = {
+    ENDPOINTS: EndpointSnapshot,
+    BACKENDS: BackendSnapshot,
+}
+
+
+def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
+    content = None if snapshot is None else snapshot.content
+    if content is None:
+        return
+    if not isinstance(content, _CONTENT_OF[kind]):
+        raise BadField("content", f"is of another kind than {kind}")
+    named = content.endpoint_tag if isinstance(content, EndpointSnapshot) else content.backend_tag
+    if named != tag:
+        raise BadField("content", f"is about {named[:100]!r}")

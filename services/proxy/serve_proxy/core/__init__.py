@@ -1,0 +1,3 @@
+"""What the proxy decides, without any I/O."""
+
+from __future__ import annotations

@@ -1,0 +1,50 @@
+"""Which endpoint a request is for, and whether it takes such requests.
+
+Why an `Endpoint` beside the snapshot: what every request needs of it is worked out once per change.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from serve_common.errors import NotFound
+from serve_common.names import EndpointTag
+from serve_common.routing.route_table import RouteTable
+from serve_common.routing.traffic import TrafficSplit
+from serve_common.wires.snapshots import EndpointSnapshot
+from serve_proxy.core.problems import MethodNotAllowed, NoRoute
+from serve_proxy.core.tallies import EndpointTally
+
+
+@final
+class Endpoint:
+    """One endpoint, ready to be asked for every request."""
+
+    __slots__ = ("allow", "methods", "route", "split", "tag", "tally")
+
+    def __init__(self, snapshot: EndpointSnapshot, tally: EndpointTally) -> None:
+        self.tag = snapshot.endpoint_tag
+        self.route = snapshot.route or ""
+        self.methods = frozenset(snapshot.methods)
+        self.allow = ", ".join(snapshot.methods)
+        self.split = TrafficSplit(snapshot.traffic)
+        self.tally = tally
+
+
+def admit(table: RouteTable, endpoints: dict[EndpointTag, Endpoint], method: str, path: str) -> Endpoint:
+    """The endpoint for a request. Raises `NoRoute` or `MethodNotAllowed`."""
+    snapshot = table.match(path)
+    if snapshot is None:
+        raise NoRoute(f"no route matches {path[:200]!r}")
+    endpoint = endpoints[snapshot.endpoint_tag]
+    if method not in endpoint.methods:
+        raise MethodNotAllowed(method, endpoint.allow)
+    return endpoint
+
+
+def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endpoint:
+    """The endpoint for a plain call by name; methods and routes are HTTP's and do not matter. Raises `NotFound`."""
+    endpoint = endpoints.get(tag)
+    if endpoint is None:
+        raise NotFound(f"there is no endpoint {tag[:130]!r}")
+    return endpoint

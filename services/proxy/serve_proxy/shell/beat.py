@@ -1,0 +1,81 @@
+"""What happens to requests because time passes: deadlines, probes, replicas that are tried again.
+
+Why one beat and no timer per request: a timer costs as much as a message, and looking at all requests under way a few
+dozen times a second costs next to nothing. Times are therefore met a little late, by up to `BEAT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, final
+
+from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
+from serve_common.names import ReplicaTag, backend_tag_of
+from serve_proxy.shell.calls import Call
+from serve_proxy.shell.dispatch import Dispatcher
+from serve_proxy.shell.outgoing import Outgoing
+from serve_proxy.shell.routes import Routes
+
+BEAT_S: Final = 0.025
+PROBE_AFTER_S: Final = 1.0
+"""How long a request hears nothing before its replica is asked, and again after as long."""
+
+
+@final
+class Beat:
+    """Looks at everything that is under way, for as long as it runs."""
+
+    def __init__(self, dispatcher: Dispatcher, routes: Routes, outgoing: Outgoing) -> None:
+        self._dispatcher = dispatcher
+        self._routes = routes
+        self._outgoing = outgoing
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Beat for ever."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._dispatcher.calls:
+                self.look(self._loop.time())
+
+    def look(self, now: float) -> None:
+        """Do what is due at ``now``."""
+        for router in list(self._routes.routers.values()):
+            if router.queue_depth:
+                for request in router.expire(now):
+                    call = self._dispatcher.calls[request]
+                    message = f"no replica of {router.backend_tag!r} had room in time"
+                    self._dispatcher.end_with(call, NoReplicaAvailable(message))
+            if router.has_blocked:
+                self._dispatcher.perform(router, router.reopen(now))
+        for replica in self._dispatcher.suspicions.due(now):
+            self._ask_after(replica)
+        for call in list(self._dispatcher.calls.values()):
+            if call.attempt is None:
+                self._look_at_waiting(call, now)
+            else:
+                self._look_at_sent(call, now)
+
+    def _ask_after(self, replica: ReplicaTag) -> None:
+        router = self._routes.routers.get(backend_tag_of(replica))
+        in_flight = () if router is None else router.requests_at(replica)
+        for request in in_flight:
+            self._outgoing.probe(self._dispatcher.calls[request])
+            return
+        self._dispatcher.suspicions.heard(replica)  # nothing is at stake
+
+    def _look_at_waiting(self, call: Call, now: float) -> None:
+        if call.router is not None:
+            return  # its router watches the deadline
+        if now >= min(call.parked_until, call.ask.deadline):
+            self._dispatcher.end_with(call, BusUnavailable("NATS is away"))
+
+    def _look_at_sent(self, call: Call, now: float) -> None:
+        attempt = call.attempt
+        if attempt is None:
+            return
+        if now >= call.ask.deadline:
+            message = f"replica {attempt.replica} did not answer in time"
+            self._dispatcher.fail(call, DeadlineExceeded(message))
+        elif now - attempt.heard_at >= PROBE_AFTER_S and now - attempt.probed_at >= PROBE_AFTER_S:
+            self._outgoing.probe(call)

@@ -1,0 +1,201 @@
+"""One request on its way: what was asked, where it stands, and its answer.
+
+Why one object: the callbacks of the bus, the beat and the waiting handler all meet in it, and it is dropped as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+import msgspec
+
+from serve_common.names import ReplicaTag
+from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.router import Router
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES, split_body
+from serve_proxy.core.admission import Endpoint
+from serve_proxy.core.headers import Headers
+
+HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
+"""A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
+
+
+@final
+class AnswerBody:
+    """The body of an answer that comes in pieces; it has one reader."""
+
+    __slots__ = ("_failure", "_is_taken", "_is_whole", "_on_taken", "_pieces", "_reader", "next_sequence")
+
+    def __init__(self, first: memoryview, on_taken: Callable[[], None]) -> None:
+        """``on_taken`` is called for each piece that the reader is done with, when more are to come."""
+        self._pieces: deque[memoryview] = deque((first,))
+        self._on_taken = on_taken
+        self._is_taken = False
+        self._is_whole = False
+        self._failure: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self.next_sequence = 1
+        """Of the piece that must come next."""
+
+    @property
+    def held_frames(self) -> int:
+        """Pieces that wait to be read."""
+        return len(self._pieces)
+
+    async def read(self) -> memoryview | None:
+        """The next piece, possibly empty; None at the end. The previous piece then counts as done with.
+
+        Raises what `fail` was given, after the pieces that came before it.
+        """
+        if self._is_taken and not self._is_whole and self._failure is None:
+            self._on_taken()
+        self._is_taken = False
+        while not self._pieces:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_whole:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        self._is_taken = True
+        return self._pieces.popleft()
+
+    def add(self, piece: memoryview, *, last: bool) -> None:
+        """Append what came; nothing may be added after ``last``."""
+        self.next_sequence += 1
+        self._pieces.append(piece)
+        self._is_whole = last
+        self._wake()
+
+    def fail(self, failure: Exception) -> None:
+        """There will be no more."""
+        if not self._is_whole and self._failure is None:
+            self._failure = failure
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """What a replica answered. ``stream`` is None when ``body`` is all there is."""
+
+    status: int
+    headers: Headers
+    body: memoryview
+    stream: AnswerBody | None
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is to be asked of an endpoint."""
+
+    endpoint: Endpoint
+    method: str
+    path: str
+    query: str
+    headers: Headers
+    body: bytes
+    request_id: str
+    traceparent: str
+    is_repeatable: bool
+    """Running it twice does no harm."""
+    deadline: float
+    """By the loop's clock."""
+
+
+@final
+class Attempt:
+    """One sending of a request to one replica."""
+
+    __slots__ = (
+        "credit",
+        "has_asked",
+        "heard_at",
+        "pieces",
+        "probed_at",
+        "replica",
+        "reply",
+        "sent_pieces",
+        "subject",
+        "token",
+    )
+
+    def __init__(self, replica: ReplicaTag, subject: bytes, token: int, reply: bytes, body: bytes) -> None:
+        self.replica = replica
+        self.subject = subject
+        self.token = token
+        self.reply = reply
+        self.pieces: Sequence[memoryview | bytes] = (
+            (body,) if len(body) <= FRAME_BODY_BYTES_MAX else split_body(body)
+        )
+        self.sent_pieces = 0
+        self.credit = WINDOW_FRAMES
+        self.heard_at = 0.0
+        """When something came from the replica last; at first, when it was sent."""
+        self.probed_at = 0.0
+        self.has_asked = False
+        """More than pieces of the body was sent: "no responders" no longer means that it never arrived."""
+
+    @property
+    def is_body_sent(self) -> bool:
+        """True when the replica may have all it needs to begin."""
+        return self.sent_pieces == len(self.pieces)
+
+
+@final
+class Call:
+    """A request from its admission to the end of its answer."""
+
+    __slots__ = (
+        "_on_no_responders",
+        "_on_reply",
+        "answer",
+        "ask",
+        "attempt",
+        "credit_owed",
+        "key",
+        "losses",
+        "parked_until",
+        "router",
+        "waiter",
+        "was_admitted",
+    )
+
+    def __init__(
+        self,
+        key: RequestKey,
+        ask: Ask,
+        waiter: asyncio.Future[Answer],
+        on_reply: Callable[[Call, bytes], None],
+        on_no_responders: Callable[[Call], None],
+    ) -> None:
+        self.key = key
+        self.ask = ask
+        self.waiter = waiter
+        self.router: Router | None = None
+        """Whose queue or slot it holds; None while it is parked."""
+        self.attempt: Attempt | None = None
+        """None while it waits."""
+        self.answer: AnswerBody | None = None
+        """Set once the client may have seen a part of the answer."""
+        self.credit_owed = 0
+        self.losses = 0
+        self.parked_until = 0.0
+        self.was_admitted = False
+        self._on_reply = on_reply
+        self._on_no_responders = on_no_responders
+
+    def take_reply(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
+        """A frame came to the reply subject of the current attempt."""
+        self._on_reply(self, payload)
+
+    def take_no_responders(self) -> None:
+        """Nobody listens to the subject of the current attempt's replica."""
+        self._on_no_responders(self)

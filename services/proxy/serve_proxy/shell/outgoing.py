@@ -1,0 +1,125 @@
+"""What the proxy says to replicas: requests, the pieces of their bodies, credit, cancels and probes.
+
+Why apart: everything here may find the bus away, and says so; what to do then is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, final
+
+from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.names import ReplicaTag
+from serve_common.subjects import Subjects
+from serve_common.wires.frames import (
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    Head,
+    ProbeHead,
+    RequestHead,
+    encode_frame,
+)
+from serve_proxy.ports import Bus, Replies
+from serve_proxy.shell.calls import Attempt, Call
+
+_SUBJECTS_HELD_MAX: Final = 10_000
+_TIMEOUT_S_MIN: Final = 0.001
+
+
+@final
+class Outgoing:
+    """Publishes the frames of calls."""
+
+    def __init__(self, bus: Bus, replies: Replies, subjects: Subjects) -> None:
+        self._bus = bus
+        self._replies = replies
+        self._subjects = subjects
+        self._loop = asyncio.get_running_loop()
+        self._subject_of: dict[ReplicaTag, bytes] = {}
+
+    @property
+    def is_connected(self) -> bool:
+        """True while anything can be sent."""
+        return self._bus.is_connected
+
+    def begin(self, call: Call, replica: ReplicaTag) -> None:
+        """Send the request to ``replica``: a new attempt.
+
+        Raises InboxFull, FrameUnreadable when the head is too large, and as `Bus.publish`; the caller then drops the
+        attempt.
+        """
+        now = self._loop.time()
+        ask = call.ask
+        token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
+        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask.body)
+        attempt.heard_at = attempt.probed_at = now
+        head = RequestHead(
+            ask.method,
+            ask.path,
+            ask.endpoint.route,
+            ask.query,
+            ask.headers,
+            max(ask.deadline - now, _TIMEOUT_S_MIN),
+            len(ask.body),
+            ask.endpoint.tag,
+            ask.request_id,
+            ask.traceparent,
+        )
+        self._bus.publish(attempt.subject, encode_frame(head, attempt.pieces[0]), reply)
+        attempt.sent_pieces = 1
+        attempt.credit -= 1
+        if not attempt.is_body_sent:
+            self.send_pieces(attempt)
+
+    def send_pieces(self, attempt: Attempt) -> None:
+        """Send as much of the body as there is credit for; raises as `Bus.publish`."""
+        while attempt.credit > 0 and not attempt.is_body_sent:
+            at = attempt.sent_pieces
+            head = BodyHead(at, at + 1 == len(attempt.pieces))
+            self._bus.publish(attempt.subject, encode_frame(head, attempt.pieces[at]), attempt.reply)
+            attempt.sent_pieces += 1
+            attempt.credit -= 1
+
+    def give_credit(self, call: Call, frames: int) -> None:
+        """Let the replica send so many frames more; what the bus does not take is owed until the next time."""
+        call.credit_owed += frames
+        attempt = call.attempt
+        if attempt is not None and call.credit_owed and self._tell(attempt, CreditHead(call.credit_owed)):
+            attempt.has_asked = True
+            call.credit_owed = 0
+
+    def probe(self, call: Call) -> None:
+        """Ask the call's replica whether it still knows it."""
+        attempt = call.attempt
+        if attempt is not None:
+            attempt.probed_at = self._loop.time()
+            attempt.has_asked = True
+            self._tell(attempt, ProbeHead())
+
+    def cancel(self, call: Call) -> None:
+        """Tell the call's replica that nobody wants its answer."""
+        if call.attempt is not None:
+            self._tell(call.attempt, CancelHead())
+
+    def drop(self, call: Call) -> None:
+        """End the attempt on this side: what still comes for it is not heard."""
+        if call.attempt is not None:
+            self._replies.forget(call.attempt.token)
+            call.attempt = None
+
+    def _tell(self, attempt: Attempt, head: Head) -> bool:
+        """False when the bus does not take it; what is told here can be told again or left out."""
+        try:
+            self._bus.publish(attempt.subject, encode_frame(head), attempt.reply)
+        except (NotConnected, OutboundFull):
+            return False
+        return True
+
+    def _subject(self, replica: ReplicaTag) -> bytes:
+        subject = self._subject_of.get(replica)
+        if subject is None:
+            if len(self._subject_of) >= _SUBJECTS_HELD_MAX:
+                self._subject_of.clear()
+            subject = self._subject_of[replica] = self._subjects.replica(replica).encode()
+        return subject

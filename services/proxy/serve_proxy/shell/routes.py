@@ -1,0 +1,92 @@
+"""What this proxy routes by now, kept up with the bucket.
+
+Why apart from dispatching: the table says where requests go; the requests themselves are another matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import structlog
+
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.routing.replica_choice import Draw
+from serve_common.routing.route_table import RouteTable
+from serve_common.routing.router import Router
+from serve_common.routing.snapshot_table import SnapshotChanges, SnapshotTable
+from serve_common.subjects import backend_key
+from serve_common.wires.snapshots import EndpointSnapshot, Snapshot
+from serve_proxy.core.admission import Endpoint
+from serve_proxy.core.tallies import EndpointTally
+
+_log = structlog.get_logger(__name__)
+
+
+@final
+class Routes:
+    """The routing state: route table, endpoints, and a router for each backend."""
+
+    def __init__(self, draw: Draw) -> None:
+        """``draw`` gives random numbers in [0, 1)."""
+        self.table = RouteTable()
+        self.endpoints: dict[EndpointTag, Endpoint] = {}
+        self.routers: dict[BackendTag, Router] = {}
+        self.unmatched = EndpointTally()
+        """Requests that no endpoint was found for."""
+        self._snapshots = SnapshotTable()
+        self._draw = draw
+
+    @property
+    def applied_snapshot_id(self) -> int:
+        """The highest snapshot id that is applied; 0 before the bucket was read."""
+        return self._snapshots.applied_snapshot_id
+
+    @property
+    def is_filled(self) -> bool:
+        """True once the whole bucket was read."""
+        return self._snapshots.is_filled
+
+    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
+        """Take over what the bucket holds, endpoints included; the caller brings backends to their routers."""
+        changes = self._snapshots.update(snapshots, whole=whole)
+        for key, reason in changes.ignored:
+            _log.warning("snapshot_ignored", key=key, reason=reason)
+        if changes.endpoints:
+            self._update_endpoints(changes.endpoints)
+        return changes
+
+    def choose_router(self, endpoint: Endpoint) -> Router | None:
+        """The router of the backend that the endpoint's traffic policy picks; None when there is no such backend.
+
+        A backend that was not heard of yet gets a router without replicas: its snapshot is on its way.
+        """
+        backend_tag = endpoint.split.choose(self._draw())
+        if backend_tag is None:
+            return None
+        router = self.routers.get(backend_tag)
+        if router is None and not self._snapshots.is_gone(backend_key(backend_tag)):
+            return self.router(backend_tag)
+        return router
+
+    def orphans(self) -> list[BackendTag]:
+        """Backends that have a router, but neither a snapshot nor an endpoint that sends them anything."""
+        named = {tag for endpoint in self.endpoints.values() for tag in endpoint.split.backend_tags}
+        return [
+            tag for tag in self.routers if tag not in named and not self._snapshots.is_there(backend_key(tag))
+        ]
+
+    def router(self, backend_tag: BackendTag) -> Router:
+        """The router of a backend, made when there is none."""
+        router = self.routers.get(backend_tag)
+        if router is None:
+            router = self.routers[backend_tag] = Router(backend_tag, self._draw)
+        return router
+
+    def _update_endpoints(self, changed: Mapping[EndpointTag, EndpointSnapshot | None]) -> None:
+        for tag, snapshot in changed.items():
+            held = self.endpoints.pop(tag, None)
+            if snapshot is not None:
+                tally = EndpointTally() if held is None else held.tally
+                self.endpoints[tag] = Endpoint(snapshot, tally)
+        self.table = RouteTable(self._snapshots.endpoints().values())

@@ -1,0 +1,123 @@
+"""The host's end of the control plane: goals and leaders' notices in, reports out, by nats-py.
+
+Why it connects again by itself: nats-py closes for good when it is refused, for example while the server's users are
+being changed. The host's replicas serve on meanwhile, so the host must not end for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable
+from serve_common.names import HostId
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+
+_log = structlog.get_logger(__name__)
+
+_DIAL_S: Final = 10.0
+_RETRY_S: Final = 1.0
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+@final
+class ControlBus:
+    """Stays connected until closed; what comes in is handed to the callbacks as bytes."""
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        host_id: HostId,
+        *,
+        on_goal: Callable[[bytes], None],
+        on_leader: Callable[[bytes], None],
+        on_connected: Callable[[], None],
+        on_reconnect: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._host_id = host_id
+        self._subjects = Subjects(settings.subject_prefix)
+        self._on_goal = on_goal
+        self._on_leader = on_leader
+        self._on_connected = on_connected
+        self._on_reconnect = on_reconnect
+        self._client: Client | None = None
+        self._closed = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        """False while nothing can be sent."""
+        return self._client is not None and self._client.is_connected
+
+    async def run(self) -> None:
+        """Connect, and connect again whenever the client has closed for good; until cancelled.
+
+        Raises BusAuthorizationFailed when the credentials were never good.
+        """
+        has_connected = False
+        while True:
+            self._closed.clear()
+            try:
+                client = await connect_nats(
+                    self._settings,
+                    name=f"host {self._host_id}",
+                    deadline_s=_DIAL_S,
+                    on_reconnect=self._on_reconnect,
+                    on_closed=self._closed.set,
+                )
+            except BusUnavailable as error:
+                _log.warning("nats_away", error=str(error))
+                continue
+            except BusAuthorizationFailed as error:
+                if not has_connected:
+                    raise
+                _log.error("nats_refused", error=str(error))
+                await asyncio.sleep(_RETRY_S)
+                continue
+            has_connected = True
+            self._client = client
+            await self._subscribe(client)
+            self._on_connected()
+            await self._closed.wait()
+            self._client = None
+            await asyncio.sleep(_RETRY_S)
+
+    async def publish_report(self, payload: bytes) -> None:
+        """As `ports.ReportBus`."""
+        if self._client is None or not self._client.is_connected:
+            return
+        try:
+            await self._client.publish(self._subjects.host_report(self._host_id), payload)
+        except (NatsError, OSError) as error:
+            _log.warning("report_not_sent", error=str(error) or type(error).__name__)
+
+    async def close(self) -> None:
+        """Send what was published and disconnect; bounded in time."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                if client.is_connected:
+                    await client.flush()
+                await client.close()
+        except (NatsError, OSError, TimeoutError) as error:
+            _log.warning("nats_close_incomplete", error=str(error) or type(error).__name__)
+
+    async def _subscribe(self, client: Client) -> None:
+        async def goal(message: Msg) -> None:
+            self._on_goal(message.data)
+
+        async def leader(message: Msg) -> None:
+            self._on_leader(message.data)
+
+        await client.subscribe(self._subjects.host_goal(self._host_id), cb=goal)
+        await client.subscribe(self._subjects.leader, cb=leader)

@@ -1,0 +1,66 @@
+"""How this process' Ray is set up: quiet, private, and without a home directory.
+
+Why its own module: Ray reads these from the environment when it is first imported, so they must be set before.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+from typing import Final
+
+from serve_common.errors import BadField
+
+TOKEN_FILE: Final = "auth_token"  # noqa: S105 - the name of the file
+SESSIONS_KEPT: Final = 4
+
+_QUIET: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do by default; unset, it warns at each start
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
+    """Set what Ray reads; what the operator has set stays. Call it before Ray is imported.
+
+    A local runtime gets token authentication with a token of its own below ``temp_dir``, readable by this user only:
+    by default Ray would write one into the home directory, which a container may not have.
+    """
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if not is_local:
+        return
+    temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token_file(temp_dir))
+
+
+def _token_file(temp_dir: Path) -> Path:
+    """Made once: another host may run with the same directory."""
+    file = temp_dir / TOKEN_FILE
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        found = file.lstat()
+        if (
+            found.st_uid != os.getuid()
+            or stat.S_IMODE(found.st_mode) & 0o077
+            or not stat.S_ISREG(found.st_mode)
+        ):
+            raise BadField("SERVE_RAY_TEMP_DIR", f"{file} is not a private file of this user") from None
+        return file
+    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
+        opened.write(secrets.token_hex(32))
+    return file
+
+
+def remove_old_sessions(temp_dir: Path) -> None:
+    """Delete the logs of all but the newest lives of Ray, which would grow without end."""
+    sessions = [path for path in temp_dir.glob("session_2*") if path.is_dir() and not path.is_symlink()]
+    for old in sorted(sessions, key=lambda path: path.name)[:-SESSIONS_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""What a replica host is told by its environment."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import HostId
+from serve_common.settings import (
+    BusSettings,
+    Environment,
+    OperationsSettings,
+    read_bus_settings,
+    read_operations_settings,
+)
+
+OPERATIONS_PORT: Final = 9103
+RAY_TEMP_DIR_LENGTH_MAX: Final = 40
+"""Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
+
+
+class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is configurable about a host."""
+
+    host_id: HostId
+    bus: BusSettings
+    """As role ``host``."""
+    replica_bus: BusSettings
+    """As role ``replica``: what its replicas connect with."""
+    operations: OperationsSettings
+    ray_temp_dir: str
+    ray_address: str | None
+    """An existing Ray cluster; None starts a local runtime that ends with this process."""
+    num_cpus: int | None
+    """CPUs that the local runtime may give away; None for the machine's."""
+    app_root: str
+    """Where a relative app_dir begins."""
+    metrics_dir: str
+    """prometheus_client's multiprocess directory."""
+    drain_timeout_s: float
+    """How long leaving may take."""
+
+
+def read_host_settings(environment: Environment) -> HostSettings:
+    """The settings; raises `BadField` naming the variable."""
+    ray_temp_dir = environment.text("SERVE_RAY_TEMP_DIR", str(Path(tempfile.gettempdir()) / "muster-ray"))
+    if not Path(ray_temp_dir).is_absolute() or len(ray_temp_dir) > RAY_TEMP_DIR_LENGTH_MAX:
+        raise BadField(
+            "SERVE_RAY_TEMP_DIR",
+            f"{ray_temp_dir!r} must be absolute and have at most {RAY_TEMP_DIR_LENGTH_MAX} characters: "
+            "Ray puts unix sockets below it",
+        )
+    host_id = HostId(environment.identity("SERVE_HOST_ID"))
+    return HostSettings(
+        host_id=host_id,
+        bus=read_bus_settings(environment, "host"),
+        replica_bus=read_bus_settings(environment, "replica", "SERVE_REPLICA_NATS"),
+        operations=read_operations_settings(environment, OPERATIONS_PORT),
+        ray_temp_dir=ray_temp_dir,
+        ray_address=environment.optional("RAY_ADDRESS"),
+        num_cpus=environment.integer("SERVE_NUM_CPUS", 0, 0, 10_000) or None,
+        app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
+        metrics_dir=environment.text(
+            "PROMETHEUS_MULTIPROC_DIR", str(Path(ray_temp_dir) / f"metrics-{host_id}")
+        ),
+        drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
+    )

@@ -1,0 +1,231 @@
+"""The loop of a replica host: takes in goals and events, asks the core what to do, does it, and reports.
+
+Why one task: the state is changed in one place, in order. Callbacks only append to the inbox and wake the loop, so
+however many come in one turn, there is one look and one report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Final, final
+
+import msgspec
+import structlog
+
+from serve_common.names import HostId
+from serve_common.tasks import TaskOwner
+from serve_common.wires.host import HostGoal, HostReport
+from serve_common.wires.proxy import LeaderNotice
+from serve_replica_host.core.events import HealthChecked, Placed, ProcessEnded, ReplicaEvent, apply_event
+from serve_replica_host.core.reconcile import (
+    Action,
+    CheckReplica,
+    DrainReplica,
+    KillReplica,
+    ReconfigureReplica,
+    StartReplica,
+    reconcile_host,
+)
+from serve_replica_host.core.report import build_report
+from serve_replica_host.core.state import (
+    HostState,
+    Refused,
+    accept_goal,
+    begin_leaving,
+    has_left,
+    hear_leader,
+)
+from serve_replica_host.ports import HostMetrics, ReplicaRuntime, ReportBus
+
+_log = structlog.get_logger(__name__)
+
+REPORT_PERIOD_S: Final = 1.0
+_KILL_GRACE_S: Final = 2.0
+"""After leaving has timed out, how long to wait for killed processes to be gone."""
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+class _ReportNow(msgspec.Struct, frozen=True):
+    """Report at once, whether anything changed or not."""
+
+
+class _Leave(msgspec.Struct, frozen=True):
+    """Drain everything and end."""
+
+    timeout_s: float
+
+
+_Input = HostGoal | LeaderNotice | ReplicaEvent | _ReportNow | _Leave
+
+
+@final
+class HostShell:
+    """One life of the host, from `run` to its end after `leave`."""
+
+    def __init__(
+        self,
+        host_id: HostId,
+        *,
+        runtime: ReplicaRuntime,
+        bus: ReportBus,
+        metrics: HostMetrics,
+        incarnation: str,
+        started_at: float,
+        now: Callable[[], float],
+    ) -> None:
+        """``started_at`` is wall time, ``now`` gives monotonic seconds; ``incarnation`` differs in each life."""
+        self._state = HostState(host_id=host_id)
+        self._runtime = runtime
+        self._bus = bus
+        self._metrics = metrics
+        self._incarnation = incarnation
+        self._started_at = started_at
+        self._now = now
+        self._sequence = 0
+        self._inbox: deque[_Input] = deque()
+        self._pids: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._tasks = TaskOwner("host_shell")
+
+    # -- inputs; called on the loop -------------------------------------------------------------------------------
+
+    def take_goal(self, payload: bytes) -> None:
+        """A `HostGoal` as JSON; what cannot be read is logged and dropped."""
+        try:
+            self._put(msgspec.json.decode(payload, type=HostGoal))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            _log.error("goal_unreadable", error=str(error), goal_bytes=len(payload))
+
+    def take_leader(self, payload: bytes) -> None:
+        """A `LeaderNotice` as JSON; what cannot be read is logged and dropped."""
+        try:
+            self._put(msgspec.json.decode(payload, type=LeaderNotice))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            _log.error("leader_notice_unreadable", error=str(error))
+
+    def take_event(self, event: ReplicaEvent) -> None:
+        """Something from the runtime."""
+        self._put(event)
+
+    def report_now(self) -> None:
+        """For a bus that has just (re)connected."""
+        self._put(_ReportNow())
+
+    def leave(self, timeout_s: float) -> None:
+        """Drain everything; `run` returns when nothing is left, or soon after ``timeout_s``."""
+        self._put(_Leave(timeout_s))
+
+    def _put(self, item: _Input) -> None:
+        self._inbox.append(item)
+        self._wake.set()
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until everything has left. The last report says so."""
+        report_at = self._now()
+        while True:
+            must_report = self._take_in()
+            plan = reconcile_host(self._state, self._now())
+            has_changed = plan.state != self._state
+            self._state = plan.state
+            for action in plan.actions:
+                self._perform(action)
+            now = self._now()
+            if must_report or has_changed or now >= report_at:
+                await self._report()
+                report_at = now + REPORT_PERIOD_S
+            if self._is_over(now):
+                await self._tasks.close(_CLOSE_TIMEOUT_S)
+                return
+            wake_at = report_at if plan.look_again_at is None else min(report_at, plan.look_again_at)
+            await self._sleep_until(wake_at)
+
+    async def _sleep_until(self, wake_at: float) -> None:
+        try:
+            async with asyncio.timeout(max(wake_at - self._now(), 0.0)):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+    def _take_in(self) -> bool:
+        """Everything in the inbox; True when a report is due for it."""
+        must_report = False
+        while self._inbox:
+            before = self._state
+            item = self._inbox.popleft()
+            match item:
+                case HostGoal():
+                    must_report = self._take_in_goal(item) or must_report
+                case LeaderNotice(epoch=epoch):
+                    self._state = hear_leader(self._state, epoch)
+                    must_report = True
+                case _ReportNow():
+                    must_report = True
+                case _Leave(timeout_s=timeout_s):
+                    _log.info("leaving", replicas=len(self._state.replicas), timeout_s=timeout_s)
+                    self._state = begin_leaving(self._state, self._now() + timeout_s)
+                case _:
+                    self._take_in_event(item)
+            must_report = must_report or self._state != before
+        return must_report
+
+    def _take_in_goal(self, goal: HostGoal) -> bool:
+        accepted = accept_goal(self._state, goal)
+        if isinstance(accepted, Refused):
+            _log.warning("goal_refused", reason=accepted.reason, epoch=goal.epoch, generation=goal.generation)
+            return True  # so that the sender learns what is obeyed instead
+        if accepted is not self._state:
+            _log.info(
+                "goal_accepted", epoch=goal.epoch, generation=goal.generation, replicas=len(goal.replicas)
+            )
+        self._state = accepted
+        return True
+
+    def _take_in_event(self, event: ReplicaEvent) -> None:
+        if isinstance(event, Placed):
+            self._pids[event.replica_tag] = event.pid
+        if isinstance(event, ProcessEnded):
+            pid = self._pids.pop(event.replica_tag, None)
+            if pid is not None:
+                self._tasks.start(
+                    asyncio.to_thread(self._metrics.retire_process, pid), f"retire_process.{pid}"
+                )
+        if not isinstance(event, HealthChecked) or event.error is not None:
+            _log.info("replica_event", **msgspec.to_builtins(event))
+        self._state = apply_event(self._state, event, self._now())
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case StartReplica(goal):
+                self._runtime.start(goal)
+            case ReconfigureReplica(goal):
+                self._runtime.reconfigure(goal)
+            case CheckReplica(tag):
+                self._runtime.check_health(tag)
+            case DrainReplica(tag):
+                self._runtime.drain(tag)
+            case KillReplica(tag):
+                self._runtime.kill(tag)
+
+    async def _report(self) -> None:
+        self._sequence += 1
+        report: HostReport = build_report(
+            self._state,
+            incarnation=self._incarnation,
+            started_at=self._started_at,
+            sequence=self._sequence,
+            resources=self._runtime.resources,
+        )
+        self._metrics.show_replicas(Counter(held.status for held in self._state.replicas.values()))
+        if self._bus.is_connected:
+            await self._bus.publish_report(msgspec.json.encode(report))
+
+    def _is_over(self, now: float) -> bool:
+        leave_by = self._state.leave_by
+        if leave_by is None:
+            return False
+        return has_left(self._state) or now >= leave_by + _KILL_GRACE_S

@@ -1,0 +1,117 @@
+"""Joins the host's parts and lives its life: start, serve, leave.
+
+Why in this order: reports begin when Ray is up, for a host without resources is of no use to anybody; NATS may come
+and go at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from serve_common.adapters.operations import OperationsServer
+from serve_common.adapters.system_clock import SystemClock
+from serve_common.errors import ServeError
+from serve_common.tasks import TaskOwner
+from serve_replica_host.adapters.control_bus import ControlBus
+from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
+from serve_replica_host.adapters.metrics_files import MetricsFiles
+from serve_replica_host.adapters.ray_runtime import RayRuntime, RaySettings
+from serve_replica_host.settings import HostSettings
+from serve_replica_host.shell.host import HostShell
+
+_log = structlog.get_logger(__name__)
+
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+async def run_host(settings: HostSettings) -> int:
+    """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure."""
+    loop = asyncio.get_running_loop()
+    files = MetricsFiles(Path(settings.metrics_dir))
+    files.clean()
+    metrics = PrometheusHostMetrics(files)
+    # Its files are open now. Ray's own processes would write theirs beside them if they inherited this.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    failures: list[str] = []
+    stop = asyncio.Event()
+
+    def on_failure(task: str, error: BaseException) -> None:
+        failures.append(f"{task}: {error}")
+        stop.set()
+
+    def reconnected() -> None:
+        metrics.count_reconnect()
+        shell.report_now()
+
+    runtime = RayRuntime(_ray_settings(settings), lambda event: shell.take_event(event))  # noqa: PLW0108 - made below
+    bus = ControlBus(
+        settings.bus,
+        settings.host_id,
+        on_goal=lambda payload: shell.take_goal(payload),  # noqa: PLW0108 - made below
+        on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
+        on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
+        on_reconnect=reconnected,
+    )
+    shell = HostShell(
+        settings.host_id,
+        runtime=runtime,
+        bus=bus,
+        metrics=metrics,
+        incarnation=uuid.uuid4().hex,
+        started_at=SystemClock().now(),
+        now=loop.time,
+    )
+    is_ray_up = False
+
+    def why_not_ready() -> str | None:
+        if not is_ray_up:
+            return "Ray starts"
+        if stop.is_set():
+            return "the host leaves"
+        return None if bus.is_connected else "NATS is not connected"
+
+    operations = OperationsServer(settings.operations, metrics.registry, why_not_ready=why_not_ready)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tasks = TaskOwner("host", on_failure=on_failure)
+    await operations.start()
+    _log.info("operations_port", host=settings.operations.host, port=operations.port)
+    try:
+        await runtime.open()
+        is_ray_up = True
+        tasks.start(bus.run(), "control_bus")
+        tasks.start(_leave_when(stop, shell, settings.drain_timeout_s), "leave")
+        await shell.run()
+    except ServeError as error:
+        _log.error("host_failed", exc_info=error)
+        failures.append(str(error))
+    finally:
+        await bus.close()
+        await runtime.close()
+        await tasks.close(_CLOSE_TIMEOUT_S)
+        await operations.close()
+    _log.info("host_ended", failures=failures)
+    return 1 if failures else 0
+
+
+async def _leave_when(stop: asyncio.Event, shell: HostShell, timeout_s: float) -> None:
+    await stop.wait()
+    shell.leave(timeout_s)
+
+
+def _ray_settings(settings: HostSettings) -> RaySettings:
+    return RaySettings(
+        temp_dir=settings.ray_temp_dir,
+        address=settings.ray_address,
+        num_cpus=settings.num_cpus,
+        replica_bus=settings.replica_bus,
+        app_root=settings.app_root,
+        metrics_dir=settings.metrics_dir,
+    )

@@ -1,0 +1,423 @@
+"""What each role may say and hear on the bus, proven on a real server with the very file that compose uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+from nats.js.api import KeyValueConfig, StorageType, StreamConfig
+from nats.js.errors import APIError
+from nats.micro import ServiceConfig, add_service
+from nats.micro.request import Request
+from nats.micro.service import EndpointConfig
+
+from muster.secrets import NATS_INCLUDE, NATS_ROLES, Secrets, generate
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
+from serve_common.settings import BusSettings
+from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+SUBJECTS = Subjects()
+STREAM = f"KV_{SUBJECTS.bucket}"
+ENDPOINT = EndpointTag("shop/digits")
+REPLICA = SUBJECTS.replica(replica_tag(BackendTag("shop/digits"), 7))
+HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
+HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
+PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
+KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
+EVENT = f"{SUBJECTS.prefix}.event.goal"
+
+Connect = Callable[[str], Awaitable[Client]]
+
+
+class Server:
+    """A nats-server of this module's own."""
+
+    def __init__(self, port: int, secrets: Secrets) -> None:
+        self.port = port
+        self.secrets = secrets
+        self.url = f"nats://127.0.0.1:{port}"
+
+    def password(self, role: str) -> str:
+        return self.secrets.read(f"nats_{role}")
+
+    def refusals(self, credentials: dict[str, str], *lines: bytes) -> list[str]:
+        """What the server objects to when these credentials send these protocol lines."""
+        options = {**credentials, "verbose": False, "pedantic": False, "headers": True}
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection,
+            connection.makefile("rb") as answers,
+        ):
+            assert answers.readline().startswith(b"INFO ")
+            connect = f"CONNECT {json.dumps(options)}\r\n".encode()
+            connection.sendall(connect + b"".join(line + b"\r\n" for line in lines) + b"PING\r\n")
+            refused = []
+            for answer in answers:
+                if answer.startswith(b"PONG"):
+                    break
+                if answer.startswith(b"-ERR"):
+                    refused.append(answer.decode().strip())
+                    if "Authorization" in refused[-1]:
+                        break
+        return refused
+
+    def refusals_of(self, role: str, *lines: bytes) -> list[str]:
+        """What the server objects to when `role` sends these protocol lines."""
+        return self.refusals({"user": role, "pass": self.password(role)}, *lines)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("nats")
+    secrets = generate(directory / "secrets")
+    shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
+    shutil.copy(secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+    binary = Path(sysconfig.get_path("scripts")) / "nats-server"
+    arguments = [
+        "-c",
+        directory / "nats.conf",
+        "--addr",
+        "127.0.0.1",
+        "--port",
+        "-1",
+        "--store_dir",
+        directory / "js",
+    ]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [binary, *arguments, "--ports_file_dir", directory], stderr=log, stdout=log
+        )
+    try:
+        ports_file = directory / f"nats-server_{process.pid}.ports"
+        give_up_at = time.monotonic() + 10
+        while not ports_file.exists() or not ports_file.read_text():
+            assert process.poll() is None, (directory / "log").read_text()
+            assert time.monotonic() < give_up_at, (directory / "log").read_text()
+            time.sleep(0.01)  # the server has no other way to tell its port
+        url = json.loads(ports_file.read_text())["nats"][0]
+        yield Server(int(url.rpartition(":")[2]), secrets)
+    finally:
+        process.terminate()
+        process.wait(timeout=10)
+
+
+@pytest.fixture
+async def connect(server: Server) -> AsyncIterator[Connect]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def connect_as(role: str) -> Client:
+            client = await connect_nats(
+                BusSettings(
+                    servers=[server.url],
+                    user=role,
+                    password=server.password(role),
+                    inbox_prefix=f"_INBOX_{role}",
+                    subject_prefix="serve",
+                ),
+                name=role,
+                deadline_s=5,
+            )
+            stack.push_async_callback(client.close)
+            return client
+
+        yield connect_as
+
+
+@pytest.fixture
+async def bucket(connect: Connect) -> None:
+    """The bucket with two keys, as the controller makes it."""
+    controller = await connect("controller")
+    store = await controller.jetstream().create_key_value(
+        KeyValueConfig(bucket=SUBJECTS.bucket, storage=StorageType.FILE)
+    )
+    await store.put("endpoints.shop.digits", b"one")
+    await store.put("backends.shop.digits", b"two")
+
+
+def inbox(role: str) -> str:
+    return f"_INBOX_{role}.abc.def"
+
+
+ALLOWED = [
+    ("controller", "PUB", HOST_GOAL),
+    ("controller", "PUB", SUBJECTS.leader),
+    ("controller", "PUB", EVENT),
+    ("controller", "PUB", KEY),
+    ("controller", "PUB", f"$JS.API.STREAM.CREATE.{STREAM}"),
+    ("controller", "PUB", "_INBOX.abc"),
+    ("controller", "PUB", inbox("admin")),
+    ("controller", "PUB", inbox("host")),
+    ("controller", "SUB", SUBJECTS.admin("deploy")),
+    ("controller", "SUB", SUBJECTS.host_reports),
+    ("controller", "SUB", SUBJECTS.proxy_reports),
+    ("controller", "SUB", "$SRV.PING"),
+    ("controller", "SUB", f"$SRV.INFO.{ADMIN_SERVICE}.some-id"),
+    ("proxy", "PUB", REPLICA),
+    ("proxy", "PUB", PROXY_REPORT),
+    ("proxy", "PUB", "_INBOX.abc"),
+    ("proxy", "PUB", inbox("admin")),
+    ("proxy", "PUB", inbox("replica")),
+    ("proxy", "SUB", SUBJECTS.calls),
+    ("proxy", "SUB", SUBJECTS.leader),
+    ("proxy", "SUB", "$SRV.STATS"),
+    ("host", "PUB", HOST_REPORT),
+    ("host", "PUB", inbox("controller")),
+    ("host", "SUB", HOST_GOAL),
+    ("host", "SUB", SUBJECTS.leader),
+    ("host", "SUB", "$SRV.PING"),
+    ("replica", "PUB", REPLICA),
+    ("replica", "PUB", SUBJECTS.call(ENDPOINT)),
+    ("replica", "PUB", inbox("proxy")),
+    ("replica", "PUB", inbox("replica")),
+    ("replica", "SUB", REPLICA),
+    ("admin", "PUB", SUBJECTS.admin("deploy")),
+    ("admin", "PUB", SUBJECTS.call(ENDPOINT)),
+    ("admin", "PUB", "$SRV.PING"),
+    ("admin", "SUB", EVENT),
+    ("admin", "SUB", "_INBOX.abc.*"),
+    *((role, "SUB", f"_INBOX_{role}.>") for role in ("controller", "proxy", "host", "replica", "admin")),
+]
+
+DENIED = [
+    # only the admin commands
+    *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica")),
+    # only the controller hears them
+    *((role, "SUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "admin")),
+    # only the controller writes snapshots, tells hosts their goals and says who leads
+    *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "admin")),
+    *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "admin")),
+    *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "admin")),
+    # only the controller manages streams
+    *(
+        (role, "PUB", f"$JS.API.STREAM.{verb}.{STREAM}")
+        for role in ("proxy", "host", "replica", "admin")
+        for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE")
+    ),
+    *(
+        (role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x")
+        for role in ("proxy", "host", "replica", "admin")
+    ),
+    # nobody reports in another's name
+    *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "admin", "controller")),
+    *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "admin", "controller")),
+    # requests are between proxies and replicas
+    *((role, "PUB", REPLICA) for role in ("controller", "host", "admin")),
+    *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "admin")),
+    *((role, "SUB", SUBJECTS.calls) for role in ("controller", "host", "replica", "admin")),
+    # answers are private; the plain inbox belongs to foreign clients, which are admins
+    *(
+        (role, "SUB", f"_INBOX_{other}.>")
+        for role in ("controller", "proxy", "host", "replica", "admin")
+        for other in ("controller", "proxy", "host", "replica", "admin")
+        if role != other
+    ),
+    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica")),
+    # a replica runs users' code: it answers its callers and nobody else
+    ("replica", "PUB", inbox("controller")),
+    ("replica", "PUB", inbox("host")),
+    ("replica", "PUB", inbox("admin")),
+    ("replica", "PUB", "_INBOX.abc"),
+    ("replica", "PUB", EVENT),
+    ("replica", "PUB", "$SRV.PING"),
+    ("replica", "SUB", "$SRV.PING"),
+    # nobody hears everything, and nobody but the system user sees the system
+    *((role, "SUB", ">") for role in ("controller", "proxy", "host", "replica", "admin")),
+    *((role, "SUB", "serve.>") for role in ("controller", "proxy", "host", "replica", "admin")),
+    *((role, "SUB", "$SYS.>") for role in ("controller", "proxy", "host", "replica", "admin")),
+]
+
+
+def line(verb: str, subject: str) -> bytes:
+    return f"PUB {subject} 0\r\n".encode() if verb == "PUB" else f"SUB {subject} 1".encode()
+
+
+@pytest.mark.parametrize(("role", "verb", "subject"), ALLOWED)
+def test_a_role_may_do_what_its_work_needs(server: Server, role: str, verb: str, subject: str) -> None:
+    assert server.refusals_of(role, line(verb, subject)) == []
+
+
+@pytest.mark.parametrize(("role", "verb", "subject"), DENIED)
+def test_a_role_may_do_nothing_else(server: Server, role: str, verb: str, subject: str) -> None:
+    refused = server.refusals_of(role, line(verb, subject))
+    kind = "Publish" if verb == "PUB" else "Subscription"
+    assert refused, f"{role} was allowed {verb} {subject}"
+    assert refused[0].startswith(f'-ERR \'Permissions Violation for {kind} to "{subject}"')
+
+
+@pytest.mark.parametrize(
+    "credentials",
+    [
+        {},
+        {"user": "proxy"},
+        {"user": "proxy", "pass": "wrong"},
+        {"user": "nobody", "pass": "x"},
+        {"auth_token": "x"},
+    ],
+)
+def test_who_gives_no_or_wrong_credentials_is_refused(server: Server, credentials: dict[str, str]) -> None:
+    assert server.refusals(credentials) == ["-ERR 'Authorization Violation'"]
+
+
+@pytest.mark.parametrize("role", NATS_ROLES)
+async def test_every_role_has_its_own_password(server: Server, connect: Connect, role: str) -> None:
+    client = await connect(role)
+    assert client.is_connected
+    assert [other for other in NATS_ROLES if server.password(other) == server.password(role)] == [role]
+
+
+@pytest.mark.parametrize("role", ["proxy", "replica", "admin", "controller"])
+async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
+    connect: Connect, bucket: None, role: str
+) -> None:
+    controller = await connect("controller")
+    reader = await connect(role)
+    store = await reader.jetstream(timeout=2).key_value(SUBJECTS.bucket)
+    assert (await store.get("endpoints.shop.digits")).value == b"one"
+    assert (await store.status()).values >= 2
+    watcher = await store.watchall()
+    seen = {}
+    while (entry := await watcher.updates(timeout=2)) is not None:
+        seen[entry.key] = entry.value
+    assert seen["backends.shop.digits"] == b"two"
+    await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"two")
+    changed = await watcher.updates(timeout=2)
+    assert changed is not None
+    assert changed.key == "backends.shop.digits"
+    await asyncio.wait_for(watcher.stop(), timeout=2)
+    assert reader.last_error is None
+
+
+@pytest.mark.parametrize("role", ["proxy", "replica", "admin"])
+async def test_readers_of_the_bucket_cannot_write_it(connect: Connect, bucket: None, role: str) -> None:
+    reader = await connect(role)
+    store = await reader.jetstream(timeout=0.3).key_value(SUBJECTS.bucket)
+    with pytest.raises((nats.errors.TimeoutError, NoRespondersError)):
+        await asyncio.wait_for(store.put("endpoints.shop.digits", b"forged"), timeout=2)
+    assert "permissions violation" in str(reader.last_error).lower()
+    assert (await store.get("endpoints.shop.digits")).value == b"one"
+
+
+async def test_a_host_sees_no_snapshot(connect: Connect, bucket: None) -> None:
+    host = await connect("host")
+    with pytest.raises((nats.errors.TimeoutError, APIError)):
+        await host.jetstream(timeout=0.3).key_value(SUBJECTS.bucket)
+    assert "permissions violation" in str(host.last_error).lower()
+
+
+async def test_a_big_snapshot_history_flows_to_a_slow_proxy(connect: Connect, bucket: None) -> None:
+    # Enough bytes that the server's flow control asks the reader before it goes on.
+    controller = await connect("controller")
+    store = await controller.jetstream().key_value(SUBJECTS.bucket)
+    for number in range(300):
+        await store.put(f"backends.big.b{number}", bytes(20_000))
+    proxy = await connect("proxy")
+    watcher = await (await proxy.jetstream(timeout=2).key_value(SUBJECTS.bucket)).watchall()
+    count = 0
+    while await watcher.updates(timeout=2) is not None:
+        count += 1
+        await asyncio.sleep(0)
+    await asyncio.wait_for(watcher.stop(), timeout=2)
+    assert count >= 300
+    assert proxy.last_error is None
+
+
+async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
+    server: Server, connect: Connect
+) -> None:
+    controller = await connect("controller")
+
+    async def deploy(request: Request) -> None:
+        await request.respond(b"done " + request.data)
+
+    service = await add_service(controller, ServiceConfig(name=ADMIN_SERVICE, version="0.1.0"))
+    await service.add_endpoint(
+        EndpointConfig(name="deploy", handler=deploy, subject=SUBJECTS.admin("deploy"))
+    )
+    plain = await nats.connect(server.url, user="admin", password=server.password("admin"))
+    try:
+        answer = await plain.request(SUBJECTS.admin("deploy"), b"x", timeout=2)
+        info = await plain.request(f"$SRV.INFO.{ADMIN_SERVICE}", b"", timeout=2)
+    finally:
+        await plain.close()
+    assert answer.data == b"done x"
+    assert json.loads(info.data)["name"] == ADMIN_SERVICE
+    proxy = await connect("proxy")
+    with pytest.raises(nats.errors.TimeoutError):
+        await proxy.request(SUBJECTS.admin("deploy"), b"forged", timeout=0.3)
+    assert "permissions violation" in str(proxy.last_error).lower()
+    await service.stop()
+
+
+async def test_an_absent_controller_is_known_at_once(server: Server, connect: Connect) -> None:
+    admin = await connect("admin")
+    with pytest.raises(NoRespondersError):
+        await admin.request(SUBJECTS.admin("get_status"), b"", timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("caller", "responder", "subject", "queue"),
+    [
+        ("proxy", "replica", REPLICA, ""),
+        ("replica", "replica", REPLICA, ""),
+        ("admin", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
+        ("replica", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
+        ("controller", "host", HOST_GOAL, ""),
+        ("host", "controller", HOST_REPORT, ""),
+        ("proxy", "controller", PROXY_REPORT, ""),
+    ],
+)
+async def test_who_may_ask_gets_the_answer(
+    connect: Connect, caller: str, responder: str, subject: str, queue: str
+) -> None:
+    asking, answering = await connect(caller), await connect(responder)
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"yes")
+
+    await answering.subscribe(subject, queue=queue, cb=answer)
+    await answering.flush()
+    assert (await asking.request(subject, b"", timeout=2)).data == b"yes"
+
+
+async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:
+    controller, admin = await connect("controller"), await connect("admin")
+    heard = await admin.subscribe(f"{SUBJECTS.prefix}.event.>")
+    await admin.flush()
+    stream = StreamConfig(name="serve-events", subjects=[f"{SUBJECTS.prefix}.event.>"], max_bytes=1 << 20)
+    await controller.jetstream().add_stream(stream)
+    await controller.jetstream().publish(EVENT, b"{}")
+    assert (await heard.next_msg(timeout=2)).data == b"{}"
+    with pytest.raises((nats.errors.TimeoutError, APIError)):
+        await admin.jetstream(timeout=0.3).delete_stream("serve-events")
+
+
+async def test_the_system_user_sees_the_server_and_not_the_instance(server: Server, connect: Connect) -> None:
+    system = await connect("system")
+    answer = await system.request("$SYS.REQ.SERVER.PING", b"", timeout=2)
+    assert json.loads(answer.data)["server"]["name"] == "muster-nats"
+    controller = await connect("controller")
+    await controller.subscribe(SUBJECTS.admin("get_status"))
+    await controller.flush()
+    with pytest.raises(NoRespondersError):
+        await system.request(SUBJECTS.admin("get_status"), b"", timeout=2)
+
+
+async def test_a_message_above_the_payload_limit_is_refused(connect: Connect) -> None:
+    proxy = await connect("proxy")
+    assert proxy.max_payload == 1 << 20

@@ -1,0 +1,752 @@
+"""A real replica host process with real Ray and a real nats-server, driven as a controller and a proxy would."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from muster.secrets import NATS_INCLUDE, generate
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.options import BusOptions
+from serve_common.bus.requests import Inbox
+from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+from serve_common.values import RayActorOptions, ReplicaConfig
+from serve_common.wires.frames import (
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    ErrorHead,
+    Head,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+    split_body,
+)
+from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+ROOT = Path(__file__).parents[2]
+HOST = HostId("host-1")
+SUBJECTS = Subjects()
+
+APP = """
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+
+
+class Echo:
+    def __init__(self, greeting="hello"):
+        self.greeting = greeting
+        self.cancelled = 0
+
+    def reconfigure(self, user_config):
+        self.greeting = user_config["greeting"]
+
+    async def __call__(self, request: Request):
+        path = request.url.path
+        if path.endswith("/body"):
+            return await request.body()
+        if path.endswith("/large"):
+            return b"x" * int(request.query_params["bytes"])
+        if path.endswith("/slow"):
+            try:
+                await asyncio.sleep(float(request.query_params["s"]))
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+            return "slept"
+        if path.endswith("/spin"):
+            time.sleep(float(request.query_params["s"]))
+            return "spun"
+        if path.endswith("/stream"):
+            async def pieces():
+                for number in range(int(request.query_params["n"])):
+                    yield b"%d," % number
+            return StreamingResponse(pieces(), media_type="text/event-stream")
+        if path.endswith("/teapot"):
+            raise HTTPException(418, "short and stout")
+        if path.endswith("/raise"):
+            raise ValueError("no such digit")
+        if path.endswith("/object"):
+            return object()
+        if path.endswith("/kill"):
+            os._exit(3)
+        return JSONResponse({
+            "greeting": self.greeting, "method": request.method, "path": path,
+            "query": dict(request.query_params), "header": request.headers.get("x-a"),
+            "cancelled": self.cancelled, "env": os.environ.get("FLAVOUR"),
+        })
+
+
+def plain(request: Request) -> dict:
+    time.sleep(0.05)
+    return {"plain": request.query_params.get("a")}
+
+
+class Broken:
+    def __init__(self):
+        self.load()
+
+    def load(self):
+        raise RuntimeError("the model file is missing")
+
+
+class Sick:
+    def check_health(self):
+        raise RuntimeError("no disk")
+
+    def __call__(self, request):
+        return "sick"
+
+
+class Picky:
+    def reconfigure(self, user_config):
+        if user_config == "bad":
+            raise ValueError("user_config: is bad")
+
+    def __call__(self, request):
+        return "picky"
+"""
+
+
+class Stack:
+    """What the tests of this module share: a nats-server and one host process."""
+
+    def __init__(self, url: str, passwords: Callable[[str], str], host: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self.passwords = passwords
+        self.host = host
+        self.ops_url = ""
+        self.app_dir = ""
+        self.log = Path()
+
+    def bus_settings(self, role: str) -> BusSettings:
+        return BusSettings(
+            servers=[self.url],
+            user=role,
+            password=self.passwords(role),
+            inbox_prefix=f"_INBOX_{role}",
+            subject_prefix="serve",
+        )
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.ops_url + path, timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+
+@contextlib.contextmanager
+def nats_server(directory: Path) -> Iterator[tuple[str, Callable[[str], str], dict[str, str]]]:
+    secrets = generate(directory / "secrets")
+    shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
+    shutil.copy(secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+    command = [
+        str(Path(sysconfig.get_path("scripts")) / "nats-server"),
+        *("-c", str(directory / "nats.conf"), "--addr", "127.0.0.1", "--port", "-1"),
+        *("--store_dir", str(directory / "js"), "--ports_file_dir", str(directory)),
+    ]
+    with (directory / "nats.log").open("wb") as log:
+        process = subprocess.Popen(command, stderr=log, stdout=log)
+    try:
+        ports_file = directory / f"nats-server_{process.pid}.ports"
+        give_up_at = time.monotonic() + 10
+        while not ports_file.exists() or not ports_file.read_text():
+            assert process.poll() is None
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)  # the server has no other way to tell its port
+        url = json.loads(ports_file.read_text())["nats"][0]
+        files = {role: str(secrets.nats_password_file(role)) for role in ("host", "replica")}
+        yield url, lambda role: secrets.read(f"nats_{role}"), files
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("host")
+    (directory / "apps").mkdir()
+    (directory / "apps" / "host_app.py").write_text(APP)
+    ray_dir = Path(tempfile.mkdtemp(prefix="mr", dir="/tmp"))  # short: Ray puts unix sockets below it
+    with nats_server(directory) as (url, passwords, files):
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SERVE_", "RAY_", "PROMETHEUS_"))
+        } | {
+            "HOME": "/nonexistent",
+            "SERVE_NATS_URL": url,
+            "SERVE_NATS_PASSWORD_FILE": files["host"],
+            "SERVE_REPLICA_NATS_PASSWORD_FILE": files["replica"],
+            "SERVE_HOST_ID": HOST,
+            "SERVE_OPS_PORT": "0",
+            "SERVE_RAY_TEMP_DIR": str(ray_dir),
+            "SERVE_NUM_CPUS": "4",
+            "SERVE_APP_ROOT": str(directory),
+            "SERVE_DRAIN_TIMEOUT_S": "5",
+        }
+        log_path = directory / "host.log"
+        with log_path.open("wb") as log:
+            host = subprocess.Popen(
+                [sys.executable, "-m", "serve_replica_host"],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                cwd=directory,
+            )
+        stack = Stack(url, passwords, host)
+        stack.log, stack.app_dir = log_path, "apps"
+        try:
+            stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
+            give_up_at = time.monotonic() + 60
+            while stack.get("/readyz")[0] != 200:
+                assert host.poll() is None, log_path.read_text()
+                assert time.monotonic() < give_up_at, log_path.read_text()
+                time.sleep(0.05)  # readiness is asked for, as by an orchestrator
+            yield stack
+        finally:
+            if host.poll() is None:
+                host.terminate()
+            try:
+                host.wait(30)
+            finally:
+                host.kill()
+                shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def _port(stack: Stack) -> int:
+    give_up_at = time.monotonic() + 30
+    while time.monotonic() < give_up_at:
+        for line in stack.log.read_text().splitlines():
+            if '"operations_port"' in line:
+                return int(json.loads(line)["port"])
+        assert stack.host.poll() is None, stack.log.read_text()
+        time.sleep(0.05)  # the log is where a port chosen by the system is told
+    raise AssertionError(stack.log.read_text())
+
+
+class Request:
+    """One request from a router's point of view."""
+
+    def __init__(self, driver: Driver, subject: bytes, credit: bool) -> None:
+        self._driver = driver
+        self._subject = subject
+        self._gives_credit = credit
+        self.frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
+        self.credits = 0
+        self._credited = asyncio.Event()
+        self.token, self.reply = driver.inbox.new_reply(self._take, self._nobody)
+
+    def _take(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
+        head, body = decode_frame(payload)
+        if isinstance(head, CreditHead):
+            self.credits += head.frames
+            self._credited.set()
+            return
+        if isinstance(head, BodyHead) and self._gives_credit:
+            self.send(CreditHead(1))
+        self.frames.put_nowait((head, bytes(body)))
+
+    def _nobody(self) -> None:
+        self.frames.put_nowait((RefusedHead("no_responders", 0), b""))
+
+    def send(self, head: Head, body: bytes | memoryview = b"") -> None:
+        self._driver.connection.publish(self._subject, encode_frame(head, body), self.reply)
+
+    async def wait_credit(self) -> None:
+        while self.credits <= 0:
+            self._credited.clear()
+            await self._credited.wait()
+        self.credits -= 1
+
+    async def frame(self, timeout_s: float = 10) -> tuple[Head, bytes]:
+        return await asyncio.wait_for(self.frames.get(), timeout_s)
+
+    async def answer(self, timeout_s: float = 20) -> tuple[Head, bytes]:
+        """The head, and the whole body if there is one."""
+        head, body = await self.frame(timeout_s)
+        if not isinstance(head, ResponseHead) or head.last:
+            return head, body
+        pieces, expected = [body], 1
+        while True:
+            more, piece = await self.frame(timeout_s)
+            if isinstance(more, ErrorHead):
+                return more, b"".join(pieces)
+            assert isinstance(more, BodyHead)
+            assert more.sequence == expected
+            expected += 1
+            pieces.append(piece)
+            if more.last:
+                return head, b"".join(pieces)
+
+
+class Driver:
+    """Plays the controller (goals, reports) and a router (frames)."""
+
+    _generation = itertools.count(1)
+    _ordinal = itertools.count(1)
+
+    def __init__(self, stack: Stack, connection: BusConnection, controller: Any) -> None:
+        self.stack = stack
+        self.connection = connection
+        self.inbox = Inbox(connection, f"t{random.randrange(10**9)}")
+        self.controller = controller
+        self.reports: list[HostReport] = []
+        self._reported = asyncio.Event()
+
+    def on_report(self, payload: bytes) -> None:
+        self.reports.append(msgspec.json.decode(payload, type=HostReport))
+        self._reported.set()
+
+    async def until(self, holds: Callable[[HostReport], bool], timeout_s: float = 30) -> HostReport:
+        """The first report, from now on, of which ``holds`` is true."""
+        self.reports.clear()
+        async with asyncio.timeout(timeout_s):
+            while True:
+                for report in self.reports:
+                    if holds(report):
+                        return report
+                self._reported.clear()
+                await self._reported.wait()
+
+    async def until_status(
+        self, tag: ReplicaTag, status: ReplicaStatus, timeout_s: float = 30
+    ) -> ReplicaReport:
+        report = await self.until(lambda r: _status(r, tag) is status, timeout_s)
+        return next(replica for replica in report.replicas if replica.replica_tag == tag)
+
+    def replica(self, attribute: str, **changes: Any) -> ReplicaGoal:
+        backend = BackendTag("default/app")
+        config = ReplicaConfig(
+            import_path=f"host_app:{attribute}",
+            app_dir=self.stack.app_dir,
+            ray_actor_options=changes.pop("ray_actor_options", RayActorOptions(num_cpus=0.1)),
+            init_kwargs=changes.pop("init_kwargs", {}),
+        )
+        fields: dict[str, Any] = {
+            "replica_tag": replica_tag(backend, next(self._ordinal)),
+            "backend_tag": backend,
+            "replica_config": config,
+            "config_version": 1,
+            "max_concurrent_queries": 100,
+            "graceful_shutdown_timeout_s": 5.0,
+            "health_check_period_s": 10.0,
+            "health_check_timeout_s": 10.0,
+            "start_timeout_s": 30.0,
+        }
+        return ReplicaGoal(**(fields | changes))
+
+    async def goal(self, *replicas: ReplicaGoal, epoch: int = 1, generation: int | None = None) -> int:
+        generation = next(self._generation) if generation is None else generation
+        goal = HostGoal(host_id=HOST, epoch=epoch, generation=generation, replicas=list(replicas))
+        await self.controller.publish(SUBJECTS.host_goal(HOST), msgspec.json.encode(goal))
+        return generation
+
+    async def run(self, *replicas: ReplicaGoal) -> None:
+        """Make these the goal and wait until all of them serve."""
+        await self.goal(*replicas)
+        tags = {replica.replica_tag for replica in replicas}
+        await self.until(
+            lambda r: {x.replica_tag for x in r.replicas if x.status is ReplicaStatus.RUNNING} == tags
+        )
+
+    def request(
+        self,
+        tag: ReplicaTag,
+        path: str = "/app",
+        *,
+        query: str = "",
+        body: bytes = b"",
+        timeout_s: float = 20.0,
+        method: str = "POST",
+        credit: bool = True,
+        http: bool = True,
+    ) -> Request:
+        request = Request(self, SUBJECTS.replica(tag).encode(), credit)
+        head = RequestHead(
+            method=method,
+            path=path,
+            route="/app",
+            query=query,
+            headers=[("X-A", "b"), ("Content-Type", "application/octet-stream")],
+            timeout_s=timeout_s,
+            body_bytes=len(body),
+            endpoint_tag="default/app",
+            request_id=f"r-{request.token}",
+            http=http,
+        )
+        first, *rest = split_body(body)
+        request.send(head, first)
+        request.rest = rest  # type: ignore[attr-defined]
+        return request
+
+    async def call(self, tag: ReplicaTag, path: str = "/app", **options: Any) -> tuple[Head, bytes]:
+        return await self.request(tag, path, **options).answer()
+
+
+def _status(report: HostReport, tag: ReplicaTag) -> ReplicaStatus | None:
+    return next((x.status for x in report.replicas if x.replica_tag == tag), None)
+
+
+@pytest.fixture
+async def driver(stack: Stack) -> AsyncIterator[Driver]:
+    options = BusOptions(
+        servers=[stack.url],
+        user="proxy",
+        password=stack.passwords("proxy"),
+        inbox_prefix="_INBOX_proxy",
+    )
+    connection = BusConnection(options, random.Random(1))
+    await connection.connect(10)
+    controller = await connect_nats(stack.bus_settings("controller"), name="test", deadline_s=10)
+    driver = Driver(stack, connection, controller)
+
+    async def on_report(message: Any) -> None:
+        driver.on_report(message.data)
+
+    await controller.subscribe(SUBJECTS.host_reports, cb=on_report)
+    await controller.flush()
+    yield driver
+    await controller.close()
+    await connection.close()
+
+
+async def test_async_code_answers_a_request_with_method_path_query_and_headers(driver: Driver) -> None:
+    echo = driver.replica("Echo", init_kwargs={"greeting": "hi"})
+    await driver.run(echo)
+
+    head, body = await driver.call(echo.replica_tag, "/app/a%20b", query="q=1", method="PUT")
+
+    assert isinstance(head, ResponseHead)
+    assert (head.status, head.in_flight) == (200, 0)
+    assert dict(head.headers)["content-type"] == "application/json"
+    assert json.loads(body) == {
+        "greeting": "hi", "method": "PUT", "path": "/app/a b", "query": {"q": "1"},
+        "header": "b", "cancelled": 0, "env": None,
+    }  # fmt: skip
+
+
+async def test_plain_functions_run_at_the_same_time_in_threads(driver: Driver) -> None:
+    plain = driver.replica("plain")
+    await driver.run(plain)
+
+    began = time.monotonic()
+    answers = await asyncio.gather(*(driver.call(plain.replica_tag, query=f"a={n}") for n in range(20)))
+
+    assert [json.loads(body) for _, body in answers] == [{"plain": str(n)} for n in range(20)]
+    assert time.monotonic() - began < 0.8  # one after the other they take 1 s
+
+
+async def test_errors_of_user_code_arrive_as_what_they_are(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+
+    raised, _ = await driver.call(echo.replica_tag, "/app/raise")
+    teapot, text = await driver.call(echo.replica_tag, "/app/teapot")
+    unsendable, _ = await driver.call(echo.replica_tag, "/app/object")
+
+    assert raised == ErrorHead("user_code_raised", 500, "ValueError: no such digit", 0)
+    assert isinstance(teapot, ResponseHead)
+    assert (teapot.status, text) == (418, b"short and stout")
+    assert isinstance(unsendable, ErrorHead)
+    assert "object" in unsendable.message
+    assert "JSON" in unsendable.message
+
+
+async def test_a_raising_constructor_is_reported_with_the_users_traceback(driver: Driver) -> None:
+    broken, missing = driver.replica("Broken"), driver.replica("Absent")
+    await driver.goal(broken, missing)
+
+    failed = await driver.until_status(broken.replica_tag, ReplicaStatus.FAILED)
+    absent = await driver.until_status(missing.replica_tag, ReplicaStatus.FAILED)
+
+    assert failed.error.endswith("RuntimeError: the model file is missing")
+    assert "in load" in failed.error
+    assert "serve_replica_host" not in failed.error
+    assert "has no Absent" in absent.error
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+
+
+async def test_an_import_that_fails_is_reported(driver: Driver) -> None:
+    replica = driver.replica("Echo")
+    config = msgspec.structs.replace(replica.replica_config, import_path="no_such_module:App")
+    replica = msgspec.structs.replace(replica, replica_config=config)
+    await driver.goal(replica)
+
+    failed = await driver.until_status(replica.replica_tag, ReplicaStatus.FAILED)
+
+    assert failed.error.splitlines()[-1] == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+async def test_reconfigure_changes_a_running_replica_and_keeps_its_process(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    before = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
+
+    await driver.goal(msgspec.structs.replace(echo, config_version=2, user_config={"greeting": "moin"}))
+    report = await driver.until(lambda r: r.replicas and r.replicas[-1].config_version == 2)
+
+    _, body = await driver.call(echo.replica_tag)
+    assert json.loads(body)["greeting"] == "moin"
+    assert report.replicas[-1].pid == before.pid
+
+
+async def test_a_refused_configuration_is_reported_and_the_replica_serves_on(driver: Driver) -> None:
+    picky = driver.replica("Picky")
+    await driver.run(picky)
+
+    await driver.goal(msgspec.structs.replace(picky, config_version=2, user_config="bad"))
+    report = await driver.until(lambda r: r.replicas and r.replicas[-1].config_error_version == 2)
+
+    assert report.replicas[-1].status is ReplicaStatus.RUNNING
+    assert report.replicas[-1].config_version == 1
+    assert report.replicas[-1].error.endswith("ValueError: user_config: is bad")
+    assert (await driver.call(picky.replica_tag))[1] == b"picky"
+
+
+async def test_a_drained_replica_finishes_what_is_in_flight_and_refuses_the_rest(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    slow = driver.request(echo.replica_tag, "/app/slow", query="s=1")
+    await driver.connection.flush(2)
+
+    await driver.goal()
+    async with asyncio.timeout(5):
+        while isinstance((refused := (await driver.call(echo.replica_tag))[0]), ResponseHead):
+            pass  # the goal is on its way
+    answered, body = await slow.answer()
+    await driver.until(lambda report: not report.replicas)
+    gone, _ = await driver.call(echo.replica_tag)
+
+    assert refused == RefusedHead("draining", 1)
+    assert isinstance(answered, ResponseHead)
+    assert body == b"slept"
+    assert gone == RefusedHead("no_responders", 0)
+
+
+async def test_a_killed_replica_process_is_reported_dead_within_a_second(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    running = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
+
+    began = time.monotonic()
+    os.kill(running.pid, signal.SIGKILL)
+    dead = await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD, 5)
+
+    assert time.monotonic() - began < 1.0
+    assert str(running.pid) in dead.error
+    gone, _ = await driver.call(echo.replica_tag)
+    assert gone == RefusedHead("no_responders", 0)
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+    await driver.goal(echo)
+    again = await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD)
+    assert "never used again" in again.error
+
+
+async def test_large_bodies_travel_both_ways_in_frames_under_credit(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    sent = random.Random(3).randbytes(3 * 1024 * 1024 + 17)
+
+    request = driver.request(echo.replica_tag, "/app/body", body=sent)
+    rest = request.rest  # type: ignore[attr-defined]
+    for number, piece in enumerate(rest, 1):
+        await request.wait_credit()
+        request.send(BodyHead(number, number == len(rest)), piece)
+    head, received = await request.answer()
+
+    assert isinstance(head, ResponseHead)
+    assert dict(head.headers)["content-length"] == str(len(sent))
+    assert received == sent
+
+
+async def test_an_answer_waits_for_credit_and_its_slot_is_freed_at_the_deadline(driver: Driver) -> None:
+    echo = driver.replica("Echo", max_concurrent_queries=1)
+    await driver.run(echo)
+
+    stuck = driver.request(echo.replica_tag, "/app/large", query="bytes=5000000", credit=False, timeout_s=0.5)
+    frames = [await stuck.frame() for _ in range(4)]
+    busy, _ = await driver.call(echo.replica_tag)
+    ended, _ = await stuck.frame()
+
+    assert [type(head) for head, _ in frames] == [ResponseHead, BodyHead, BodyHead, BodyHead]
+    assert busy == RefusedHead("busy", 1)
+    assert isinstance(ended, ErrorHead)
+    assert ended.error_code == "deadline_exceeded"
+    assert isinstance((await driver.call(echo.replica_tag))[0], ResponseHead)
+
+
+async def test_a_streamed_answer_arrives_whole_and_in_order(driver: Driver) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+
+    head, body = await driver.call(echo.replica_tag, "/app/stream", query="n=2000")
+
+    assert isinstance(head, ResponseHead)
+    assert dict(head.headers)["content-type"].startswith("text/event-stream")
+    assert body == b"".join(b"%d," % number for number in range(2000))
+
+
+async def test_cancel_ends_the_work_and_gives_the_slot_back(driver: Driver) -> None:
+    echo = driver.replica("Echo", max_concurrent_queries=2)
+    await driver.run(echo)
+    slow = driver.request(echo.replica_tag, "/app/slow", query="s=30")
+    during, _ = await driver.call(echo.replica_tag)
+
+    slow.send(CancelHead())
+    async with asyncio.timeout(2):
+        while True:
+            after, body = await driver.call(echo.replica_tag)
+            assert isinstance(after, ResponseHead)
+            if after.in_flight == 0:
+                break
+
+    assert isinstance(during, ResponseHead)
+    assert during.in_flight == 1
+    assert json.loads(body)["cancelled"] == 1
+    assert slow.frames.empty()
+
+
+async def test_user_code_that_blocks_its_loop_stops_no_probe_and_no_refusal(driver: Driver) -> None:
+    echo = driver.replica("Echo", max_concurrent_queries=1)
+    await driver.run(echo)
+    spinning = driver.request(echo.replica_tag, "/app/spin", query="s=1")
+
+    began = time.monotonic()
+    busy, _ = await driver.call(echo.replica_tag)
+    stranger = Request(driver, SUBJECTS.replica(echo.replica_tag).encode(), credit=True)
+    stranger.send(ProbeHead())
+    unknown, _ = await stranger.frame()
+    spinning.send(ProbeHead())
+    seen_after_s = time.monotonic() - began
+
+    assert busy == RefusedHead("busy", 1)
+    assert unknown == RefusedHead("unknown", 1)
+    assert seen_after_s < 0.5
+    assert (await spinning.answer())[1] == b"spun"
+
+
+async def test_a_replica_without_room_waits_and_says_why_until_its_time_is_over(driver: Driver) -> None:
+    huge = driver.replica("Echo", ray_actor_options=RayActorOptions(num_cpus=40), start_timeout_s=3.0)
+    await driver.goal(huge)
+
+    waiting = await driver.until(lambda r: r.replicas and "40 CPU" in r.replicas[-1].error)
+    failed = await driver.until_status(huge.replica_tag, ReplicaStatus.FAILED)
+
+    assert waiting.replicas[-1].status is ReplicaStatus.STARTING
+    assert "longer than 3 s" in failed.error
+
+
+async def test_environment_variables_of_a_replica_are_set(driver: Driver) -> None:
+    options = RayActorOptions(num_cpus=0.1, runtime_env={"env_vars": {"FLAVOUR": "vanilla"}})
+    echo = driver.replica("Echo", ray_actor_options=options)
+    await driver.run(echo)
+
+    assert json.loads((await driver.call(echo.replica_tag))[1])["env"] == "vanilla"
+
+
+async def test_a_sick_replica_is_reported_unhealthy(driver: Driver) -> None:
+    sick = driver.replica("Sick", health_check_period_s=0.1)
+    await driver.goal(sick)
+
+    unhealthy = await driver.until_status(sick.replica_tag, ReplicaStatus.UNHEALTHY)
+
+    assert unhealthy.error.endswith("RuntimeError: no disk")
+
+
+async def test_an_older_goal_is_refused_and_a_notice_of_a_leader_is_answered_by_a_report(
+    driver: Driver,
+) -> None:
+    generation = await driver.goal()
+    await driver.until(lambda report: report.generation == generation and not report.replicas)
+
+    await driver.goal(driver.replica("Echo"), generation=generation - 1)
+    report = await driver.until(lambda report: True)
+
+    assert (report.generation, report.replicas) == (generation, [])
+    assert report.resources["CPU"] == 4.0
+    assert not any(name.startswith("node:") for name in report.resources)
+
+
+async def test_metrics_keep_the_totals_of_ended_replicas(driver: Driver, stack: Stack) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    for _ in range(3):
+        await driver.call(echo.replica_tag)
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+
+    def answered() -> float:
+        text = stack.get("/metrics")[1]
+        lines = [
+            x for x in text.splitlines() if x.startswith("serve_replica_requests_total") and 'code="200"' in x
+        ]
+        return sum(float(line.split()[-1]) for line in lines)
+
+    total = answered()
+    text = stack.get("/metrics")[1]
+    assert total >= 3
+    assert 'serve_host_replicas{status="running"} 0.0' in text
+    assert "serve_replica_request_seconds_bucket" in text
+    assert "serve_replica_refused_total" in text
+    await driver.run(driver.replica("Echo"))
+    assert answered() == total
+
+
+async def test_sigterm_drains_and_leaves_no_process_behind(driver: Driver, stack: Stack) -> None:
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    children = psutil.Process(stack.host.pid).children(recursive=True)
+    slow = driver.request(echo.replica_tag, "/app/slow", query="s=1")
+    await driver.connection.flush(2)
+
+    stack.host.terminate()
+    leaving = await driver.until(lambda report: report.leaving)
+    answer, _ = await slow.answer()
+    last = await driver.until(lambda report: report.leaving and not report.replicas)
+
+    assert leaving.replicas[0].status is ReplicaStatus.DRAINING
+    assert isinstance(answer, ResponseHead)
+    assert last.leaving
+    assert await asyncio.to_thread(stack.host.wait, 15) == 0
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    assert alive == []

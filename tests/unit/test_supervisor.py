@@ -1,0 +1,368 @@
+"""The supervisor with real processes: nothing stays dead, and nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from muster.embedded import leftovers
+from muster.embedded.errors import StartFailed
+from muster.embedded.logfiles import cut_when_long, last_lines, rotate_at_start
+from muster.embedded.process import Happened, ProcessEvent, ProcessSpec, backoff_s, describe_exit
+from muster.embedded.supervisor import Supervisor
+
+SLEEPER = ["/bin/sh", "-c", "echo up; exec sleep 1000"]
+# Leaves its session, cleans its environment, and is an orphan at once: as hard to find as Ray's workers get.
+WITH_DAEMON = ["/bin/sh", "-c", "(setsid env -i sleep 1001 & echo $! > daemon.pid); exec sleep 1000"]
+
+
+class Stage:
+    """A supervisor under test, and what it said."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.stack_id = uuid.uuid4().hex
+        self.events: list[ProcessEvent] = []
+        self.supervisor: Supervisor | None = None
+        self._heard = asyncio.Event()
+
+    def spec(self, name: str, argv: list[str] = SLEEPER, **options: object) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            argv=argv,
+            env={"PATH": os.environ["PATH"]},
+            cwd=self.directory,
+            log_path=self.directory / "logs" / f"{name}.log",
+            **options,
+        )
+
+    async def start(self, *specs: ProcessSpec) -> Supervisor:
+        self.supervisor = Supervisor(self.stack_id, specs, self._hear)
+        await self.supervisor.start()
+        return self.supervisor
+
+    def _hear(self, event: ProcessEvent) -> None:
+        self.events.append(event)
+        self._heard.set()
+
+    async def until(self, condition: Callable[[], object], timeout_s: float = 10) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self._heard.clear()
+                await self._heard.wait()
+
+    def said(self, happened: Happened, name: str | None = None) -> list[ProcessEvent]:
+        return [event for event in self.events if event.happened is happened and name in (None, event.name)]
+
+    def pid(self, name: str) -> int:
+        assert self.supervisor is not None
+        return next(process.pid for process in self.supervisor.processes if process.name == name)
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    if made.supervisor is not None:
+        await made.supervisor.stop()
+    assert leftovers.find_marked(made.stack_id) == []
+
+
+async def gone(pid: int, timeout_s: float = 5) -> bool:
+    """Whether the process ends in time."""
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        await asyncio.sleep(0.01)  # another's process has no event for us
+    return False
+
+
+def content(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""
+
+
+async def written(path: Path, timeout_s: float = 5) -> str:
+    """What a process of the stage writes there."""
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        if text := content(path):
+            return text
+        await asyncio.sleep(0.01)  # a file has no event for us
+    raise AssertionError(f"nothing was written to {path}")
+
+
+async def test_processes_start_in_order_and_stop_in_reverse(stage: Stage) -> None:
+    supervisor = await stage.start(
+        stage.spec("a"), stage.spec("b", depends_on=("a",)), stage.spec("c", depends_on=("a", "b"))
+    )
+    assert [event.name for event in stage.said(Happened.READY)] == ["a", "b", "c"]
+    assert all(process.is_ready for process in supervisor.processes)
+    assert all(psutil.pid_exists(stage.pid(name)) for name in "abc")
+    await supervisor.stop()
+    assert [event.name for event in stage.said(Happened.STOPPED)] == ["c", "b", "a"]
+    assert [process.pid for process in supervisor.processes] == [0, 0, 0]
+
+
+async def test_what_depends_on_a_process_waits_until_that_is_ready(stage: Stage) -> None:
+    answers = iter(["not yet", "not yet", None])
+
+    async def probe() -> str | None:
+        assert stage.said(Happened.STARTED, "b") == []
+        return next(answers)
+
+    await stage.start(stage.spec("a", ready=probe), stage.spec("b", depends_on=("a",)))
+    assert list(answers) == []
+
+
+async def test_a_killed_process_is_started_again_at_once(stage: Stage) -> None:
+    await stage.start(stage.spec("a"))
+    first, killed_at = stage.pid("a"), time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    await stage.until(lambda: len(stage.said(Happened.READY, "a")) == 2)
+    assert time.monotonic() - killed_at < 2
+    assert stage.pid("a") != first
+    [died] = stage.said(Happened.DIED)
+    assert died.pid == first
+    assert "killed by SIGKILL" in died.detail
+
+
+async def test_a_crash_loop_is_slowed_down_and_ends_when_the_cause_does(stage: Stage) -> None:
+    broken = stage.directory / "broken"
+    script = f"test -e {broken} && exit 3; exec sleep 1000"
+    await stage.start(stage.spec("a", ["/bin/sh", "-c", script], restart_backoff_max_s=0.3))
+    broken.touch()
+    os.kill(stage.pid("a"), signal.SIGKILL)
+    await stage.until(lambda: len(stage.said(Happened.DIED)) >= 4)
+    assert [event.detail.rpartition(" in ")[2] for event in stage.said(Happened.DIED)][:4] == [
+        "0.0 s",
+        "0.2 s",
+        "0.3 s",
+        "0.3 s",
+    ]
+    broken.unlink()
+    last = stage.said(Happened.DIED)[-1]
+    await stage.until(lambda: stage.said(Happened.READY)[-1].restarts > last.restarts)
+
+
+async def test_what_a_dead_process_leaves_behind_is_killed_before_it_starts_again(stage: Stage) -> None:
+    left: list[int] = []
+
+    def before_start() -> None:
+        left.extend(pid for pid in daemons if psutil.pid_exists(pid))
+
+    daemons: list[int] = []
+    await stage.start(stage.spec("a", WITH_DAEMON, before_start=before_start))
+    daemons.append(int(await written(stage.directory / "daemon.pid")))
+    assert psutil.pid_exists(daemons[0])
+    os.kill(stage.pid("a"), signal.SIGKILL)
+    await stage.until(lambda: len(stage.said(Happened.READY, "a")) == 2)
+    assert left == []
+    assert not psutil.pid_exists(daemons[0])
+
+
+async def test_stopping_leaves_no_daemon_and_no_zombie(stage: Stage) -> None:
+    supervisor = await stage.start(stage.spec("a", WITH_DAEMON))
+    daemon = int(await written(stage.directory / "daemon.pid"))
+    before = set(psutil.Process().children())
+    await supervisor.stop()
+    assert not psutil.pid_exists(daemon)
+    assert all(not child.is_running() for child in before)
+
+
+async def test_a_killed_guardian_takes_its_process_with_it_and_both_come_back(stage: Stage) -> None:
+    await stage.start(stage.spec("a"), stage.spec("b"))
+    first, other = stage.pid("a"), stage.pid("b")
+    guardian = psutil.Process(first).parent()
+    assert guardian is not None
+    guardian.kill()
+    await stage.until(lambda: len(stage.said(Happened.READY, "a")) == 2)
+    assert await gone(first)
+    assert stage.pid("b") == other
+
+
+async def test_a_process_that_ignores_sigterm_is_killed(stage: Stage) -> None:
+    stubborn = ["/bin/sh", "-c", "trap '' TERM; echo 1 > deaf; while :; do sleep 0.05; done"]
+    supervisor = await stage.start(stage.spec("a", stubborn, stop_timeout_s=0.3))
+    await written(stage.directory / "deaf")
+    began = time.monotonic()
+    await supervisor.stop()
+    assert 0.25 < time.monotonic() - began < 3
+
+
+async def test_the_whole_stop_has_a_deadline(stage: Stage) -> None:
+    stubborn = ["/bin/sh", "-c", "trap '' TERM; while :; do sleep 0.05; done"]
+    supervisor = await stage.start(*(stage.spec(name, stubborn, stop_timeout_s=60) for name in "abc"))
+    began = time.monotonic()
+    await supervisor.stop(timeout_s=0.5)
+    assert time.monotonic() - began < 4
+
+
+async def test_the_chosen_signal_is_sent(stage: Stage) -> None:
+    script = "trap 'echo got INT > got; exit 0' INT; echo 1 > armed; while :; do sleep 0.02; done"
+    supervisor = await stage.start(stage.spec("a", ["/bin/sh", "-c", script], stop_signal=signal.SIGINT))
+    await written(stage.directory / "armed")
+    await supervisor.stop()
+    assert (stage.directory / "got").read_text() == "got INT\n"
+
+
+async def test_a_process_that_fails_to_start_is_named_with_the_end_of_its_log(stage: Stage) -> None:
+    with pytest.raises(StartFailed, match="a did not start") as caught:
+        await stage.start(
+            stage.spec("a", ["/bin/sh", "-c", "echo the port is taken; exit 7"]), stage.spec("b")
+        )
+    assert "exited with code 7" in str(caught.value)
+    assert "the port is taken" in str(caught.value)
+    assert leftovers.find_marked(stage.stack_id) == []
+
+
+async def test_a_program_that_does_not_exist_is_named(stage: Stage) -> None:
+    with pytest.raises(StartFailed, match="/no/such/program cannot be executed"):
+        await stage.start(stage.spec("a", ["/no/such/program"]))
+
+
+async def test_a_process_that_never_gets_ready_is_named_with_the_reason(stage: Stage) -> None:
+    async def probe() -> str | None:
+        return "its database is away"
+
+    with pytest.raises(StartFailed, match="its database is away"):
+        await stage.start(stage.spec("a", ready=probe, ready_timeout_s=0.3))
+
+
+async def test_a_failing_probe_ends_the_start(stage: Stage) -> None:
+    async def probe() -> str | None:
+        raise RuntimeError("broken probe")
+
+    with pytest.raises(RuntimeError, match="broken probe"):
+        await stage.start(stage.spec("a", ready=probe))
+
+
+async def test_stopping_during_the_start_leaves_nothing(stage: Stage) -> None:
+    async def never() -> str | None:
+        return "no"
+
+    starting = asyncio.gather(stage.start(stage.spec("a", ready=never), stage.spec("b", depends_on=("a",))))
+    await stage.until(lambda: stage.said(Happened.STARTED))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert stage.supervisor is not None
+    await stage.supervisor.stop()
+    assert leftovers.find_marked(stage.stack_id) == []
+
+
+def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
+    stack_id = uuid.uuid4().hex
+    script = textwrap.dedent(f"""
+        import asyncio, os, signal
+        from pathlib import Path
+        from muster.embedded.process import ProcessSpec
+        from muster.embedded.supervisor import Supervisor
+
+        async def main():
+            here = Path({str(tmp_path)!r})
+            specs = [
+                ProcessSpec(name=str(n), argv=argv, env=dict(os.environ), cwd=here, log_path=here / str(n))
+                for n, argv in enumerate([{WITH_DAEMON!r}, {SLEEPER!r}])
+            ]
+            supervisor = Supervisor({stack_id!r}, specs, lambda event: None)
+            await supervisor.start()
+            while not (here / "daemon.pid").exists() or not (here / "daemon.pid").read_text():
+                await asyncio.sleep(0.01)
+            print(*(process.pid for process in supervisor.processes), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        asyncio.run(main())
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    pids = [*map(int, ended.stdout.split()), int((tmp_path / "daemon.pid").read_text())]
+    assert len(pids) == 3
+    give_up_at = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < give_up_at:
+        time.sleep(0.01)  # they are nobody's children whose end could be awaited
+    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    assert leftovers.find_marked(stack_id) == []
+
+
+def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
+    ours, theirs = uuid.uuid4().hex, uuid.uuid4().hex
+    marked = [{"MUSTER_STACK_ID": stack_id, "MUSTER_PROCESS": "a"} for stack_id in (ours, theirs)]
+    started = [subprocess.Popen(["sleep", "60"], env=env) for env in (*marked, {})]
+    try:
+        assert leftovers.kill_marked(ours) == 1
+        assert [process.poll() is None for process in started] == [False, True, True]
+        assert leftovers.kill_marked(theirs, "b") == 0
+        assert started[1].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("crashes", "expected"), [(0, 0.0), (1, 0.2), (2, 0.4), (3, 0.8), (9, 5.0), (10_000, 5.0)]
+)
+def test_the_wait_doubles_up_to_its_limit(crashes: int, expected: float) -> None:
+    assert backoff_s(crashes, 0.2, 5.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "exited with code 0"),
+        (7, "exited with code 7"),
+        (137, "killed by SIGKILL"),
+        (255, "exited with code 255"),
+    ],
+)
+def test_exit_codes_read_as_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_a_long_log_is_cut_while_its_writer_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    with path.open("ab", buffering=0) as writer:
+        writer.write(b"x" * 100)
+        assert not cut_when_long(path, size_max=100)
+        writer.write(b"y")
+        assert cut_when_long(path, size_max=100)
+        writer.write(b"new\n")
+    assert path.read_bytes() == b"new\n"
+    assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100 + b"y"
+
+
+def test_a_new_run_keeps_the_last_ones_log_beside_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.log"
+    rotate_at_start(path)
+    path.write_text("first\n")
+    rotate_at_start(path)
+    assert not path.exists()
+    assert path.with_name("a.log.1").read_text() == "first\n"
+
+
+def test_the_end_of_a_log_is_quoted_within_limits(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    assert "cannot be read" in last_lines(path)
+    path.write_text("")
+    assert last_lines(path) == "(its log is empty)"
+    path.write_text("".join(f"line {number}\n" for number in range(1000)) + "z" * 1000)
+    quoted = last_lines(path, count=3)
+    assert quoted.splitlines()[0] == "line 998"
+    assert len(quoted.splitlines()[-1]) == 300
