@@ -92,5 +92,3 @@ def _report(error: ServeError, *, as_json: bool) -> None:
         field = error.field if isinstance(error, BadField) else ""
         view = ErrorView(code=error.error_code, message=str(error), field=field)
         output.print_json({"error": msgspec.to_builtins(view)})
-
-

@@ -96,7 +96,10 @@ def place_app_dir(given: str | None, directory: Path) -> tuple[str, str]:
     if here.exists():
         raise BadField("--app-dir", f"{given} is not a directory")
     if not given.startswith("/"):
-        raise BadField("--app-dir", f"there is no directory {given} here; a path in the hosts' containers begins with '/'")
+        raise BadField(
+            "--app-dir",
+            f"there is no directory {given} here; a path in the hosts' containers begins with '/'",
+        )
     return given, f"note: {given} does not exist here; it is taken as a path on the replica hosts"
 
 

@@ -1,0 +1,81 @@
+"""The program `muster`: its commands and what holds for all of them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import structlog
+import typer
+
+from muster.cli.call import call
+from muster.cli.connection import StackOptions
+from muster.cli.delete import delete
+from muster.cli.deploy import deploy
+from muster.cli.exit_codes import EXIT_CODES_HELP
+from muster.cli.options import NatsOption, PasswordFileOption, UserOption
+from muster.cli.secrets import secrets
+from muster.cli.session import Session
+from muster.cli.status import status
+from muster.cli.up import up
+
+app = typer.Typer(
+    name="muster",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES_HELP,
+)
+for _command in (up, deploy, status, call, delete, secrets):
+    app.command()(_command)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"muster {metadata.version('muster')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    nats: NatsOption = None,
+    user: UserOption = None,
+    password_file: PasswordFileOption = None,
+    version: Annotated[  # noqa: ARG001 - its callback does it
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Serve Python models behind HTTP: on this machine, in containers, on many hosts.
+
+    Begin with one of these:
+
+    muster up --deploy-example      a whole stack on this machine, until Ctrl-C
+
+    muster deploy digits:Digits --name digits --route-prefix /digits --app-dir examples/digits
+
+    muster status
+
+    Commands find the stack by themselves: the one that 'muster up' runs from .muster here or above, or else that of
+    compose whose 'secrets' directory is here or above. Any other: --nats URL, before or after the command's name.
+    """
+    session = context.obj if isinstance(context.obj, Session) else Session()
+    session.options = StackOptions(nats=nats, user=user, password_file=password_file)
+    context.obj = session
+
+
+def main() -> None:
+    """The entry point."""
+    logging.basicConfig(stream=sys.stderr, level=logging.ERROR)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+    app(prog_name="muster")
+
+
+if __name__ == "__main__":
+    main()
