@@ -1,10 +1,11 @@
 """Installs what packages of this workspace depend on into an image's virtual environment, at the locked versions.
 
 Why: an image's layer with dependencies must change only when they change, so it is made before any code is copied,
-and it takes the names from each package's pyproject.toml, so that no list is kept twice. A file that isn't a
-pyproject.toml is taken as a list of requirements.
+and it takes the names from each package's pyproject.toml, so that no list is kept twice.
 
     python install_dependencies.py /opt/venv/bin/python requirements.lock libs/serve_common/pyproject.toml ...
+
+A file that is no pyproject.toml is given to pip as it is, as a list of requirements.
 """
 
 from __future__ import annotations
@@ -18,19 +19,18 @@ _OURS = "muster-"
 
 
 def requirements_of(file: Path) -> list[str]:
-    """The requirements that ``file`` names, without this workspace's own packages."""
+    """What ``file`` asks for, as arguments of pip, without this workspace's own packages."""
     if file.name != "pyproject.toml":
-        lines = (line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-        return [line for line in lines if line]
+        return ["-r", str(file)]
     project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     return [name for name in project["dependencies"] if not name.startswith(_OURS)]
 
 
 def main(interpreter: str, constraints: str, *files: str) -> int:
     """Install for ``interpreter``; the exit code is pip's."""
-    wanted = sorted({name for file in files for name in requirements_of(Path(file))})
-    options = ["--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore", "--only-binary=:all:"]
-    command = ["pip", "--python", interpreter, "install", "--quiet", *options, "-c", constraints, *wanted]
+    wanted = [argument for file in files for argument in requirements_of(Path(file))]
+    options = ["--quiet", "--no-cache-dir", "--disable-pip-version-check", "--root-user-action=ignore"]
+    command = ["pip", "--python", interpreter, "install", *options, "-c", constraints, *wanted]
     return subprocess.run(command, check=False).returncode  # noqa: S603 - the names come from our own files
 
 

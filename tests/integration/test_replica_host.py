@@ -750,3 +750,5 @@ async def test_sigterm_drains_and_leaves_no_process_behind(driver: Driver, stack
     assert await asyncio.to_thread(stack.host.wait, 15) == 0
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
     assert alive == []
+    # Every line of the host's output is a JSON event: Ray's own prose is kept out.
+    assert all("event" in json.loads(line) for line in stack.log.read_text().splitlines())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from muster.cli import output, values_given
-from muster.cli.connection import StackOptions
+from muster.cli.connection import StackChoice
 from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import Session, session_of
 from muster.client.ports import Answer
@@ -19,6 +19,7 @@ from serve_common.names import deployment_tag
 
 def call(
     context: typer.Context,
+    *,
     name: Annotated[str, typer.Argument(help="deployment or app/deployment.")],
     data: Annotated[
         str | None,
@@ -37,9 +38,11 @@ def call(
 ) -> None:
     """Call a deployment and print its answer as it came.
 
-    muster call digits --data @examples/digits/sample.png
+    Example:
+      muster call digits --data @examples/digits/sample.png
 
-    It goes over NATS, as any NATS client can call; a deployment without a route is reached too.
+    It goes over NATS, as any NATS client can call, and so reaches a
+    deployment without a route too.
     """
     session = session_of(context)
     with session.reporting(as_json=as_json):
@@ -48,8 +51,8 @@ def call(
             data, session.directory, sys.stdin.buffer.read() if data == "-" else None
         )
         headers = values_given.read_headers(header or ())
-        stack = StackOptions(nats=nats, user=user, password_file=password_file)
-        answer = asyncio.run(_call(session, stack, tag, body, headers, timeout_s))
+        stack = StackChoice(nats=nats, user=user, password_file=password_file)
+        answer = asyncio.run(_call(session, stack, tag, body=body, headers=headers, timeout_s=timeout_s))
         if as_json:
             output.print_json({"headers": dict(answer.headers), **_body(answer.body)})
         else:
@@ -60,7 +63,13 @@ def call(
 
 
 async def _call(
-    session: Session, options: StackOptions, name: str, body: bytes, headers: dict[str, str], timeout_s: float
+    session: Session,
+    options: StackChoice,
+    name: str,
+    *,
+    body: bytes,
+    headers: dict[str, str],
+    timeout_s: float,
 ) -> Answer:
     with output.Progress(output.short_name(name)) as progress:
         async with session.connect(session.find_stack(options), progress) as stack:

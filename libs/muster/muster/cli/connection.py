@@ -1,8 +1,8 @@
 """Finds the stack that a person means, mostly without being told.
 
-In this order: what is given (``--nats`` or MUSTER_NATS_URL); the embedded stack that runs from ``.muster`` here or above;
-the stack of compose whose ``secrets`` directory lies here or above. A password that is not given is taken from the
-stack that the address belongs to, never sent to any other machine.
+In this order: what is given (``--nats`` or MUSTER_NATS_URL); the embedded stack that runs from ``.muster`` here or
+above; the stack of compose whose ``secrets`` directory lies here or above. A password that is not given is taken from
+the stack that the address belongs to, and never sent to any other machine.
 """
 
 from __future__ import annotations
@@ -15,42 +15,33 @@ from typing import Final
 import msgspec
 
 from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
+from muster.embedded.options import DEFAULT_STATE_DIR
+from muster.embedded.run_record import RunRecord, running_stack
 from muster.secrets import Secrets
 from serve_common.errors import BadField, BusUnavailable
 from serve_common.settings import Environment
 
-STATE_DIRECTORY: Final = ".muster"
-RUN_FILE: Final = "run.json"
 SECRETS_DIRECTORY: Final = "secrets"
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-class RunFile(msgspec.Struct, frozen=True):
-    """What of a running embedded stack's ``run.json`` is needed to reach it."""
-
-    pid: int
-    nats_url: str
-    secrets: str
-    """Directory of its passwords."""
-
-
-class StackOptions(msgspec.Struct, frozen=True):
+class StackChoice(msgspec.Struct, frozen=True):
     """What the command line says about the stack; None: nothing."""
 
     nats: str | None = None
     user: str | None = None
     password_file: Path | None = None
 
-    def over(self, other: StackOptions) -> StackOptions:
+    def over(self, other: StackChoice) -> StackChoice:
         """These, and ``other``'s where these say nothing."""
-        return StackOptions(
+        return StackChoice(
             nats=self.nats or other.nats,
             user=self.user or other.user,
             password_file=self.password_file or other.password_file,
         )
 
 
-def find_stack(options: StackOptions, variables: Mapping[str, str], directory: Path) -> StackAddress:
+def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Path) -> StackAddress:
     """The address of the stack that is meant, seen from ``directory``.
 
     Raises `BusUnavailable` when none is given and none is found, `BadField` for what cannot be, and `SecretUnusable`
@@ -85,7 +76,7 @@ def find_stack(options: StackOptions, variables: Mapping[str, str], directory: P
     )
 
 
-def _given_password(options: StackOptions, environment: Environment) -> str | None:
+def _given_password(options: StackChoice, environment: Environment) -> str | None:
     if options.password_file is not None:
         variables = {"given_FILE": str(options.password_file)}
         try:
@@ -97,8 +88,8 @@ def _given_password(options: StackOptions, environment: Environment) -> str | No
     return None
 
 
-def _own_password(urls: tuple[str, ...], embedded: RunFile | None, composed: Path | None) -> str | None:
-    if embedded is not None and urls == parse_urls(embedded.nats_url, RUN_FILE).urls:
+def _own_password(urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None) -> str | None:
+    if embedded is not None and urls == parse_urls(embedded.nats_url, "run.json").urls:
         return Secrets(Path(embedded.secrets)).read("nats_admin")
     hosts = {url.partition("://")[2].rpartition(":")[0].strip("[]") for url in urls}
     if composed is not None and hosts <= _LOOPBACK:
@@ -106,22 +97,10 @@ def _own_password(urls: tuple[str, ...], embedded: RunFile | None, composed: Pat
     return None
 
 
-def _running_embedded(environment: Environment, directory: Path) -> RunFile | None:
+def _running_embedded(environment: Environment, directory: Path) -> RunRecord | None:
     named = environment.optional("MUSTER_STATE_DIR")
-    candidates = [Path(named)] if named else [place / STATE_DIRECTORY for place in _upwards(directory)]
-    for candidate in candidates:
-        run = read_run_file(directory / candidate / RUN_FILE)
-        if run is not None and _is_alive(run.pid):
-            return run
-    return None
-
-
-def read_run_file(path: Path) -> RunFile | None:
-    """What the embedded stack wrote, or None when there is none or it is not whole."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunFile)
-    except (OSError, msgspec.DecodeError):
-        return None
+    places = [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _upwards(directory)]
+    return next(filter(None, map(running_stack, places)), None)
 
 
 def _secrets_of_compose(directory: Path) -> Path | None:
@@ -135,16 +114,6 @@ def _secrets_of_compose(directory: Path) -> Path | None:
 def _upwards(directory: Path) -> Iterator[Path]:
     yield directory
     yield from directory.parents
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _readable(path: str | None, field: str) -> str | None:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from muster.cli import output
-from muster.cli.connection import StackOptions
+from muster.cli.connection import StackChoice
 from muster.cli.deploying import show_progress
 from muster.cli.exit_codes import ExitCode
 from muster.cli.options import (
@@ -50,6 +50,7 @@ class DeleteOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 def delete(
     context: typer.Context,
+    *,
     name: Annotated[str, typer.Argument(help="deployment or app/deployment.")],
     timeout_s: TimeoutOption = 120.0,
     no_wait: NoWaitOption = False,
@@ -60,16 +61,18 @@ def delete(
 ) -> None:
     """Delete a deployment and wait until its replicas are gone.
 
-    muster delete digits
+    Example:
+      muster delete digits
 
-    Requests in flight finish first. Deleting what does not exist is a success.
+    Requests in flight finish first. Deleting what does not exist is a
+    success.
     """
     session = session_of(context)
     with session.reporting(
         as_json=as_json, interrupted=f"stopped waiting; the delete goes on: 'muster status {name}'"
     ):
         tag = deployment_tag(name)
-        stack = StackOptions(nats=nats, user=user, password_file=password_file)
+        stack = StackChoice(nats=nats, user=user, password_file=password_file)
         outcome = asyncio.run(_delete(session, stack, tag, timeout_s=timeout_s, is_waiting=not no_wait))
         if as_json:
             output.print_json(outcome)
@@ -80,7 +83,7 @@ def delete(
 
 
 async def _delete(
-    session: Session, options: StackOptions, tag: BackendTag, *, timeout_s: float, is_waiting: bool
+    session: Session, options: StackChoice, tag: BackendTag, *, timeout_s: float, is_waiting: bool
 ) -> DeleteOutcome:
     with output.Progress(output.short_name(tag)) as progress:
         async with session.connect(session.find_stack(options), progress) as stack:

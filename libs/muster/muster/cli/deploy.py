@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from muster.cli import output, values_given
-from muster.cli.connection import StackOptions
+from muster.cli.connection import StackChoice
 from muster.cli.deploying import DeployOutcome, DeployResult, describe, run_deploy
 from muster.cli.exit_codes import ExitCode
 from muster.cli.options import (
@@ -40,6 +40,7 @@ def _option(*names: str, help: str, panel: str | None = None, metavar: str | Non
 
 def deploy(
     context: typer.Context,
+    *,
     import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
     name: Annotated[str, _option("--name", help="Its name.")],
     app: Annotated[str | None, _option("--app", help="Its application; 'default' unless given.")] = None,
@@ -110,13 +111,16 @@ def deploy(
 ) -> None:
     """Make a deployment be as given, and wait until it serves.
 
-    muster deploy digits:Digits --name digits --route-prefix /digits --app-dir examples/digits
+    Examples:
+      muster deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits
 
-    muster deploy digits:Digits --name digits --route-prefix /digits --app-dir examples/digits
-    --num-replicas 3 --version 2 --user-config '{"threshold": 0.9}'
+      muster deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits --num-replicas 3 --version 2 \\
+        --user-config '{"threshold": 0.9}'
 
-    What is not given gets its default again: a deploy says everything. When the new version cannot start, the one
-    before it keeps serving.
+    What is not given gets its default again: a deploy says everything.
+    When the new version cannot start, the one before it keeps serving.
     """
     session = session_of(context)
     with session.reporting(
@@ -153,7 +157,7 @@ def deploy(
             version=version,
             **_given(methods=values_given.read_methods(methods)),
         )
-        stack = StackOptions(nats=nats, user=user, password_file=password_file)
+        stack = StackChoice(nats=nats, user=user, password_file=password_file)
         outcome = asyncio.run(_deploy(session, stack, request, timeout_s=timeout_s, is_waiting=not no_wait))
         _show(outcome, request, as_json=as_json)
         if outcome.exit_code is not ExitCode.OK:
@@ -161,7 +165,7 @@ def deploy(
 
 
 async def _deploy(
-    session: Session, options: StackOptions, request: Deploy, *, timeout_s: float, is_waiting: bool
+    session: Session, options: StackChoice, request: Deploy, *, timeout_s: float, is_waiting: bool
 ) -> DeployOutcome:
     address = session.find_stack(options)
     with output.Progress(output.short_name(request.name)) as progress:

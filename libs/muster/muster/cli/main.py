@@ -11,7 +11,7 @@ import structlog
 import typer
 
 from muster.cli.call import call
-from muster.cli.connection import StackOptions
+from muster.cli.connection import StackChoice
 from muster.cli.delete import delete
 from muster.cli.deploy import deploy
 from muster.cli.exit_codes import EXIT_CODES_HELP
@@ -42,6 +42,7 @@ def _print_version(is_wanted: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
+    *,
     nats: NatsOption = None,
     user: UserOption = None,
     password_file: PasswordFileOption = None,
@@ -49,21 +50,23 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and end.")
     ] = False,
 ) -> None:
-    """Serve Python models behind HTTP: on this machine, in containers, on many hosts.
+    """Serve Python models behind HTTP: on this machine, in containers.
 
-    Begin with one of these:
+    A whole stack on this machine, until Ctrl-C:
+      muster up --deploy-example
 
-    muster up --deploy-example      a whole stack on this machine, until Ctrl-C
+    Then, in another terminal:
+      muster status
+      muster deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits
 
-    muster deploy digits:Digits --name digits --route-prefix /digits --app-dir examples/digits
-
-    muster status
-
-    Commands find the stack by themselves: the one that 'muster up' runs from .muster here or above, or else that of
-    compose whose 'secrets' directory is here or above. Any other: --nats URL, before or after the command's name.
+    Commands find the stack by themselves: the one that 'muster up' runs
+    from .muster here or above, or else that of compose whose 'secrets'
+    directory is here or above. Any other: --nats URL, before or after the
+    command's name.
     """
     session = context.obj if isinstance(context.obj, Session) else Session()
-    session.options = StackOptions(nats=nats, user=user, password_file=password_file)
+    session.options = StackChoice(nats=nats, user=user, password_file=password_file)
     context.obj = session
 
 

@@ -15,7 +15,7 @@ NatsOption = Annotated[
     typer.Option(
         "--nats",
         metavar="URL",
-        help="nats://[user:password@]host:port. [env: MUSTER_NATS_URL]",
+        help="nats://user:password@host:port (or MUSTER_NATS_URL).",
         rich_help_panel=_STACK,
     ),
 ]
@@ -24,7 +24,7 @@ UserOption = Annotated[
     typer.Option(
         "--user",
         metavar="USER",
-        help="NATS user; admin unless given. [env: MUSTER_NATS_USER]",
+        help="NATS user, admin unless given (or MUSTER_NATS_USER).",
         rich_help_panel=_STACK,
     ),
 ]
@@ -33,7 +33,7 @@ PasswordFileOption = Annotated[
     typer.Option(
         "--password-file",
         metavar="FILE",
-        help="File with its password. [env: MUSTER_NATS_PASSWORD, MUSTER_NATS_PASSWORD_FILE]",
+        help="File with its password (or MUSTER_NATS_PASSWORD_FILE, MUSTER_NATS_PASSWORD).",
         rich_help_panel=_STACK,
     ),
 ]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Protocol
 
 from muster.client.address import StackAddress
 from muster.client.ports import Answer
+from muster.embedded.options import StackOptions
+from muster.embedded.process import OnEvent
+from muster.embedded.run_record import RunRecord
 from serve_common.names import GoalId
 from serve_common.wires.admin import (
     DeleteReply,
@@ -74,4 +78,31 @@ class Connect(Protocol):
         self, address: StackAddress, *, retry_for_s: float, on_retry: Callable[[str], None]
     ) -> AbstractAsyncContextManager[StackPort]:
         """Raises `BusUnavailable` and `BusAuthorizationFailed` when entered."""
+        ...
+
+
+class EmbeddedPort(Protocol):
+    """A stack that runs within an ``async with``; see `muster.embedded.stack.EmbeddedStack`."""
+
+    async def __aenter__(self) -> object:
+        """Returns when everything is ready."""
+        ...
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stops everything in order."""
+        ...
+
+    @property
+    def record(self) -> RunRecord:
+        """What runs where."""
+        ...
+
+
+class MakeEmbedded(Protocol):
+    """Makes a stack that is not started yet."""
+
+    def __call__(
+        self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
+    ) -> EmbeddedPort:
+        """Raises nothing; starting it does."""
         ...

@@ -15,6 +15,7 @@ from muster.cli.session import session_of
 
 def secrets(
     context: typer.Context,
+    *,
     directory: Annotated[
         Path, typer.Option("--directory", metavar="DIR", help="Where; made when it is not there.")
     ] = Path("secrets"),
@@ -22,7 +23,8 @@ def secrets(
 ) -> None:
     """Generate the passwords of a stack in containers, each in a file of its own.
 
-    muster secrets --directory secrets
+    Example:
+      muster secrets --directory secrets
 
     Those that are there are kept. Values are never printed.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
@@ -12,12 +12,14 @@ import msgspec
 import typer
 
 from muster.cli import output
-from muster.cli.connection import StackOptions, find_stack
+from muster.cli.connection import StackChoice, find_stack
 from muster.cli.exit_codes import ExitCode, exit_code_of
-from muster.cli.ports import Connect, StackPort
+from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import StackAddress
 from muster.client.connect import connect_stack
-from serve_common.errors import BadField, BusAuthorizationFailed, ServeError
+from muster.embedded.options import StackOptions
+from muster.embedded.process import OnEvent
+from serve_common.errors import BadField, BusAuthorizationFailed, PermanentError, ServeError
 from serve_common.wires.admin import ErrorView
 
 _CHANGE_RETRY_S = 30.0
@@ -31,17 +33,19 @@ class Session:
         self,
         *,
         connect: Connect = connect_stack,
+        make_embedded: MakeEmbedded | None = None,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> None:
         """Tests give these; otherwise they are the process' own."""
         self._connect = connect
+        self._make_embedded = make_embedded
         self.environment = os.environ if environment is None else environment
         self.directory = Path.cwd() if directory is None else directory
-        self.options = StackOptions()
+        self.options = StackChoice()
         """Those given before the command's name."""
 
-    def find_stack(self, options: StackOptions) -> StackAddress:
+    def find_stack(self, options: StackChoice) -> StackAddress:
         """The stack that is meant; see `connection.find_stack`."""
         return find_stack(options.over(self.options), self.environment, self.directory)
 
@@ -50,6 +54,13 @@ class Session:
     ) -> AbstractAsyncContextManager[StackPort]:
         """Reach a stack; troubles that may pass are shown as progress."""
         return self._connect(address, retry_for_s=retry_for_s, on_retry=progress.say)
+
+    def make_embedded(
+        self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
+    ) -> EmbeddedPort:
+        """A stack to be run by this process. Raises `PermanentError` when its parts are not installed."""
+        make = self._make_embedded or _embedded_stack()
+        return make(state_dir, options, on_event=on_event, on_notice=on_notice)
 
     @contextmanager
     def reporting(self, *, as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
@@ -72,6 +83,17 @@ class Session:
             )
             _report(unexpected, as_json=as_json)
             raise typer.Exit(ExitCode.FAILED) from error
+
+
+def _embedded_stack() -> MakeEmbedded:
+    try:
+        # Only here: the other commands also work where the servers are not installed.
+        from muster.embedded.stack import EmbeddedStack  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise PermanentError(
+            f"the embedded stack is not installed ({error}); install muster[embedded]"
+        ) from error
+    return EmbeddedStack
 
 
 def session_of(context: typer.Context) -> Session:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from muster.cli import output, tables
-from muster.cli.connection import StackOptions
+from muster.cli.connection import StackChoice
 from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import Session, session_of
 from serve_common.names import deployment_tag
@@ -19,6 +19,7 @@ _RETRY_S = 15.0
 
 def status(
     context: typer.Context,
+    *,
     name: Annotated[
         str | None, typer.Argument(help="deployment or app/deployment; all unless given.")
     ] = None,
@@ -29,14 +30,14 @@ def status(
 ) -> None:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
-    muster status
-
-    muster status digits --json
+    Examples:
+      muster status
+      muster status digits --json
     """
     session = session_of(context)
     with session.reporting(as_json=as_json):
         tag = None if name is None else deployment_tag(name)
-        stack = StackOptions(nats=nats, user=user, password_file=password_file)
+        stack = StackChoice(nats=nats, user=user, password_file=password_file)
         view = asyncio.run(_status(session, stack, tag))
         if as_json:
             output.print_json(view)
@@ -46,7 +47,7 @@ def status(
             tables.show_deployment(view)
 
 
-async def _status(session: Session, options: StackOptions, name: str | None) -> StatusView | DeploymentView:
+async def _status(session: Session, options: StackChoice, name: str | None) -> StatusView | DeploymentView:
     with output.Progress("status") as progress:
         async with session.connect(session.find_stack(options), progress, retry_for_s=_RETRY_S) as stack:
             if name is None:

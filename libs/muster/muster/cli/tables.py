@@ -69,8 +69,8 @@ def show_deployment(view: DeploymentView) -> None:
         replicas.add_row(
             Text(output.short_name(replica.replica_tag)),
             _styled(replica.state),
-            Text(replica.host_id or "–"),
-            Text(replica.version or "–"),
+            Text(replica.host_id or "-"),
+            Text(replica.version or "-"),
             Text(output.brief(replica.message)),
         )
     _print("Replicas", replicas)
@@ -84,8 +84,8 @@ def _deployments(views: Sequence[DeploymentView]) -> Table:
         table.add_row(
             Text(output.short_name(view.name)),
             _styled(view.status.value),
-            Text(view.version or "–"),
-            Text(view.route_prefix or "–"),
+            Text(view.version or "-"),
+            Text(view.route_prefix or "-"),
             Text(_counts(view)),
             Text(output.brief(view.message)),
         )
@@ -118,7 +118,7 @@ def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
         table.add_row(
             Text(view.proxy_id),
             _styled(view.status),
-            Text(view.address or "–"),
+            Text(view.address or "-"),
             Text(f"{view.applied_snapshot_id}{behind}"),
             Text(f"{view.report_age_s:.1f} s ago"),
         )

@@ -1,4 +1,4 @@
-"""What a person types turned into the values that the controller takes; wrong input is refused before anything is sent."""
+"""What a person types turned into what the controller takes; wrong input is refused before anything is sent."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ subjects, headers or how a restarting controller looks from outside.
 
 from __future__ import annotations
 
-from muster.client.admin import AdminClient
 from muster.client.address import StackAddress
+from muster.client.admin import AdminClient
 from muster.client.calls import Caller
 from muster.client.connect import Stack, connect_stack
 

@@ -1,3 +1,29 @@
-"""TBD."""
+"""`muster up`: the whole stack as processes of this machine.
+
+Why its own package: it needs servers and services that a client of a stack elsewhere does not install. Import what
+is listed here; the rest is how it works.
+"""
 
 from __future__ import annotations
+
+from muster.embedded.errors import AlreadyRunning, PortTaken, StackFailed, StartFailed
+from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions, StatePaths
+from muster.embedded.process import Happened, ProcessEvent, RunningProcess
+from muster.embedded.run_record import RunRecord, running_stack
+from muster.embedded.stack import EmbeddedStack
+
+__all__ = [
+    "DEFAULT_STATE_DIR",
+    "AlreadyRunning",
+    "EmbeddedStack",
+    "Happened",
+    "PortTaken",
+    "ProcessEvent",
+    "RunRecord",
+    "RunningProcess",
+    "StackFailed",
+    "StackOptions",
+    "StartFailed",
+    "StatePaths",
+    "running_stack",
+]

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from muster.embedded import guardian, leftovers, logfiles
-from muster.embedded.errors import StartFailed
+from muster.embedded.errors import StackFailed, StartFailed
 from muster.embedded.process import (
     PROCESS_MARK,
     STACK_MARK,
@@ -187,8 +187,15 @@ class Charge:
 
     async def _await_ready(self, process: asyncio.subprocess.Process, first_deadline: float) -> None:
         loop = asyncio.get_running_loop()
-        reason: str | None = None
-        while self.spec.ready is not None and (reason := await self.spec.ready()) is not None:
+        while True:
+            try:
+                reason = await self.spec.ready() if self.spec.ready is not None else None
+            except StackFailed as error:
+                _log.error("process_cannot_get_ready", process=self.spec.name, error=str(error))
+                self._on_first_start(error)
+                return
+            if reason is None:
+                break
             if not self.was_ready.is_set() and loop.time() >= first_deadline:
                 self._on_first_start(self._start_failed(f"not ready in time: {reason}"))
                 return

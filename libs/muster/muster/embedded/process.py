@@ -18,7 +18,7 @@ PROCESS_MARK = "MUSTER_PROCESS"
 """Variable that names the process of the stack that this one descends from."""
 
 Probe = Callable[[], Awaitable[str | None]]
-"""None when ready, otherwise why not. Must end by itself within a few seconds."""
+"""None when ready, otherwise why not; raises `StackFailed` when waiting cannot help. Ends by itself in some seconds."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):

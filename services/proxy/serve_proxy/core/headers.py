@@ -92,8 +92,10 @@ class ResponseHeaders(NamedTuple):
     content_length: int | None
 
 
-def read_response_headers(headers: Sequence[tuple[str, str]]) -> ResponseHeaders:
-    """Sort out the headers of an answer. Raises ValueError for one that would break the answer apart."""
+def read_response_head(status: int, headers: Sequence[tuple[str, str]]) -> ResponseHeaders:
+    """Sort out the headers of an answer. Raises ValueError for a head that would break the answer apart."""
+    if not 200 <= status <= 599:
+        raise ValueError(f"{status} is no status of a final answer")
     forwarded: Headers = []
     content_length: int | None = None
     for name, value in headers:

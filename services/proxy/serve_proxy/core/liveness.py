@@ -1,8 +1,8 @@
 """When a replica that is not heard of counts as dead.
 
 Why not at the first "no responders": a replica whose bus connection is being renewed gives the same answer for a
-moment, and declaring it dead turns everything in flight there into errors. So silence must last, and longer just after this
-process itself was cut off, because then the replicas likely were too.
+moment, and declaring it dead turns everything in flight there into errors. So silence must last, and longer just after
+this process itself was cut off, because then the replicas likely were too.
 """
 
 from __future__ import annotations

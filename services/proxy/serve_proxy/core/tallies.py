@@ -14,6 +14,8 @@ from serve_common.values import METHODS
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the histogram of request seconds."""
 OTHER_METHOD: Final = "other"
+CLIENT_GONE: Final = 499
+"""Status in the tallies of a request whose client went away."""
 
 _METHODS: Final = frozenset(METHODS)
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 from typing import Final, final
 
+import structlog
+
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
 from serve_common.names import ReplicaTag, backend_tag_of
 from serve_proxy.shell.calls import Call
 from serve_proxy.shell.dispatch import Dispatcher
 from serve_proxy.shell.outgoing import Outgoing
 from serve_proxy.shell.routes import Routes
+
+_log = structlog.get_logger(__name__)
 
 BEAT_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
@@ -35,8 +39,12 @@ class Beat:
         """Beat for ever."""
         while True:
             await asyncio.sleep(BEAT_S)
-            if self._dispatcher.calls:
+            if not self._dispatcher.calls:
+                continue
+            try:
                 self.look(self._loop.time())
+            except Exception:  # noqa: BLE001 - the deadlines of other requests must still be met
+                _log.exception("beat_failed")
 
     def look(self, now: float) -> None:
         """Do what is due at ``now``."""

@@ -3,7 +3,7 @@
 Why callbacks and no task per request: an answer resolves the waiting handler right in the bus' read path, which is what
 keeps a request's cost near that of its two messages.
 
-A call ends in one place, `_forget`, where whatever it holds (a slot or a place in a queue, and a reply subject) is given
+A call ends in one place, `_forget`, where what it holds (a slot or a place in a queue, and a reply subject) is given
 back.
 """
 
@@ -124,7 +124,9 @@ class Dispatcher:
         todo = deque(dispatches)
         while todo:
             dispatch = todo.popleft()
-            todo.extend(self._send(self.calls[dispatch.request], router, dispatch.replica))
+            call = self.calls.get(dispatch.request)
+            if call is not None:
+                todo.extend(self._send(call, router, dispatch.replica))
 
     # -- Outcomes: what an answer does to a call --
 
@@ -284,7 +286,8 @@ class Dispatcher:
     # -- giving back --
 
     def _forget(self, call: Call, *, is_answered: bool = False) -> None:
-        del self.calls[call.key]
+        if self.calls.pop(call.key, None) is None:
+            return
         if self._parked:
             self._parked.pop(call.key, None)
         self._outgoing.drop(call)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +25,12 @@ from serve_common.settings import BusSettings
 from serve_common.values import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.adapters.ray_environment import remove_old_sessions
+from serve_replica_host.adapters.ray_options import (
+    absolute_app_dir,
+    actor_options,
+    describe_end,
+    describe_needs,
+)
 from serve_replica_host.adapters.ray_thread import RayThread
 from serve_replica_host.core.events import (
     Constructed,
@@ -164,7 +169,7 @@ class RayRuntime:
         order = StartOrder(
             goal=goal,
             bus=self._settings.replica_bus,
-            app_dir=_absolute(goal.replica_config.app_dir, self._settings.app_root),
+            app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
             metrics_dir=self._settings.metrics_dir,
         )
         try:
@@ -173,7 +178,7 @@ class RayRuntime:
                 max_restarts=0,
                 max_task_retries=0,
                 max_concurrency=CONTROL_THREADS,
-                **_actor_options(options),
+                **actor_options(options),
             ).remote()
         except (ValueError, TypeError, RayError) as error:
             self._emit(StartFailed(tag, f"Ray refused the replica: {error}"))
@@ -219,7 +224,7 @@ class RayRuntime:
     def _tell_waiting(self, tag: ReplicaTag, options: RayActorOptions) -> None:
         held = self._held.get(tag)
         if held is not None and not held.pid:
-            self._emit(Waits(tag, f"waits for Ray to place it: it needs {_needs(options)}"))
+            self._emit(Waits(tag, f"waits for Ray to place it: it needs {describe_needs(options)}"))
 
     def _forget(self, tag: ReplicaTag) -> None:
         self._held.pop(tag, None)
@@ -263,7 +268,7 @@ class RayRuntime:
         self._emit(Drained(tag))
 
     def _on_end(self, held: _Held, tag: ReplicaTag, ended: Future[Any]) -> None:
-        self._emit(ProcessEnded(tag, _how_it_ended(held.pid, ended.exception())))
+        self._emit(ProcessEnded(tag, describe_end(held.pid, ended.exception())))
         self._thread.post(self._forget, tag)
 
     # -- to the loop ----------------------------------------------------------------------------------------------
@@ -283,39 +288,3 @@ class RayRuntime:
             call(self._loop)
         except RuntimeError as error:  # the loop is closed: the host ends, and nobody listens any more
             _log.debug("event_after_the_end", error=str(error))
-
-
-def _actor_options(options: RayActorOptions) -> dict[str, Any]:
-    known: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    if options.memory:
-        known["memory"] = options.memory
-    if options.resources:
-        known["resources"] = dict(options.resources)
-    if options.runtime_env:
-        known["runtime_env"] = dict(options.runtime_env)
-    return known
-
-
-def _needs(options: RayActorOptions) -> str:
-    needed = {"CPU": options.num_cpus, "GPU": options.num_gpus, "bytes of memory": options.memory}
-    needed |= options.resources
-    return ", ".join(f"{amount:g} {name}" for name, amount in needed.items() if amount) or "nothing"
-
-
-def _absolute(app_dir: str, app_root: str) -> str:
-    return str(Path(app_root, app_dir)) if app_dir else ""
-
-
-_EXIT: Final = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)")
-
-
-def _how_it_ended(pid: int, error: BaseException | None) -> str:
-    """One line instead of Ray's page of common causes."""
-    process = f"the replica's process {pid}" if pid else "the replica's process"
-    found = _EXIT.search(str(error))
-    if found is None:
-        return f"{process} ended: {error}"
-    return (
-        f"{process} ended unasked ({found[1]}: {found[2].strip()}); "
-        "it was killed, crashed, exited, or the machine ran out of memory"
-    )

@@ -142,7 +142,7 @@ def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
 
 
 def _reconfigured(held: HeldReplica, version: int, error: str | None) -> HeldReplica:
-    held = msgspec.structs.replace(held, is_reconfiguring=False)
+    held = msgspec.structs.replace(held, is_reconfiguring=False, reconfigure_by=None)
     if error is not None:
         return msgspec.structs.replace(held, config_error_version=version, error=trim_error(error))
     return msgspec.structs.replace(

@@ -127,7 +127,7 @@ def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplic
         reason = f" ({held.error})" if held.error else ""
         held = fail(held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}")
     if held.status in _SERVING:
-        held = _configure(held, actions)
+        held = _configure(held, now, actions)
         held = _check(held, now, actions)
     if held.status is ReplicaStatus.DRAINING and held.drain_by is not None:
         if not held.is_drained and now < held.drain_by:
@@ -143,11 +143,26 @@ def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplic
     return held
 
 
-def _configure(held: HeldReplica, actions: list[Action]) -> HeldReplica:
-    if held.is_reconfiguring or held.goal.config_version <= held.asked_config_version:
+def _configure(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if held.is_reconfiguring:
+        if held.reconfigure_by is None or now < held.reconfigure_by:
+            return held
+        # It is told, and the replica serves on. A second call would only queue up behind the first.
+        return msgspec.structs.replace(
+            held,
+            reconfigure_by=None,
+            config_error_version=held.asked_config_version,
+            error=f"reconfigure took longer than {held.goal.start_timeout_s:g} s",
+        )
+    if held.goal.config_version <= held.asked_config_version:
         return held
     actions.append(ReconfigureReplica(held.goal))
-    return msgspec.structs.replace(held, is_reconfiguring=True, asked_config_version=held.goal.config_version)
+    return msgspec.structs.replace(
+        held,
+        is_reconfiguring=True,
+        reconfigure_by=now + held.goal.start_timeout_s,
+        asked_config_version=held.goal.config_version,
+    )
 
 
 def _check(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
@@ -169,7 +184,7 @@ def _deadline(held: HeldReplica) -> float | None:
         case ReplicaStatus.STARTING:
             return held.start_by
         case ReplicaStatus.RUNNING | ReplicaStatus.UNHEALTHY:
-            return held.check_at
+            return min((at for at in (held.check_at, held.reconfigure_by) if at is not None), default=None)
         case ReplicaStatus.DRAINING:
             return None if held.is_kill_asked else held.drain_by
         case ReplicaStatus.FAILED | ReplicaStatus.DEAD:

@@ -36,6 +36,8 @@ class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
     asked_config_version: int = 0
     """Under way, or applied, or refused by the user's code."""
     is_reconfiguring: bool = False
+    reconfigure_by: float | None = None
+    """When a reconfigure that is under way counts as stuck."""
     config_error_version: int = 0
     error: str = ""
     pid: int = 0

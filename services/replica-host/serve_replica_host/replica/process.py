@@ -6,7 +6,6 @@ Why a class apart from the Ray actor: nothing here knows of Ray, so tests and to
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -15,7 +14,7 @@ import structlog
 
 from serve_common.bus.connection import BusConnection, Subscription
 from serve_common.bus.options import BusOptions
-from serve_common.errors import BusUnavailable
+from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
@@ -35,7 +34,9 @@ _log = structlog.get_logger(__name__)
 SWEEP_S: Final = 0.05
 """How late a deadline may be noticed."""
 METRICS_S: Final = 0.5
+_CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
+_RETRY_S: Final = 0.1
 _STOP_TIMEOUT_S: Final = 1.0
 
 
@@ -66,7 +67,10 @@ class ReplicaProcess:
             self._code = self._user.submit(UserCode.construct(goal, self._order.app_dir)).result()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             return user_traceback(error)
-        self._bus.submit(self._serve(self._code)).result()
+        try:
+            self._bus.submit(self._serve(self._code)).result()
+        except PermanentError as error:
+            return f"the replica cannot use NATS: {error}"
         return None
 
     def reconfigure(self, goal: ReplicaGoal) -> str | None:
@@ -128,11 +132,9 @@ class ReplicaProcess:
         )
         to_bus: Mailbox[ToBus] = Mailbox(loop, bus_side.take_outcome)
         user_side = UserSide(code, to_bus.put)
-        await _connect(connection)
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
         self._subscription = connection.subscribe(subject, bus_side.take_frame)
-        # The host reports RUNNING next, and routers then send: the server must know the subscription by then.
-        await connection.flush(_FLUSH_TIMEOUT_S)
+        await _connect(connection)
         self._connection, self._bus_side, self._user_side = connection, bus_side, user_side
         self._tasks = TaskOwner("replica")
         self._tasks.start(self._sweep(bus_side), "sweep")
@@ -164,10 +166,21 @@ class ReplicaProcess:
 
 
 async def _connect(connection: BusConnection) -> None:
-    """Until it is there; a refusal of the credentials is raised at once."""
+    """Until the server knows the subscriptions: the host then reports RUNNING, and routers send at once.
+
+    Raises BusAuthorizationFailed.
+    """
+    is_first = True
     while True:
-        with contextlib.suppress(BusUnavailable):
-            await connection.connect(timeout_s=60)
+        try:
+            if is_first:
+                await connection.connect(timeout_s=_CONNECT_TIMEOUT_S)
+                is_first = False
+            await connection.flush(_FLUSH_TIMEOUT_S)
+        except BusUnavailable as error:
+            _log.warning("bus_away", error=str(error))
+            await asyncio.sleep(_RETRY_S)
+        else:
             return
 
 

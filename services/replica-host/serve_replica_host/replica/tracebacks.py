@@ -17,13 +17,8 @@ from serve_common.wires.host import ERROR_LENGTH_MAX
 ERROR_LINE_LENGTH_MAX: Final = 1_000
 
 _OURS: Final = str(Path(__file__).parent.parent)
-_MACHINERY: Final = tuple(
-    str(Path(module.__file__ or "").parent) for module in (asyncio, concurrent.futures, importlib)
-)
-
-
-def _is_machinery(filename: str) -> bool:
-    return filename.startswith((_OURS, "<frozen ", *_MACHINERY))
+_IMPORT: Final = ("<frozen ", str(Path(importlib.__file__).parent))
+_LOOPS: Final = tuple(str(Path(module.__file__ or "").parent) for module in (asyncio, concurrent.futures))
 
 
 def error_line(error: BaseException) -> str:
@@ -43,9 +38,10 @@ def user_traceback(error: BaseException) -> str:
 
 def _trim(told: traceback.TracebackException, depth: int) -> None:
     frames = list(told.stack)
-    first = next((at for at, frame in enumerate(frames) if not _is_machinery(frame.filename)), len(frames))
-    # Only above the user's code: a frame of asyncio below it says where the user's code waits.
-    kept = [frame for frame in frames[first:] if not frame.filename.startswith((_OURS, "<frozen "))]
+    above = (_OURS, *_IMPORT, *_LOOPS)
+    first = next((at for at, frame in enumerate(frames) if not frame.filename.startswith(above)), len(frames))
+    # A frame of asyncio below the user's code says where that code waits; importing says nothing anywhere.
+    kept = [frame for frame in frames[first:] if not frame.filename.startswith((_OURS, *_IMPORT))]
     told.stack = traceback.StackSummary.from_list(kept)
     for chained in (told.__cause__, told.__context__):
         if chained is not None and depth < 20:

@@ -20,7 +20,7 @@ from muster.client.address import StackAddress
 from muster.client.ports import Answer, NoAnswer, NobodyListens
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
 
-_CONNECT_S: Final = 2.0
+_CONNECT_S: Final = 2
 _PAUSE_S: Final = 0.25
 _INBOX_PREFIX: Final = b"_INBOX_admin"
 """The one that the roles of deploy/nats/nats.conf may answer to and nobody else may read."""
@@ -124,7 +124,7 @@ class NatsRequests:
                     allow_reconnect=False,
                     # With 0 or less the library would try for ever and never say so.
                     max_reconnect_attempts=1,
-                    reconnect_time_wait=0.05,
+                    reconnect_time_wait=0,
                     ping_interval=5,
                     max_outstanding_pings=2,
                     error_cb=self._hear_error,

@@ -1,0 +1,60 @@
+"""The embedded nats-server: the real one, with the very configuration that compose uses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.embedded.errors import StackFailed
+from muster.embedded.options import StackOptions, StatePaths
+from muster.embedded.probes import http_probe
+from muster.embedded.process import ProcessSpec
+from muster.secrets import NATS_INCLUDE, Secrets
+
+NATS = "nats"
+
+
+def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> None:
+    """Put the configuration and its passwords side by side. Raises `StackFailed`."""
+    source = options.deploy_dir / "nats" / "nats.conf"
+    try:
+        paths.nats.mkdir(mode=0o700, exist_ok=True)
+        shutil.copyfile(source, paths.nats / "nats.conf")
+        passwords = paths.nats / "passwords.conf"
+        passwords.touch(mode=0o600)
+        shutil.copyfile(secrets.path(NATS_INCLUDE), passwords)
+    except OSError as error:
+        raise StackFailed(
+            f"{source} cannot be used ({error.strerror}): `muster up` needs the project's source tree"
+        ) from error
+
+
+def nats_spec(paths: StatePaths, ports: Mapping[str, int], environment: Mapping[str, str]) -> ProcessSpec:
+    """How nats-server runs. Raises `StackFailed` when it is not installed."""
+    return ProcessSpec(
+        name=NATS,
+        argv=[
+            _binary(),
+            *("-c", str(paths.nats / "nats.conf")),
+            *("--addr", "127.0.0.1", "--port", str(ports["nats"]), "--http_port", str(ports["nats_monitor"])),
+            *("--store_dir", str(paths.nats / "jetstream")),
+        ],
+        env=environment,
+        cwd=paths.nats,
+        log_path=paths.log(NATS),
+        ready=http_probe(ports["nats_monitor"], "/healthz"),
+        ready_timeout_s=30.0,
+        stop_signal=signal.SIGTERM,
+        stop_timeout_s=1.5,
+    )
+
+
+def _binary() -> str:
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(beside) if beside.is_file() else shutil.which("nats-server")
+    if found is None:
+        raise StackFailed("nats-server is not installed; install muster[embedded]")
+    return found

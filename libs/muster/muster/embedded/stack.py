@@ -1,0 +1,199 @@
+"""The whole stack on one machine: real servers and services, all state in one directory.
+
+Why a class and not a script: the command line shows it, tests run it with other commands, and both end it whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Final, Self
+
+import msgspec
+import structlog
+
+from muster.embedded import leftovers
+from muster.embedded.errors import StackFailed
+from muster.embedded.nats_server import nats_spec, prepare_nats
+from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions, StatePaths
+from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
+from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
+from muster.embedded.run_record import RunRecord, lock_state, read_record, stack_id_of, write_record
+from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
+from muster.embedded.supervisor import Supervisor
+from muster.embedded.tcp_ports import choose_ports
+from muster.secrets import generate
+
+_log = structlog.get_logger()
+
+RAY_DIR_LENGTH_MAX: Final = 40
+"""Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
+
+OnNotice = Callable[[str], None]
+Substitute = Callable[[ProcessSpec], ProcessSpec]
+
+
+class EmbeddedStack:
+    """Runs from `start` to `stop`. Use it as ``async with`` so that nothing stays behind however the block ends."""
+
+    def __init__(
+        self,
+        state_dir: Path = DEFAULT_STATE_DIR,
+        options: StackOptions | None = None,
+        *,
+        on_event: OnEvent = lambda _event: None,
+        on_notice: OnNotice = lambda _text: None,
+        substitute: Substitute = lambda spec: spec,
+    ) -> None:
+        """``on_event`` hears what happens to processes, ``on_notice`` gets sentences for the user.
+
+        Both are called in the loop's thread. ``substitute`` may replace how a process runs; for tests.
+        """
+        self._paths = StatePaths(state_dir.resolve())
+        self._options = options or StackOptions()
+        self._on_event = on_event
+        self._on_notice = on_notice
+        self._substitute = substitute
+        self._lock: IO[str] | None = None
+        self._supervisor: Supervisor | None = None
+        self._record: RunRecord | None = None
+        self._ray_dir: Path | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def record(self) -> RunRecord:
+        """What runs where; after `start`."""
+        assert self._record is not None, "the stack has not been started"
+        processes = self._supervisor.processes if self._supervisor is not None else []
+        return msgspec.structs.replace(self._record, processes=processes)
+
+    async def start(self) -> None:
+        """Return when everything is ready.
+
+        Raises `StackFailed` (`AlreadyRunning`, `PortTaken`, `StartFailed`) or `SecretUnusable`, with a message for the
+        user; then, and when cancelled, nothing is left running.
+        """
+        self._lock = await asyncio.to_thread(lock_state, self._paths)
+        try:
+            specs = await self._prepared()
+            self._supervisor = Supervisor(self.record.stack_id, specs, self._hear)
+            self._write_record()
+            await self._supervisor.start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop everything within 10 s and leave no process behind. Safe to call again."""
+        if self._supervisor is not None:
+            await self._supervisor.stop()
+        if self._lock is None:
+            return
+        if self._record is not None:
+            write_record(self._paths, msgspec.structs.replace(self.record, pid=0, processes=[]))
+        if self._ray_dir is not None and self._ray_dir != self._paths.ray:
+            await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
+        self._lock.close()
+        self._lock = None
+
+    async def _prepared(self) -> Sequence[ProcessSpec]:
+        notices: list[str] = []
+        preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare, notices)
+        try:
+            return await asyncio.shield(preparing)
+        except asyncio.CancelledError:
+            # A thread cannot be cancelled, and the lock must be held as long as it works.
+            await asyncio.wait({preparing})
+            if (failure := preparing.exception()) is not None:
+                _log.warning("start_failed_while_cancelled", error=str(failure))
+            raise
+        finally:
+            for notice in notices:
+                self._on_notice(notice)
+
+    def _prepare(self, notices: list[str]) -> Sequence[ProcessSpec]:
+        """Everything that must be there before the first process starts. Blocks."""
+        paths, options = self._paths, self._options
+        if options.app_root is not None and not options.app_root.is_dir():
+            raise StackFailed(f"{options.app_root} is not a directory")
+        for directory in (paths.logs, paths.metrics):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        stack_id = stack_id_of(paths)
+        left = leftovers.kill_marked(stack_id)
+        if left:
+            notices.append(f"killed {left} processes that an earlier run had left behind")
+        last = read_record(paths)
+        chosen = choose_ports(options, last.ports if last is not None else {})
+        notices.extend(chosen.notices)
+        secrets = generate(paths.secrets)
+        prepare_nats(paths, options, secrets)
+        ports = chosen.by_use
+        self._ray_dir = _ray_directory(paths, stack_id)
+        self._record = self._new_record(stack_id, ports)
+        postgres = EmbeddedPostgres(paths, options, secrets, ports["postgres"])
+        postgres.prepare()
+        services = ServiceSpecs(paths, options, secrets, ports, self._ray_dir)
+        environment = {
+            name: value for name, value in os.environ.items() if name not in (STACK_MARK, PROCESS_MARK)
+        }
+        specs = [nats_spec(paths, ports, environment), postgres.spec(environment), *services.all(environment)]
+        return [self._substitute(spec) for spec in specs]
+
+    def _new_record(self, stack_id: str, ports: dict[str, int]) -> RunRecord:
+        ops = {CONTROLLER: "controller_ops", PROXY: "proxy_ops", HOST: "host_ops"}
+        return RunRecord(
+            stack_id=stack_id,
+            state_dir=str(self._paths.root),
+            pid=os.getpid(),
+            nats_url=f"nats://127.0.0.1:{ports['nats']}",
+            nats_monitor_url=f"http://127.0.0.1:{ports['nats_monitor']}",
+            http_url=f"http://{_reachable(self._options.http_host)}:{ports['http']}",
+            postgres_dsn=postgres_dsn(ports["postgres"]),
+            secrets=str(self._paths.secrets),
+            ports=ports,
+            ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items()},
+        )
+
+    def _hear(self, event: ProcessEvent) -> None:
+        self._write_record()
+        self._on_event(event)
+
+    def _write_record(self) -> None:
+        try:
+            write_record(self._paths, self.record)
+        except OSError as error:  # a full disk must not end a stack that serves
+            _log.warning("run_file_not_written", path=str(self._paths.run_file), error=str(error))
+
+
+def _reachable(host: str) -> str:
+    """An address at which a server that listens on ``host`` is reached from this machine."""
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - compared, not listened on
+    return loopback.get(host) or (f"[{host}]" if ":" in host else host)
+
+
+def _ray_directory(paths: StatePaths, stack_id: str) -> Path:
+    """Below the state if that is short enough, else a private temporary directory of this stack."""
+    if len(os.fsencode(paths.ray)) <= RAY_DIR_LENGTH_MAX:
+        paths.ray.mkdir(mode=0o700, exist_ok=True)
+        return paths.ray
+    for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - made private and checked below
+        directory = base / f"muster-{stack_id}"
+        if len(os.fsencode(directory)) > RAY_DIR_LENGTH_MAX:
+            continue
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise StackFailed(f"{directory} is not a private directory of this user; remove it")
+        return directory
+    raise StackFailed(f"no directory is short enough for Ray's sockets; {paths.ray} is too long")

@@ -1,0 +1,75 @@
+"""`python -m serve_proxy`: one proxy process, from its environment to its last request."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import structlog
+import uvloop
+
+from serve_common.adapters.logs import configure_logs
+from serve_common.errors import BadField
+from serve_common.settings import Environment
+from serve_common.tasks import TaskOwner
+from serve_proxy.settings import ProxySettings, read_settings
+from serve_proxy.wiring import Proxy
+
+_log = structlog.get_logger(__name__)
+
+
+async def _run(settings: ProxySettings) -> int:
+    """Run until a signal or a failure; the exit code."""
+    should_drain, should_end = asyncio.Event(), asyncio.Event()
+    has_failed = False
+
+    def on_failure() -> None:
+        nonlocal has_failed
+        has_failed = True
+        should_drain.set()
+        should_end.set()
+
+    def on_signal() -> None:
+        (should_end if should_drain.is_set() else should_drain).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    proxy = Proxy(settings, on_failure=on_failure)
+    tasks = TaskOwner("main", on_failure=lambda _name, _error: on_failure())
+
+    async def drain() -> None:
+        await proxy.drain()
+        should_end.set()
+
+    try:
+        await proxy.start()
+        await should_drain.wait()
+        if not should_end.is_set():
+            tasks.start(drain(), name="drain")
+        await should_end.wait()
+    finally:
+        await tasks.close(timeout_s=1.0)
+        await proxy.close()
+    return 1 if has_failed else 0
+
+
+def main() -> int:
+    """Read the settings and run; the exit code."""
+    try:
+        settings = read_settings(Environment())
+    except BadField as error:
+        configure_logs("proxy")
+        _log.critical("bad_setting", field=error.field, reason=error.reason)
+        return 2
+    configure_logs("proxy", proxy_id=settings.proxy_id)
+    try:
+        return uvloop.run(_run(settings))
+    except OSError as error:
+        _log.critical("cannot_listen", reason=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What the proxy is told by its environment."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.names import ProxyId
+from serve_common.settings import (
+    BusSettings,
+    Environment,
+    OperationsSettings,
+    read_bus_settings,
+    read_operations_settings,
+)
+from serve_common.values import HttpOptions
+
+
+class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings of one proxy process."""
+
+    proxy_id: ProxyId
+    bus: BusSettings
+    operations: OperationsSettings
+    http_host: str
+    http_port: int
+    """0 lets the system choose."""
+    http: HttpOptions
+    drain_timeout_s: float
+    """How long requests in flight may take to finish once the process was told to stop."""
+    bus_wait_s: float
+    """How long a request waits for NATS to come back before it is answered 503."""
+
+
+def read_settings(environment: Environment) -> ProxySettings:
+    """Read them; raises `BadField` naming the variable."""
+    defaults = HttpOptions()
+    return ProxySettings(
+        proxy_id=ProxyId(environment.identity("SERVE_PROXY_ID")),
+        bus=read_bus_settings(environment, "proxy"),
+        operations=read_operations_settings(environment, 9102),
+        http_host=environment.text("SERVE_HTTP_HOST", "127.0.0.1"),
+        http_port=environment.integer("SERVE_HTTP_PORT", 8000, 0, 65_535),
+        http=HttpOptions(
+            request_timeout_s=environment.seconds(
+                "SERVE_REQUEST_TIMEOUT_S", defaults.request_timeout_s, 0.1, 86_400
+            ),
+            body_bytes_max=environment.integer(
+                "SERVE_BODY_BYTES_MAX", defaults.body_bytes_max, 0, 256 * 1024 * 1024
+            ),
+        ),
+        drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
+        bus_wait_s=environment.seconds("SERVE_BUS_WAIT_S", 5.0, 0, 60),
+    )

@@ -1,0 +1,83 @@
+"""Telling the controller what this proxy has applied, every second and at once on change.
+
+Why at once: a goal that changes routing succeeds only when every live proxy has reported its snapshot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+
+from serve_common.errors import BusUnavailable
+from serve_common.names import ProxyId
+from serve_common.wires.proxy import ProxyReport
+from serve_proxy.ports import ControlPlane
+
+_log = structlog.get_logger(__name__)
+
+REPORT_EVERY_S: Final = 1.0
+_COALESCE_S: Final = 0.01
+"""Changes that come together are reported together."""
+
+
+@final
+class Reports:
+    """Sends this proxy's reports for as long as it runs."""
+
+    def __init__(
+        self,
+        control_plane: ControlPlane,
+        proxy_id: ProxyId,
+        *,
+        started_at: float,
+        applied_snapshot_id: Callable[[], int],
+    ) -> None:
+        """``started_at`` is when this life of the process began, in seconds since 1970."""
+        self.address = ""
+        """Where the proxy listens; set once it does."""
+        self._control_plane = control_plane
+        self._proxy_id = proxy_id
+        self._started_at = started_at
+        self._applied_snapshot_id = applied_snapshot_id
+        self._sequence = 0
+        self._is_leaving = False
+        self._wake = asyncio.Event()
+
+    def wake(self) -> None:
+        """Report at once: something changed, or a new controller wants to know."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """From now on say that this proxy takes no new requests."""
+        self._is_leaving = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Report for ever."""
+        while True:
+            await self.send()
+            with contextlib.suppress(TimeoutError):  # a second has passed
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._wake.wait()
+                    await asyncio.sleep(_COALESCE_S)
+
+    async def send(self) -> None:
+        """Send one report; one that cannot be sent is made up for by the next."""
+        self._wake.clear()
+        self._sequence += 1
+        report = ProxyReport(
+            proxy_id=self._proxy_id,
+            sequence=self._sequence,
+            started_at=self._started_at,
+            applied_snapshot_id=self._applied_snapshot_id(),
+            address=self.address,
+            leaving=self._is_leaving,
+        )
+        try:
+            await self._control_plane.send_report(report)
+        except BusUnavailable as error:
+            _log.debug("report_not_sent", reason=str(error))

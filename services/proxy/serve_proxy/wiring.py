@@ -1,0 +1,173 @@
+"""Joins the parts of a proxy process, starts them in order, and stops them without losing a request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from serve_common.adapters.operations import OperationsServer
+from serve_common.adapters.system_clock import SystemClock
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.options import BusOptions
+from serve_common.bus.requests import Inbox
+from serve_common.errors import BusUnavailable
+from serve_common.subjects import Subjects
+from serve_common.tasks import TaskOwner
+from serve_proxy.adapters.control_plane import NatsControlPlane
+from serve_proxy.adapters.http_server import HttpServer
+from serve_proxy.adapters.metrics import register_metrics
+from serve_proxy.settings import ProxySettings
+from serve_proxy.shell.beat import Beat
+from serve_proxy.shell.dispatch import Dispatcher
+from serve_proxy.shell.gateway import Gateway
+from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.outgoing import Outgoing
+from serve_proxy.shell.reports import Reports
+from serve_proxy.shell.routes import Routes
+
+_log = structlog.get_logger(__name__)
+
+_CONNECT_ROUND_S: Final = 10.0
+_LINGER_S: Final = 1.0
+"""How long a kept-alive connection may be quiet in a drain before it is closed: its client may be about to send, and
+is told by the next answer to connect elsewhere."""
+_CLOSE_TIMEOUT_S: Final = 2.0
+
+
+@final
+class Proxy:
+    """One proxy process' parts."""
+
+    def __init__(self, settings: ProxySettings, *, on_failure: Callable[[], None]) -> None:
+        """Makes everything and starts nothing; to be called on a running loop.
+
+        ``on_failure`` is called when the process cannot go on and should be started anew.
+        """
+        self._settings = settings
+        chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        subjects = Subjects(settings.bus.subject_prefix)
+        self._bus = BusConnection(_bus_options(settings), chance)
+        inbox = Inbox(self._bus, f"{settings.proxy_id}-{uuid.uuid4().hex[:12]}")
+        routes = Routes(chance.random)
+        outgoing = Outgoing(self._bus, inbox, subjects)
+        self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
+        self._beat = Beat(self._dispatcher, routes, outgoing)
+        self._ingress = Ingress(
+            routes,
+            self._dispatcher,
+            self._bus,
+            on_applied=self._applied,
+            bus_wait_s=settings.bus_wait_s,
+        )
+        self._control_plane = NatsControlPlane(
+            settings.bus,
+            name=f"proxy {settings.proxy_id}",
+            listener=self._ingress,
+            on_leader=lambda: self._reports.wake(),  # noqa: PLW0108 - the two know each other
+            on_closed=on_failure,
+        )
+        self._reports = Reports(
+            self._control_plane,
+            settings.proxy_id,
+            started_at=SystemClock().now(),
+            applied_snapshot_id=lambda: routes.applied_snapshot_id,
+        )
+
+        def new_request_id() -> str:
+            return f"{chance.getrandbits(128):032x}"
+
+        self._gateway = Gateway(
+            self._ingress,
+            self._bus,
+            subjects,
+            request_timeout_s=settings.http.request_timeout_s,
+            new_request_id=new_request_id,
+        )
+        self.http = HttpServer(self._ingress, settings.http, new_request_id=new_request_id)
+        registry = CollectorRegistry()
+        register_metrics(registry, routes, lambda: self._bus.reconnects + self._control_plane.reconnects)
+        self.operations = OperationsServer(
+            settings.operations, registry, why_not_ready=self._ingress.why_not_ready
+        )
+        self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
+        self._bus.on_connected.append(self._dispatcher.bus_is_back)
+
+    async def start(self) -> str:
+        """Listen, and connect in the background. Returns the address; raises OSError when a port is taken."""
+        await self.operations.start()
+        address = await self.http.start(self._settings.http_host, self._settings.http_port)
+        self._reports.address = address
+        self._tasks.start(self._connect_bus(), name="connect_bus")
+        self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
+        self._tasks.start(self._reports.run(), name="reports")
+        self._tasks.start(self._beat.run(), name="beat")
+        _log.info("proxy_listening", address=address, operations_port=self.operations.port)
+        return address
+
+    async def drain(self) -> None:
+        """Take nothing new, and wait until what is in flight has ended or `drain_timeout_s` is over."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._settings.drain_timeout_s
+        self._ingress.is_draining = True
+        self.http.stop_listening()
+        self._reports.leave()
+        _log.info("proxy_drains", in_flight=self._in_flight, connections=self.http.connections)
+        await self._gateway.leave(_CLOSE_TIMEOUT_S)
+        quiet_since = loop.time()
+        while loop.time() < give_up_at:
+            now = loop.time()
+            if self._in_flight:
+                quiet_since = now
+            elif not self.http.connections or now - quiet_since >= _LINGER_S:
+                return
+            await asyncio.sleep(0.02)
+        _log.warning("drain_timed_out", in_flight=self._in_flight)
+
+    async def close(self) -> None:
+        """End everything at once; requests that are still in flight get an error."""
+        self._ingress.is_draining = True
+        self._dispatcher.close()
+        await self.http.close(_CLOSE_TIMEOUT_S)
+        await self._gateway.close(_CLOSE_TIMEOUT_S)
+        self._reports.leave()
+        await self._reports.send()
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        await self._control_plane.close()
+        await self._bus.close()
+        await self.operations.close()
+
+    @property
+    def _in_flight(self) -> int:
+        return self.http.in_flight + self._gateway.in_flight
+
+    def _applied(self) -> None:
+        self._reports.wake()
+        if self._ingress.routes.is_filled and not self._ingress.is_draining:
+            self._gateway.start()
+
+    async def _connect_bus(self) -> None:
+        while True:
+            try:
+                await self._bus.connect(_CONNECT_ROUND_S)
+            except BusUnavailable as error:
+                _log.warning("bus_unavailable", reason=str(error))
+            else:
+                return
+
+
+def _bus_options(settings: ProxySettings) -> BusOptions:
+    bus = settings.bus
+    return BusOptions(
+        servers=bus.servers,
+        user=bus.user or None,
+        password=bus.password or None,
+        name=f"proxy {settings.proxy_id} data",
+        inbox_prefix=bus.inbox_prefix,
+        tls_ca_file=bus.tls_ca_file,
+    )

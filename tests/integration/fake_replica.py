@@ -1,0 +1,165 @@
+"""A replica for the proxy's tests: speaks frames on its subject and does what the path of a request says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.errors import NotConnected
+from serve_common.bus.options import BusOptions
+from serve_common.names import ReplicaTag
+from serve_common.subjects import Subjects
+from serve_common.wires.frames import (
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    ErrorHead,
+    Head,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+
+
+@dataclass
+class Held:
+    """A request that the replica has and has not answered to its end."""
+
+    reply: bytes
+    head: RequestHead
+    body: bytearray = field(default_factory=bytearray)
+    to_send: list[bytes] = field(default_factory=list)
+    sequence: int = 1
+    credit: int = WINDOW_FRAMES - 1
+
+
+class FakeReplica:
+    """By default echoes the body; ``/hold…`` waits for `release`, ``/big?n`` streams n bytes, ``/raise`` fails."""
+
+    def __init__(self, url: str, tag: str, *, limit: int = 100) -> None:
+        self.tag = ReplicaTag(tag)
+        self.limit = limit
+        self.is_draining = False
+        self.held: dict[bytes, Held] = {}
+        self.seen: list[RequestHead] = []
+        self.cancelled: list[str] = []
+        self.probes = 0
+        self.frames_ahead_max = 0
+        self.bodies: list[bytes] = []
+        self.on_change: Callable[[], None] = lambda: None
+        self._changed = asyncio.Condition()
+        self._bus = BusConnection(
+            BusOptions([url], name=tag, reconnect_wait_min_s=0.01, reconnect_wait_max_s=0.05),
+            random.Random(1),
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> FakeReplica:
+        await self._bus.connect(5)
+        self._bus.subscribe(Subjects().replica(self.tag), self._take)
+        await self._bus.flush(5)
+        return self
+
+    async def close(self) -> None:
+        await self._bus.close()
+
+    async def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at after each frame."""
+        event = asyncio.Event()
+        self.on_change = lambda: event.set() if condition() else None
+        self.on_change()
+        await asyncio.wait_for(event.wait(), 10)
+
+    def release(self, body: bytes = b"released") -> None:
+        """Answer everything that is held."""
+        for held in list(self.held.values()):
+            self._finish(held, body)
+
+    def forget(self) -> None:
+        """As a restarted process would: what was held is unknown from now on."""
+        self.held.clear()
+
+    def send(self, held: Held, head: Head, body: bytes = b"") -> None:
+        with contextlib.suppress(NotConnected):  # as a real one: the router will probe
+            self._bus.publish(held.reply, encode_frame(head, body))
+
+    def _take(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        head, body = decode_frame(payload)
+        held = self.held.get(reply)
+        match head:
+            case RequestHead():
+                self._begin(Held(reply, head), bytes(body))
+            case BodyHead() if held is not None:
+                self._receive(held, bytes(body))
+            case CreditHead(frames) if held is not None:
+                held.credit += frames
+                self._pump(held)
+            case CancelHead() if held is not None:
+                self.cancelled.append(held.head.path)
+                del self.held[reply]
+            case ProbeHead():
+                self.probes += 1
+                if held is None:
+                    self._bus.publish(reply, encode_frame(RefusedHead("unknown", len(self.held))))
+        self.on_change()
+
+    def _begin(self, held: Held, body: bytes) -> None:
+        if self.is_draining or len(self.held) >= self.limit:
+            self.send(held, RefusedHead("draining" if self.is_draining else "busy", len(self.held)))
+            return
+        self.held[held.reply] = held
+        self.seen.append(held.head)
+        self._receive(held, body)
+
+    def _receive(self, held: Held, body: bytes) -> None:
+        held.body += body
+        if len(held.body) < held.head.body_bytes:
+            self.send(held, CreditHead(1))
+        else:
+            self.bodies.append(bytes(held.body))
+            self._work(held)
+
+    def _work(self, held: Held) -> None:
+        path = held.head.path.removeprefix(held.head.route)
+        if path.startswith("/hold"):
+            return
+        if path.startswith("/raise"):
+            self.send(held, ErrorHead("user_code_raised", 500, "ValueError: no", 0))
+            self.held.pop(held.reply, None)
+        elif path.startswith("/big"):
+            whole = bytes(int(held.head.query))
+            step = FRAME_BODY_BYTES_MAX
+            held.to_send = [whole[at : at + step] for at in range(0, len(whole), step)]
+            headers = [("content-length", str(len(whole)))] if path.startswith("/big-sized") else []
+            self.send(held, ResponseHead(200, headers, False, 0), held.to_send.pop(0))
+            self._pump(held)
+        elif path.startswith("/break"):
+            self.send(held, ResponseHead(200, [], False, 0), b"first")
+            self.send(held, ErrorHead("user_code_raised", 500, "broke off", 0))
+            self.held.pop(held.reply, None)
+        else:
+            self._finish(held, bytes(held.body))
+
+    def _finish(self, held: Held, body: bytes) -> None:
+        status = int(held.head.query) if held.head.query.isdigit() else 200
+        headers = [("content-type", "text/plain"), ("x-replica", self.tag)]
+        self.held.pop(held.reply, None)
+        self.send(held, ResponseHead(status, headers, True, len(self.held)), body)
+
+    def _pump(self, held: Held) -> None:
+        while held.to_send and held.credit > 0:
+            held.credit -= 1
+            piece = held.to_send.pop(0)
+            self.send(held, BodyHead(held.sequence, not held.to_send), piece)
+            held.sequence += 1
+        if not held.to_send and held.head.path.endswith(("/big", "/big-sized")):
+            self.held.pop(held.reply, None)

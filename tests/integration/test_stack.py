@@ -1,0 +1,376 @@
+"""The embedded stack as a user has it: `muster up`, the example under load, and the death of every process in turn.
+
+One stack for the module (it takes seconds to start); each test leaves it whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
+START_LIMIT_S = 90.0
+HEAL_LIMIT_S = 15.0
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+class Stack:
+    """A running `muster up` and what a user can do with it."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SERVE_", "MUSTER_"))}
+        self.environment["MUSTER_STATE_DIR"] = str(state_dir)
+        self.output = (state_dir.parent / "up.log").open("ab")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        ports = [] if (self.state_dir / "run.json").exists() else ["--http-port", "0", "--nats-port", "0"]
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "muster.cli.main",
+                "up",
+                "--state-dir",
+                str(self.state_dir),
+                "--num-cpus",
+                "4",
+                *ports,
+            ],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=self.output,
+            stderr=self.output,
+        )
+        end = time.monotonic() + START_LIMIT_S
+        while not (self.is_ready() or self.process.poll() is not None):
+            assert time.monotonic() < end, self.said()
+            time.sleep(0.1)
+        assert self.process.poll() is None, self.said()
+
+    def is_ready(self) -> bool:
+        try:
+            record = self.record()
+        except (OSError, ValueError):
+            return False
+        names = {p["name"]: p for p in record["processes"]}
+        return record["pid"] != 0 and len(names) == 5 and all(p.get("is_ready", True) for p in names.values())
+
+    def said(self) -> str:
+        return (self.state_dir.parent / "up.log").read_text()[-4000:]
+
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.state_dir / "run.json").read_text())
+
+    def stop(self) -> float:
+        """Ctrl-C; returns how long it took."""
+        assert self.process is not None
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(timeout=20) == 0, self.said()
+        self.process = None
+        return time.monotonic() - begun
+
+    def pid(self, name: str) -> int:
+        return next(p["pid"] for p in self.record()["processes"] if p["name"] == name)
+
+    def muster(self, *arguments: str, exit_code: int | None = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "muster.cli.main", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        if exit_code is not None:
+            assert done.returncode == exit_code, (
+                f"{done.returncode}\n{done.stdout}\n{done.stderr}\n{self.said()}"
+            )
+        return done.stdout + done.stderr
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.muster("status", "--json"))
+
+    def deploy(self, *more: str, version: str = "v1", exit_code: int = 0) -> str:
+        return self.muster(
+            *(
+                "deploy",
+                "digits:Digits",
+                "--app-dir",
+                "examples/digits",
+                "--name",
+                "digits",
+                "--route-prefix",
+                "/digits",
+            ),
+            *("--num-replicas", "2", "--num-cpus", "0.5", "--version", version),
+            *more,
+            exit_code=exit_code,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"{self.record()['http_url']}/digits"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("s") / "state")
+    stack.start()
+    try:
+        stack.deploy()
+        yield stack
+    finally:
+        if stack.process is not None:
+            stack.stop()
+        stack.output.close()
+
+
+async def classify(session: aiohttp.ClientSession, url: str) -> str:
+    """'ok', or what went wrong."""
+    try:
+        async with session.post(
+            url, data=SAMPLE, headers={"Content-Type": "image/png", "Idempotency-Key": os.urandom(8).hex()}
+        ) as response:
+            body = await response.json()
+            return "ok" if response.status == 200 and body["digit"] == 7 else f"{response.status} {body}"
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        return repr(error)
+
+
+class Load:
+    """Requests that never pause, and how each ended."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ends: list[str] = []
+
+    @property
+    def failures(self) -> list[str]:
+        return [end for end in self.ends if end != "ok"]
+
+    async def run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=30)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            while True:
+                self.ends.append(await classify(session, self.url))
+
+
+@asynccontextmanager
+async def under_load(stack: Stack, workers: int = 4) -> AsyncIterator[Load]:
+    load = Load(stack.url)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(load.run()) for _ in range(workers)]
+        try:
+            yield load
+        finally:
+            for task in running:
+                task.cancel()
+
+
+async def until_healed(stack: Stack, limit_s: float = HEAL_LIMIT_S) -> float:
+    """How long until ten requests in a row succeed and two replicas serve."""
+    begun = time.monotonic()
+    timeout = aiohttp.ClientTimeout(total=5)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        good, last = 0, ""
+        while good < 10:
+            last = await classify(session, stack.url)
+            good = good + 1 if last == "ok" else 0
+            assert time.monotonic() - begun < limit_s, f"not healed: {last}\n{stack.said()}"
+            if last != "ok":
+                await asyncio.sleep(0.1)
+    while True:
+        deployment = await asyncio.to_thread(healthy_deployment, stack)
+        if deployment is not None:
+            return time.monotonic() - begun
+        assert time.monotonic() - begun < limit_s, f"not healthy: {stack.muster('status', exit_code=None)}"
+        await asyncio.sleep(0.2)
+
+
+def healthy_deployment(stack: Stack) -> dict[str, Any] | None:
+    try:
+        status = stack.status()
+    except AssertionError:
+        return None
+    deployment = next(d for d in status["deployments"] if d["name"] == "default/digits")
+    running = [r for r in deployment["replicas"] if r["state"] == "running"]
+    return deployment if deployment["status"] == "healthy" and len(running) == 2 else None
+
+
+def without_volatile(status: dict[str, Any]) -> list[Any]:
+    return [
+        (d["name"], d["status"], d["version"], d["route_prefix"], [r["replica_tag"] for r in d["replicas"]])
+        for d in status["deployments"]
+    ]
+
+
+async def test_a_killed_controller_costs_no_request_and_comes_back_unchanged(stack: Stack) -> None:
+    before = without_volatile(stack.status())
+    async with under_load(stack) as load:
+        os.kill(stack.pid("controller"), signal.SIGKILL)
+        await asyncio.sleep(3.0)
+        after = without_volatile(await asyncio.to_thread(stack.status))
+        await asyncio.to_thread(stack.deploy, "--user-config", '{"threshold": 0.0}')
+    assert after == before
+    assert load.failures == []
+    assert len(load.ends) > 100
+
+
+async def test_a_killed_replica_is_replaced(stack: Stack) -> None:
+    before = {r["replica_tag"] for r in stack.status()["deployments"][0]["replicas"]}
+    async with under_load(stack) as load:
+        pids = await asyncio.to_thread(replica_pids, stack)
+        os.kill(pids[0], signal.SIGKILL)
+        begun = time.monotonic()
+        while True:
+            replicas = (await asyncio.to_thread(stack.status))["deployments"][0]["replicas"]
+            running = {r["replica_tag"] for r in replicas if r["state"] == "running"}
+            if len(running) == 2 and running != before:
+                break
+            assert time.monotonic() - begun < HEAL_LIMIT_S, replicas
+    # Every request bears an Idempotency-Key, so even those the dead replica had begun are sent again.
+    assert load.failures == []
+
+
+def processes_of(stack_id: str) -> dict[int, bytes]:
+    """Command line by pid of every process that belongs to a stack, as the kernel knows them."""
+    marker = f"MUSTER_STACK_ID={stack_id}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and marker in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            continue
+    return found
+
+
+def replica_pids(stack: Stack) -> list[int]:
+    """The actors' processes: Ray names them after their class."""
+    commands = processes_of(stack.record()["stack_id"])
+    return [pid for pid, command in commands.items() if b"ray::Replica" in command]
+
+
+@pytest.mark.parametrize("name", ["proxy", "replica-host", "nats", "postgres"])
+async def test_the_stack_heals_by_itself_after_a_kill_of(name: str, stack: Stack) -> None:
+    os.kill(stack.pid(name), signal.SIGKILL)
+    await asyncio.sleep(0.2)
+    await until_healed(stack)
+    async with under_load(stack) as load:
+        await asyncio.sleep(2.0)
+    assert load.failures == []
+    stack.deploy(version=f"after-{name}")
+    await until_healed(stack)
+
+
+async def test_changes_under_load_fail_no_request(stack: Stack) -> None:
+    async with under_load(stack) as load:
+        await asyncio.to_thread(stack.deploy, "--user-config", '{"threshold": 0.5}', version="roll-1")
+        await asyncio.to_thread(stack.deploy, "--user-config", '{"threshold": 0.0}', version="roll-1")
+        await asyncio.to_thread(stack.deploy, version="roll-2")
+    assert load.failures == []
+    assert len(load.ends) > 100
+
+
+async def test_a_version_that_cannot_start_fails_with_its_traceback_and_the_old_one_serves(
+    stack: Stack,
+) -> None:
+    before = healthy_deployment(stack)
+    assert before is not None
+    async with under_load(stack) as load:
+        text = await asyncio.to_thread(
+            stack.muster,
+            *("deploy", "failing:RaisesInConstructor", "--app-dir", "examples/failing", "--name", "digits"),
+            *("--route-prefix", "/digits", "--version", "bad", "--num-cpus", "0.5", "--num-replicas", "2"),
+            exit_code=1,
+        )
+        assert "on purpose" in text
+        assert "Traceback" in text
+        text = await asyncio.to_thread(
+            stack.muster,
+            *("deploy", "nowhere:Nothing", "--app-dir", "examples/digits", "--name", "digits"),
+            *("--route-prefix", "/digits", "--version", "worse", "--num-cpus", "0.5", "--num-replicas", "2"),
+            exit_code=1,
+        )
+        assert "ModuleNotFoundError" in text
+    assert load.failures == []
+    await until_healed(stack)
+    after = healthy_deployment(stack)
+    assert after is not None
+    assert after["version"] == before["version"]
+
+
+async def test_bad_input_over_http_gets_a_reason(stack: Stack) -> None:
+    async with aiohttp.ClientSession() as session:
+        async with session.post(
+            stack.url, data=b"just text", headers={"Content-Type": "image/png"}
+        ) as response:
+            assert response.status == 400
+            assert "PNG" in (await response.json())["error"]["message"]
+        async with session.post(stack.url, data=bytes(11 * 1024 * 1024)) as response:
+            assert response.status == 413
+        async with session.get(f"{stack.record()['http_url']}/nowhere") as response:
+            assert response.status == 404
+        async with session.delete(stack.url) as response:
+            assert response.status == 405
+            assert response.headers["Allow"] == "GET, POST"
+        async with session.get(f"{stack.record()['http_url']}/-/routes") as response:
+            assert await response.json() == {"/digits": "default/digits"}
+
+
+async def test_a_call_over_nats_is_answered(stack: Stack) -> None:
+    text = stack.muster("call", "digits", "--data", json.dumps({"pixels": [0] * 64}))
+    assert "probabilities" in text
+
+
+async def test_every_process_serves_its_metrics(stack: Stack) -> None:
+    wanted = {
+        "controller": [
+            "serve_controller_leader 1.0",
+            "serve_controller_replicas{",
+            "serve_controller_goals{",
+        ],
+        "proxy": ["serve_proxy_requests_total{", "serve_proxy_request_seconds_bucket{"],
+        "replica-host": ["serve_replica_requests_total{", "serve_host_replicas{"],
+    }
+    async with aiohttp.ClientSession() as session:
+        for name, lines in wanted.items():
+            async with session.get(f"{stack.record()['ops_urls'][name]}/metrics") as response:
+                text = await response.text()
+            for line in lines:
+                assert line in text, f"{name} does not show {line}"
+
+
+async def test_a_stopped_stack_brings_its_deployment_back_and_leaves_no_process_behind(stack: Stack) -> None:
+    stack_id = stack.record()["stack_id"]
+    assert stack.stop() < 10.0
+    assert processes_of(stack_id) == {}
+    stack.start()
+    await until_healed(stack, limit_s=30.0)
+    assert [d["name"] for d in stack.status()["deployments"]] == ["default/digits"]
+
+
+async def test_a_deleted_deployment_is_gone(stack: Stack) -> None:
+    stack.muster("delete", "digits")
+    assert stack.status()["deployments"] == []
+    async with aiohttp.ClientSession() as session, session.post(stack.url, data=SAMPLE) as response:
+        assert response.status == 404
+    stack.muster("delete", "digits")

@@ -1,0 +1,280 @@
+"""The admin client's retries, waits and errors against a bus that a test plays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from muster.client.address import StackAddress, parse_urls
+from muster.client.admin import AdminClient
+from muster.client.calls import Caller
+from muster.client.ports import Answer, NoAnswer, NobodyListens
+from muster.client.replies import ERRORS_BY_CODE, error_from_view
+from serve_common.errors import (
+    BadField,
+    BusAuthorizationFailed,
+    BusUnavailable,
+    CheckpointUnreadable,
+    Conflict,
+    DeadlineExceeded,
+    FencedOut,
+    LimitReached,
+    NotFound,
+    NotLeading,
+    ServeError,
+    StoreUnavailable,
+    TransientError,
+    UserCodeRaised,
+)
+from serve_common.names import GoalId
+from serve_common.subjects import Subjects
+from serve_common.values import ReplicaConfig
+from serve_common.wires.admin import (
+    VERBS,
+    DeleteReply,
+    Deploy,
+    DeployReply,
+    ErrorView,
+    GoalStatus,
+    GoalView,
+    StatusView,
+    WaitForGoal,
+)
+
+Reply = Answer | Exception
+DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
+
+
+class PlayedBus:
+    """Answers each request as the test says, and remembers what was sent."""
+
+    def __init__(self, *replies: Reply | Callable[[bytes], Reply]) -> None:
+        self._replies = list(replies)
+        self.sent: list[tuple[str, bytes, float]] = []
+
+    @property
+    def where(self) -> str:
+        return "nats://played:4222"
+
+    async def request(
+        self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        self.sent.append((subject, body, timeout_s))
+        reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
+        await asyncio.sleep(0)
+        answer = reply if isinstance(reply, Answer | Exception) else reply(body)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def ok(value: Any) -> Answer:
+    return Answer(msgspec.json.encode(value))
+
+
+def failed(code: str, message: str, field: str = "") -> Answer:
+    view = ErrorView(code=code, message=message, field=field)
+    headers = {"Nats-Service-Error": "short", "Nats-Service-Error-Code": "400"}
+    return Answer(msgspec.json.encode(view), headers)
+
+
+def client(bus: PlayedBus, **options: Any) -> AdminClient:
+    return AdminClient(bus, Subjects(), **{"retry_pause_s": 0.001, "retry_for_s": 5.0, **options})
+
+
+async def test_a_deploy_is_sent_again_with_the_same_request_id_while_no_controller_answers() -> None:
+    reply = DeployReply(goal_id=GoalId("g1"), updating=True)
+    bus = PlayedBus(
+        NobodyListens("nobody"),
+        NoAnswer("nothing came"),
+        BusUnavailable("NATS is away"),
+        failed("not_leading", "try again"),
+        failed("store_unavailable", "Postgres is away"),
+        failed("fenced_out", "epoch 7 began"),
+        ok(reply),
+    )
+    troubles: list[str] = []
+
+    assert await client(bus, on_retry=troubles.append).deploy(DEPLOY) == reply
+
+    requests = [msgspec.json.decode(body, type=Deploy) for _subject, body, _timeout in bus.sent]
+    assert {subject for subject, _body, _timeout in bus.sent} == {"serve.admin.deploy"}
+    assert len({request.request_id for request in requests}) == 1
+    assert requests[0].request_id
+    assert len(troubles) == 6
+    assert troubles[0] == "no controller answers at nats://played:4222; is one running?"
+
+
+async def test_each_deploy_has_a_request_id_of_its_own_unless_the_caller_gives_one() -> None:
+    bus = PlayedBus(ok(DeployReply(goal_id=GoalId("g1"), updating=True)))
+    admin = client(bus)
+    await admin.deploy(DEPLOY)
+    await admin.deploy(DEPLOY)
+    await admin.deploy(msgspec.structs.replace(DEPLOY, request_id="mine"))
+    ids = [msgspec.json.decode(body, type=Deploy).request_id for _subject, body, _timeout in bus.sent]
+    assert len(set(ids)) == 3
+    assert ids[2] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "text"),
+    [
+        (NobodyListens("nobody"), TransientError, "no controller answers at nats://played:4222"),
+        (NoAnswer("nothing came"), TransientError, "no controller answered in time at nats://played:4222"),
+        (failed("store_unavailable", "Postgres is away"), StoreUnavailable, "Postgres is away"),
+        (failed("not_leading", "try again"), NotLeading, "try again"),
+        (failed("fenced_out", "epoch 7 began"), FencedOut, "epoch 7"),
+        (BusUnavailable("NATS is away"), BusUnavailable, "NATS is away"),
+    ],
+)
+async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
+    reply: Reply, kind: type[ServeError], text: str
+) -> None:
+    bus = PlayedBus(reply)
+    with pytest.raises(kind, match=text):
+        await client(bus, retry_for_s=0.02).get_status()
+    assert len(bus.sent) > 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "text"),
+    [
+        (failed("not_found", "name: there is no deployment 'x'"), NotFound, "there is no deployment"),
+        (failed("conflict", "route_prefix: taken"), Conflict, "taken"),
+        (failed("limit_reached", "too many"), LimitReached, "too many"),
+        (failed("checkpoint_unreadable", "row 3"), CheckpointUnreadable, "row 3"),
+        (failed("of_a_later_version", "something new"), ServeError, "something new"),
+        (BusAuthorizationFailed("refused"), BusAuthorizationFailed, "refused"),
+        (Answer(b"boom", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500"),
+        (
+            Answer(b"", {"Nats-Service-Error": "KeyError()", "Nats-Service-Error-Code": "500"}),
+            ServeError,
+            "KeyError",
+        ),
+        (Answer(b"not json"), ServeError, "the answer to get_status cannot be read"),
+    ],
+)
+async def test_what_cannot_pass_is_raised_at_once(reply: Reply, kind: type[ServeError], text: str) -> None:
+    bus = PlayedBus(reply)
+    with pytest.raises(ServeError, match=text) as caught:
+        await client(bus).get_status()
+    assert type(caught.value) is kind
+    assert len(bus.sent) == 1
+
+
+async def test_a_bad_field_comes_back_with_its_path() -> None:
+    bus = PlayedBus(
+        failed("bad_field", "backend_config.num_replicas: is -1", field="backend_config.num_replicas")
+    )
+    with pytest.raises(BadField) as caught:
+        await client(bus).deploy(DEPLOY)
+    assert caught.value.field == "backend_config.num_replicas"
+    assert str(caught.value) == "backend_config.num_replicas: is -1"
+
+
+@pytest.mark.parametrize("code", sorted(ERRORS_BY_CODE))
+def test_every_error_that_is_sent_comes_back_as_itself(code: str) -> None:
+    error = error_from_view(ErrorView(code=code, message="f: why", field="f"))
+    assert type(error) is ERRORS_BY_CODE[code]
+    assert error.error_code == code
+    assert str(error) == "f: why"
+
+
+async def test_waiting_asks_in_slices_and_tells_the_progress_of_each() -> None:
+    def pending(message: str) -> Answer:
+        return ok(GoalView(goal_id=GoalId("g1"), status=GoalStatus.PENDING, message=message))
+
+    done = GoalView(goal_id=GoalId("g1"), status=GoalStatus.SUCCEEDED)
+    bus = PlayedBus(pending("0 of 2"), NobodyListens("nobody"), pending("1 of 2"), ok(done))
+    heard: list[GoalView] = []
+
+    assert await client(bus).wait_for_goal(GoalId("g1"), deadline_s=60, on_progress=heard.append) == done
+
+    assert [view.message for view in heard] == ["0 of 2", "1 of 2", ""]
+    for _subject, body, timeout_s in bus.sent:
+        asked = msgspec.json.decode(body, type=WaitForGoal)
+        assert asked.timeout_s <= 1.0 < timeout_s
+
+
+async def test_waiting_ends_pending_when_the_deadline_has_passed() -> None:
+    bus = PlayedBus(ok(GoalView(goal_id=GoalId("g1"), status=GoalStatus.PENDING, message="needs 4 CPU")))
+    view = await client(bus).wait_for_goal(GoalId("g1"), deadline_s=0.02)
+    assert view.status is GoalStatus.PENDING
+    assert view.message == "needs 4 CPU"
+
+
+async def test_every_verb_is_sent_to_its_subject_and_its_reply_is_read() -> None:
+    status = StatusView(
+        controller_id="c",
+        epoch=1,
+        store_available=True,
+        snapshot_id=0,
+        deployments=[],
+        hosts=[],
+        proxies=[],
+    )
+    goal = GoalView(goal_id=GoalId("g1"), status=GoalStatus.FAILED, error="why")
+    calls: dict[str, tuple[Any, Callable[[AdminClient], Any]]] = {
+        "deploy": (DeployReply(goal_id=GoalId("g1"), updating=False), lambda admin: admin.deploy(DEPLOY)),
+        "delete_deployment": (DeleteReply(goal_id=None), lambda admin: admin.delete_deployment("digits")),
+        "list_deployments": ([], lambda admin: admin.list_deployments()),
+        "get_all_backends": ([], lambda admin: admin.get_all_backends()),
+        "get_all_endpoints": ([], lambda admin: admin.get_all_endpoints()),
+        "get_status": (status, lambda admin: admin.get_status()),
+        "wait_for_goal": (goal, lambda admin: admin.wait_for_goal(GoalId("g1"), deadline_s=1)),
+    }
+    assert calls.keys() == VERBS.keys() - {"get_deployment_info"}
+    for verb, (reply, call) in calls.items():
+        bus = PlayedBus(ok(reply))
+        assert await call(client(bus)) == reply
+        assert bus.sent[0][0] == f"serve.admin.{verb}"
+        msgspec.json.decode(bus.sent[0][1], type=VERBS[verb][0])
+
+
+def caller(bus: PlayedBus) -> Caller:
+    return Caller(bus, Subjects(), retry_for_s=0.02, retry_pause_s=0.001)
+
+
+async def test_a_call_goes_to_the_endpoints_subject_and_comes_back_raw() -> None:
+    bus = PlayedBus(Answer(b"\x00raw", {"X-Request-ID": "7"}))
+    answer = await caller(bus).call("shop/digits", b"body", headers={}, timeout_s=1)
+    assert answer.body == b"\x00raw"
+    assert bus.sent[0][:2] == ("serve.call.shop.digits", b"body")
+
+
+async def test_a_call_that_nobody_heard_is_sent_again_and_any_other_is_not() -> None:
+    heard_late = PlayedBus(NobodyListens("nobody"), Answer(b"7"))
+    assert (await caller(heard_late).call("digits", b"", headers={}, timeout_s=1)).body == b"7"
+
+    never_heard = PlayedBus(NobodyListens("nobody"))
+    with pytest.raises(TransientError, match="no proxy answers calls at nats://played:4222"):
+        await caller(never_heard).call("digits", b"", headers={}, timeout_s=1)
+
+    lost = PlayedBus(NoAnswer("nothing came"))
+    with pytest.raises(DeadlineExceeded, match="digits did not answer within 1 s"):
+        await caller(lost).call("digits", b"", headers={}, timeout_s=1)
+    assert len(lost.sent) == 1
+
+    raised = PlayedBus(failed("user_code_raised", "ValueError: no"))
+    with pytest.raises(UserCodeRaised, match="ValueError: no"):
+        await caller(raised).call("digits", b"", headers={}, timeout_s=1)
+
+
+def test_urls_are_taken_apart_and_never_show_a_password() -> None:
+    parsed = parse_urls("nats://me:p%40ss@a.example, tls://b.example:4333,[::1]", "--nats")
+    assert parsed.urls == ("nats://a.example:4222", "tls://b.example:4333", "nats://[::1]:4222")
+    assert (parsed.user, parsed.password) == ("me", "p@ss")
+    assert "p@ss" not in repr(StackAddress(urls=parsed.urls, password=parsed.password))
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://a", "nats://", "nats://me:secret@h:port", "nats://me:secret@h:70000"]
+)
+def test_what_is_no_url_is_refused_by_name_and_without_its_password(url: str) -> None:
+    with pytest.raises(BadField, match="--nats") as caught:
+        parse_urls(url, "--nats")
+    assert "secret" not in str(caught.value)

@@ -1,0 +1,227 @@
+"""The host's loop with a runtime and a bus made of lists."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
+from serve_common.tasks import TaskOwner
+from serve_common.values import ReplicaConfig
+from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
+from serve_common.wires.proxy import LeaderNotice
+from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded
+from serve_replica_host.shell.host import HostShell
+
+HOST = HostId("h")
+
+
+class Runtime:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ReplicaTag]] = []
+        self.was_told = asyncio.Event()
+        self.resources = {"CPU": 2.0}
+
+    def start(self, goal: ReplicaGoal) -> None:
+        self.was_told.set()
+        self.told.append(("start", goal.replica_tag))
+
+    def reconfigure(self, goal: ReplicaGoal) -> None:
+        self.told.append(("reconfigure", goal.replica_tag))
+
+    def check_health(self, replica_tag: ReplicaTag) -> None:
+        self.told.append(("check", replica_tag))
+
+    def drain(self, replica_tag: ReplicaTag) -> None:
+        self.told.append(("drain", replica_tag))
+
+    def kill(self, replica_tag: ReplicaTag) -> None:
+        self.told.append(("kill", replica_tag))
+
+
+class Reports:
+    """Keeps reports, and can be waited on."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.all: list[HostReport] = []
+        self._came = asyncio.Event()
+
+    async def publish_report(self, payload: bytes) -> None:
+        self.all.append(msgspec.json.decode(payload, type=HostReport))
+        self._came.set()
+
+    async def until(self, holds: Callable[[HostReport], Any]) -> HostReport:
+        async with asyncio.timeout(5):
+            while True:
+                for report in self.all:
+                    if holds(report):
+                        return report
+                self._came.clear()
+                await self._came.wait()
+
+
+class Metrics:
+    """Remembers what was shown and retired."""
+
+    def __init__(self) -> None:
+        self.shown: Mapping[ReplicaStatus, int] = {}
+        self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
+        self.shown = dict(counts)
+
+    def retire_process(self, pid: int) -> None:
+        self.retired.put(pid)
+
+
+class World:
+    """A running shell."""
+
+    def __init__(self) -> None:
+        self.runtime, self.reports, self.metrics = Runtime(), Reports(), Metrics()
+        self.shell = HostShell(
+            HOST,
+            runtime=self.runtime,
+            bus=self.reports,
+            metrics=self.metrics,
+            incarnation="i1",
+            started_at=7.0,
+            now=asyncio.get_running_loop().time,
+        )
+
+    def want(self, *replicas: ReplicaGoal, generation: int, epoch: int = 1) -> None:
+        goal = HostGoal(host_id=HOST, epoch=epoch, generation=generation, replicas=list(replicas))
+        self.shell.take_goal(msgspec.json.encode(goal))
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    tasks = TaskOwner("test")
+    tasks.start(world.shell.run(), "run")
+    yield world
+    await tasks.close(1)
+
+
+def replica(ordinal: int) -> ReplicaGoal:
+    backend = BackendTag("default/a")
+    return ReplicaGoal(
+        replica_tag=replica_tag(backend, ordinal),
+        backend_tag=backend,
+        replica_config=ReplicaConfig(import_path="a:A"),
+        config_version=1,
+        max_concurrent_queries=1,
+        graceful_shutdown_timeout_s=5.0,
+        health_check_period_s=10.0,
+        health_check_timeout_s=10.0,
+        start_timeout_s=10.0,
+    )
+
+
+async def test_a_goal_is_performed_and_acknowledged_by_the_next_report(world: World) -> None:
+    one = replica(1)
+    world.want(one, generation=3)
+
+    report = await world.reports.until(lambda r: r.generation == 3)
+    assert world.runtime.told == [("start", one.replica_tag)]
+    assert report.replicas[0].status is ReplicaStatus.STARTING
+    assert (report.incarnation, report.started_at, report.resources) == ("i1", 7.0, {"CPU": 2.0})
+
+    world.shell.take_event(Placed(one.replica_tag, 42))
+    world.shell.take_event(Constructed(one.replica_tag, 1))
+    running = await world.reports.until(
+        lambda r: r.replicas and r.replicas[0].status is ReplicaStatus.RUNNING
+    )
+    assert running.replicas[0].pid == 42
+    assert world.metrics.shown == {ReplicaStatus.RUNNING: 1}
+
+
+async def test_what_comes_in_one_turn_makes_one_report(world: World) -> None:
+    await world.reports.until(lambda r: True)
+    before = len(world.reports.all)
+
+    for generation in range(1, 20):
+        world.want(*(replica(n) for n in range(generation)), generation=generation)
+    await world.reports.until(lambda r: r.generation == 19)
+
+    assert len(world.reports.all) == before + 1
+
+
+async def test_reports_have_rising_sequences_and_a_leader_gets_one_at_once(world: World) -> None:
+    await world.reports.until(lambda r: True)
+    count = len(world.reports.all)
+
+    world.shell.take_leader(msgspec.json.encode(LeaderNotice(controller_id="c", epoch=5)))
+    await world.reports.until(lambda r: r.sequence > count)
+    world.want(generation=99, epoch=4)
+    await world.reports.until(lambda r: r.sequence > count + 1)
+
+    sequences = [report.sequence for report in world.reports.all]
+    assert sequences == sorted(set(sequences))
+    assert world.reports.all[-1].generation == 0
+
+
+async def test_messages_that_cannot_be_read_are_logged_and_change_nothing(world: World) -> None:
+    with capture_logs() as logs:
+        for payload in (b"", b"{}", b"[1", b"\xff", b'{"host_id":1}'):
+            world.shell.take_goal(payload)
+            world.shell.take_leader(payload)
+
+    assert len(logs) == 10
+    world.want(generation=1)
+    await world.reports.until(lambda r: r.generation == 1)
+
+
+async def test_an_ended_process_has_its_metrics_retired(world: World) -> None:
+    one = replica(1)
+    world.want(one, generation=1)
+    await world.reports.until(lambda r: r.generation == 1)
+    world.shell.take_event(Placed(one.replica_tag, 42))
+    world.shell.take_event(ProcessEnded(one.replica_tag, "gone"))
+    await world.reports.until(lambda r: r.replicas and r.replicas[0].status is ReplicaStatus.FAILED)
+
+    assert await asyncio.to_thread(world.metrics.retired.get, timeout=5) == 42
+
+
+async def test_leaving_drains_and_the_last_report_says_that_nothing_is_left() -> None:
+    world = World()
+    one = replica(1)
+    async with asyncio.TaskGroup() as group:
+        ended = group.create_task(world.shell.run())
+        world.want(one, generation=1)
+        await world.reports.until(lambda r: r.generation == 1)
+        world.shell.take_event(Placed(one.replica_tag, 42))
+        world.shell.take_event(Constructed(one.replica_tag, 1))
+        world.shell.leave(5.0)
+        await world.reports.until(lambda r: r.leaving)
+        assert not ended.done()
+        assert ("drain", one.replica_tag) in world.runtime.told
+        world.shell.take_event(Drained(one.replica_tag))
+        world.shell.take_event(ProcessEnded(one.replica_tag, "killed"))
+
+    assert world.reports.all[-1].leaving
+    assert world.reports.all[-1].replicas == []
+
+
+async def test_nothing_is_published_while_the_bus_is_away(world: World) -> None:
+    await world.reports.until(lambda r: True)
+    world.reports.is_connected = False
+    count = len(world.reports.all)
+    world.want(replica(1), generation=1)
+    await asyncio.wait_for(world.runtime.was_told.wait(), 5)
+    await asyncio.sleep(0)
+    assert len(world.reports.all) == count
+
+    world.reports.is_connected = True
+    world.shell.report_now()
+    report = await world.reports.until(lambda r: r.generation == 1)
+    assert report.sequence > count

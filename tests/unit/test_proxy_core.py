@@ -1,0 +1,238 @@
+"""What the proxy decides without I/O: headers, admission, problems, retries, deaths, tallies and settings."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from serve_common.errors import (
+    BadField,
+    BusUnavailable,
+    DeadlineExceeded,
+    NoReplicaAvailable,
+    NotFound,
+    ReplicaDied,
+    ServeError,
+)
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.routing.route_table import RouteTable
+from serve_common.settings import Environment
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_proxy.adapters.metrics import register_metrics
+from serve_proxy.core.admission import Endpoint, admit, admit_call
+from serve_proxy.core.headers import read_request_headers, read_response_head
+from serve_proxy.core.liveness import Suspicions
+from serve_proxy.core.problems import (
+    BodyTooLarge,
+    HeadTooLarge,
+    MethodNotAllowed,
+    NoRoute,
+    ReplicaError,
+    encode_problem,
+    problem_of,
+)
+from serve_proxy.core.retry import LOSSES_MAX, can_repeat, may_send_again
+from serve_proxy.core.tallies import EndpointTally
+from serve_proxy.settings import read_settings
+from serve_proxy.shell.routes import Routes
+
+R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
+
+
+def test_hop_by_hop_headers_end_at_the_proxy_and_others_keep_their_bytes() -> None:
+    read = read_request_headers(
+        [
+            (b"Host", b"h"),
+            (b"Connection", b"keep-alive, X-Secret"),
+            (b"X-Secret", b"1"),
+            (b"Transfer-Encoding", b"chunked"),
+            (b"TE", b"trailers"),
+            (b"Expect", b"100-continue"),
+            (b"X-Name", "é".encode()),
+            (b"traceparent", b"00-1"),
+            (b"Idempotency-Key", b"k"),
+            (b"X-Request-Id", b"mine"),
+        ]
+    )
+    assert [name for name, _ in read.forwarded] == ["Host", "X-Name", "traceparent", "Idempotency-Key"]
+    assert read.forwarded[1][1].encode("latin-1") == "é".encode()
+    assert (read.request_id, read.traceparent, read.has_idempotency_key) == ("mine", "00-1", True)
+
+
+@pytest.mark.parametrize("value", [b"", b"x" * 129, b"a\x01b", "é".encode()])
+def test_an_unusable_request_id_is_not_taken_over(value: bytes) -> None:
+    assert read_request_headers([(b"X-Request-ID", value)]).request_id == ""
+
+
+def test_an_answers_own_framing_headers_are_left_out() -> None:
+    head = read_response_head(
+        200,
+        [
+            ("content-length", "12"),
+            ("Transfer-Encoding", "chunked"),
+            ("Server", "x"),
+            ("set-cookie", "a"),
+            ("set-cookie", "b"),
+            ("x-utf8", "é".encode().decode("latin-1")),
+            ("x-latin", "\xff"),
+        ],
+    )
+    assert head.content_length == 12
+    assert head.forwarded == [("set-cookie", "a"), ("set-cookie", "b"), ("x-utf8", "é"), ("x-latin", "?")]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(200, [("x", "a\r\nset-cookie: b")]), (200, [("a b", "c")]), (200, [("", "c")]), (101, []), (700, [])],
+)
+def test_a_head_that_would_break_the_answer_apart_is_refused(status, headers) -> None:
+    with pytest.raises(ValueError, match=r"header|status"):
+        read_response_head(status, headers)
+
+
+def endpoint_snapshot() -> EndpointSnapshot:
+    return EndpointSnapshot(
+        endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET", "POST"], traffic={BackendTag("d/a"): 1.0}
+    )
+
+
+def test_admission_names_the_path_and_the_allowed_methods() -> None:
+    endpoint = Endpoint(endpoint_snapshot(), EndpointTally())
+    table, endpoints = RouteTable([endpoint_snapshot()]), {endpoint.tag: endpoint}
+    assert admit(table, endpoints, "GET", "/a/x") is endpoint
+    assert admit_call(endpoints, endpoint.tag) is endpoint
+    with pytest.raises(NoRoute, match="'/b'"):
+        admit(table, endpoints, "GET", "/b")
+    with pytest.raises(MethodNotAllowed) as caught:
+        admit(table, endpoints, "PUT", "/a")
+    assert problem_of(caught.value).headers == (("Allow", "GET, POST"),)
+    with pytest.raises(NotFound, match="d/b"):
+        admit_call(endpoints, EndpointTag("d/b"))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "has_retry_after"),
+    [
+        (NoRoute("x"), 404, "no_route", False),
+        (MethodNotAllowed("PUT", "GET"), 405, "method_not_allowed", False),
+        (BodyTooLarge("x"), 413, "body_too_large", False),
+        (HeadTooLarge("x"), 431, "headers_too_large", False),
+        (NoReplicaAvailable("x"), 503, "no_replica_available", True),
+        (BusUnavailable("x"), 503, "bus_unavailable", True),
+        (DeadlineExceeded("x"), 504, "deadline_exceeded", False),
+        (ReplicaDied("x"), 502, "replica_died", False),
+        (ReplicaError("user_code_raised", 500, "x"), 500, "user_code_raised", False),
+        (ReplicaError("user_code_raised", 200, "x"), 500, "user_code_raised", False),
+    ],
+)
+def test_each_error_has_its_status_and_code(
+    error: ServeError, status: int, code: str, has_retry_after: bool
+) -> None:
+    problem = problem_of(error)
+    assert (problem.status, problem.code) == (status, code)
+    assert ("Retry-After" in dict(problem.headers)) == has_retry_after
+    body = msgspec.json.decode(encode_problem(problem, "id"))
+    assert body == {"error": {"code": code, "message": str(error), "request_id": "id"}}
+
+
+def test_only_what_may_run_twice_is_sent_again_and_not_for_ever() -> None:
+    assert [
+        m
+        for m in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "POST", "PATCH")
+        if can_repeat(m, has_idempotency_key=False)
+    ] == ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"]
+    assert can_repeat("POST", has_idempotency_key=True)
+    assert may_send_again(is_repeatable=True, has_answer_begun=False, losses=1)
+    assert not may_send_again(is_repeatable=True, has_answer_begun=True, losses=1)
+    assert not may_send_again(is_repeatable=False, has_answer_begun=False, losses=1)
+    assert not may_send_again(is_repeatable=True, has_answer_begun=False, losses=LOSSES_MAX)
+
+
+def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
+    suspicions = Suspicions()
+    assert not suspicions.no_responders(R0, 1.0)
+    assert suspicions
+    assert suspicions.due(1.05) == []
+    assert suspicions.due(1.1) == [R0]
+    assert not suspicions.no_responders(R0, 1.2)
+    assert suspicions.no_responders(R0, 1.3)
+    assert not suspicions
+
+
+def test_any_sign_of_life_ends_a_suspicion() -> None:
+    suspicions = Suspicions()
+    suspicions.no_responders(R0, 1.0)
+    suspicions.no_responders(R1, 1.0)
+    suspicions.heard(R0)
+    assert suspicions.due(9.0) == [R1]
+    assert not suspicions.no_responders(R0, 9.0)
+
+
+def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
+    suspicions = Suspicions()
+    suspicions.reconnected(10.0)
+    suspicions.no_responders(R0, 10.0)
+    assert not suspicions.no_responders(R0, 11.9)
+    assert suspicions.no_responders(R0, 12.0)
+
+
+def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
+    routes = Routes(lambda: 0.5)
+    backend = BackendSnapshot(
+        backend_tag=BackendTag("d/a"),
+        replicas=[R0],
+        draining=[],
+        max_concurrent_queries=1,
+        max_queued_requests=1,
+    )
+    routes.update(
+        {
+            "endpoints.d.a": Snapshot(snapshot_id=1, epoch=1, content=endpoint_snapshot()),
+            "backends.d.a": Snapshot(snapshot_id=2, epoch=1, content=backend),
+        },
+        whole=True,
+    )
+    routes.router(BackendTag("d/a")).apply(backend)
+    endpoint = routes.endpoints[EndpointTag("d/a")]
+    endpoint.tally.add("GET", 200, 0.003)
+    endpoint.tally.add("BREW", 200, 70.0)
+    registry = CollectorRegistry()
+    register_metrics(registry, routes, lambda: 3)
+    shown = generate_latest(registry).decode()
+    for line in (
+        'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="GET"} 1.0',
+        'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="other"} 1.0',
+        'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="0.0025"} 0.0',
+        'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="0.005"} 1.0',
+        'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="+Inf"} 2.0',
+        'serve_proxy_in_flight_requests{backend_tag="d/a"} 0.0',
+        'serve_proxy_queue_depth{backend_tag="d/a"} 0.0',
+        "serve_proxy_nats_reconnects_total 3.0",
+        "serve_proxy_applied_snapshot_id 2.0",
+    ):
+        assert line in shown
+    routes.update({}, whole=True)
+    assert 'endpoint_tag="d/a"' not in generate_latest(registry).decode()
+
+
+def test_an_endpoint_that_changes_keeps_its_tally() -> None:
+    routes = Routes(lambda: 0.5)
+    routes.update(
+        {"endpoints.d.a": Snapshot(snapshot_id=1, epoch=1, content=endpoint_snapshot())}, whole=True
+    )
+    tally = routes.endpoints[EndpointTag("d/a")].tally
+    moved = msgspec.structs.replace(endpoint_snapshot(), route="/b")
+    routes.update({"endpoints.d.a": Snapshot(snapshot_id=2, epoch=1, content=moved)}, whole=False)
+    assert routes.endpoints[EndpointTag("d/a")].tally is tally
+    assert routes.table.routes() == {"/b": "d/a"}
+
+
+def test_settings_have_defaults_and_name_the_bad_variable() -> None:
+    settings = read_settings(Environment({"SERVE_NATS_PASSWORD": "p", "SERVE_PROXY_ID": "p1"}))
+    assert (settings.http_host, settings.http_port, settings.operations.port) == ("127.0.0.1", 8000, 9102)
+    assert settings.http.request_timeout_s == 60
+    assert settings.http.body_bytes_max == 10 * 1024 * 1024
+    assert (settings.drain_timeout_s, settings.bus_wait_s) == (30, 5)
+    with pytest.raises(BadField, match="SERVE_REQUEST_TIMEOUT_S"):
+        read_settings(Environment({"SERVE_NATS_PASSWORD": "p", "SERVE_REQUEST_TIMEOUT_S": "soon"}))

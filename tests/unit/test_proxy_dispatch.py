@@ -1,0 +1,523 @@
+"""The dispatcher against a bus made of lists: every way a request can end, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.errors import (
+    BusUnavailable,
+    DeadlineExceeded,
+    NoReplicaAvailable,
+    NotFound,
+    ReplicaDied,
+    ServeError,
+)
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.subjects import Subjects
+from serve_common.wires.frames import (
+    FRAME_BODY_BYTES_MAX,
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    ErrorHead,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_proxy.core.problems import AnswerUnusable, HeadTooLarge, ReplicaError
+from serve_proxy.shell.beat import PROBE_AFTER_S, Beat
+from serve_proxy.shell.calls import Ask
+from serve_proxy.shell.dispatch import Dispatcher
+from serve_proxy.shell.outgoing import Outgoing
+from serve_proxy.shell.routes import Routes
+
+BACKEND = BackendTag("d/a")
+R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
+TIMEOUT_S = 60.0
+
+
+class Bus:
+    """Bus and replies in one; remembers what was published until a test takes it."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.is_full = False
+        self.sent: list[tuple[str, bytes, object, bytes]] = []
+        self.receivers: dict[int, tuple] = {}
+        self.tokens = 0
+
+    def publish(self, subject, payload, reply=b"", headers=None) -> None:
+        if not self.is_connected:
+            raise NotConnected("away")
+        if self.is_full:
+            raise OutboundFull("full")
+        head, body = decode_frame(payload)
+        self.sent.append((subject.decode(), reply, head, bytes(body)))
+
+    def new_reply(self, on_reply, on_no_responders):
+        self.tokens += 1
+        self.receivers[self.tokens] = (on_reply, on_no_responders)
+        return self.tokens, b"inbox.%d" % self.tokens
+
+    def forget(self, token) -> None:
+        self.receivers.pop(token, None)
+
+
+class World:
+    """A dispatcher with one endpoint whose backend has the given replicas."""
+
+    def __init__(self, *, limit: int = 1, queue: int = 10, bus_wait_s: float = 5.0) -> None:
+        self.bus = Bus()
+        self.routes = Routes(lambda: 0.0)
+        outgoing = Outgoing(self.bus, self.bus, Subjects())
+        self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=bus_wait_s)
+        self.beat = Beat(self.dispatcher, self.routes, outgoing)
+        self.limit, self.queue = limit, queue
+        self.snapshot_id = 0
+        self.tasks: list[asyncio.Task] = []
+        self.now = asyncio.get_running_loop().time()
+        self.put_endpoint()
+        self.put(R0)
+
+    def put_endpoint(self, content: EndpointSnapshot | None | str = "") -> None:
+        if content == "":
+            content = EndpointSnapshot(
+                endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET"], traffic={BACKEND: 1.0}
+            )
+        self._publish("endpoints.d.a", content)
+
+    def put(self, *replicas: ReplicaTag, draining=()) -> None:
+        self._publish(
+            "backends.d.a",
+            BackendSnapshot(
+                backend_tag=BACKEND,
+                replicas=list(replicas),
+                draining=list(draining),
+                max_concurrent_queries=self.limit,
+                max_queued_requests=self.queue,
+            ),
+        )
+
+    def _publish(self, key, content) -> None:
+        self.snapshot_id += 1
+        snapshot = Snapshot(snapshot_id=self.snapshot_id, epoch=1, content=content)
+        self.dispatcher.update({key: snapshot}, whole=False)
+
+    def drop_backend(self) -> None:
+        self._publish("backends.d.a", None)
+
+    async def ask(self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S):
+        ask = Ask(
+            endpoint=self.routes.endpoints[EndpointTag("d/a")],
+            method="GET",
+            path="/a",
+            query="",
+            headers=list(headers),
+            body=body,
+            request_id="id",
+            traceparent="",
+            is_repeatable=repeatable,
+            deadline=self.now + timeout_s,
+        )
+        task = asyncio.create_task(self.dispatcher.ask(ask))
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        return task
+
+    def take(self, kind):
+        """The next published frame, which must be of ``kind``: its replica, reply, head and body."""
+        subject, reply, head, body = self.bus.sent.pop(0)
+        assert type(head) is kind, head
+        return subject.rpartition(".")[2], reply, head, body
+
+    def answer(self, reply: bytes, head, body: bytes = b"") -> None:
+        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        if receiver is not None:
+            receiver[0](encode_frame(head, body), b"", None)
+
+    def no_responders(self, reply: bytes) -> None:
+        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        if receiver is not None:
+            receiver[1]()
+
+    def ok(self, reply: bytes, body: bytes = b"ok") -> None:
+        self.answer(reply, ResponseHead(200, [], True, 0), body)
+
+    def look(self, after_s: float) -> None:
+        self.beat.look(self.now + after_s)
+
+    def assert_nothing_is_left(self) -> None:
+        assert not self.dispatcher.calls
+        assert not self.bus.receivers
+        assert all(router.in_flight == router.queue_depth == 0 for router in self.routes.routers.values())
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    for task in world.tasks:
+        assert task.done(), "a handler still waits"
+    world.assert_nothing_is_left()
+
+
+async def failure(task) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        await task
+    return caught.value
+
+
+async def test_an_answer_comes_back_and_the_slot_is_free_again(world: World) -> None:
+    first, second = await world.ask(b"body"), await world.ask()
+    replica, reply, head, body = world.take(RequestHead)
+    assert (replica, body, head.route, head.body_bytes) == ("0", b"body", "/a", 4)
+    assert 0 < head.timeout_s <= TIMEOUT_S
+    assert not world.bus.sent  # the second waits
+    world.ok(reply)
+    _, answer = await first
+    assert (answer.status, bytes(answer.body)) == (200, b"ok")
+    world.ok(world.take(RequestHead)[1])
+    await second
+
+
+async def test_a_refused_request_goes_elsewhere(world: World) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.answer(reply, RefusedHead("busy", 1))
+    other, reply, _, _ = world.take(RequestHead)
+    assert {replica, other} == {"0", "1"}
+    world.answer(reply, RefusedHead("draining", 1))
+    assert not world.bus.sent
+    world.look(0.03)  # the busy one's pause is over
+    again, reply, _, _ = world.take(RequestHead)
+    assert again == replica
+    world.ok(reply)
+    await task
+
+
+async def test_no_responders_at_first_means_that_nothing_began(world: World) -> None:
+    world.put(R0, R1)
+    task = await world.ask(repeatable=False)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.no_responders(reply)
+    other, reply, _, _ = world.take(RequestHead)
+    assert other != replica
+    world.ok(reply)
+    await task
+
+
+async def test_without_any_replica_a_request_waits_for_one(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    world.no_responders(world.take(RequestHead)[1])
+    world.look(0.1)
+    assert not world.bus.sent
+    world.put(R1)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "1"
+    world.ok(reply)
+    await task
+
+
+async def test_a_full_queue_is_refused_at_once(world: World) -> None:
+    world.queue = 0
+    world.put(R0)
+    held = await world.ask()
+    assert isinstance(await failure(await world.ask()), NoReplicaAvailable)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_who_waits_too_long_is_told_that_nobody_had_room(world: World) -> None:
+    held, waiting = await world.ask(timeout_s=100), await world.ask()
+    world.look(TIMEOUT_S - 0.1)
+    assert not waiting.done()
+    world.look(TIMEOUT_S)
+    assert isinstance(await failure(waiting), NoReplicaAvailable)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_a_late_answer_is_a_timeout_and_the_replica_is_told(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.look(TIMEOUT_S)
+    assert isinstance(await failure(task), DeadlineExceeded)
+    assert world.take(CancelHead)[1] == reply
+    world.ok(reply)  # nobody listens any more
+
+
+async def test_a_client_that_goes_away_gives_its_slot_to_the_next(world: World) -> None:
+    gone, queued, gone_too, last = [await world.ask() for _ in range(4)]
+    reply = world.take(RequestHead)[1]
+    gone_too.cancel()
+    gone.cancel()
+    await asyncio.sleep(0)
+    assert world.take(CancelHead)[1] == reply
+    world.ok(world.take(RequestHead)[1])
+    await queued
+    world.ok(world.take(RequestHead)[1])
+    await last
+    await asyncio.wait([gone, gone_too])
+
+
+async def test_user_errors_keep_their_status(world: World) -> None:
+    task = await world.ask()
+    world.answer(world.take(RequestHead)[1], ErrorHead("user_code_raised", 500, "ValueError", 0))
+    error = await failure(task)
+    assert isinstance(error, ReplicaError)
+    assert error.status == 500
+
+
+async def test_a_silent_request_is_probed_and_unknown_means_lost(world: World) -> None:
+    once, twice = await world.ask(repeatable=False), None
+    reply = world.take(RequestHead)[1]
+    world.look(PROBE_AFTER_S - 0.1)
+    assert not world.bus.sent
+    world.look(PROBE_AFTER_S + 0.01)
+    assert world.take(ProbeHead)[1] == reply
+    world.answer(reply, RefusedHead("unknown", 0))
+    assert isinstance(await failure(once), ReplicaDied)
+
+    twice = await world.ask(repeatable=True)
+    first = world.take(RequestHead)[1]
+    world.answer(first, RefusedHead("unknown", 0))
+    second = world.take(RequestHead)[1]
+    assert second != first
+    world.ok(second)
+    await twice
+
+
+async def test_a_request_that_keeps_getting_lost_is_given_up(world: World) -> None:
+    task = await world.ask()
+    for _ in range(10):
+        world.answer(world.take(RequestHead)[1], RefusedHead("unknown", 0))
+    assert isinstance(await failure(task), ReplicaDied)
+
+
+async def test_a_dead_replicas_requests_fail_over_all_at_once(world: World, monkeypatch) -> None:
+    world.limit = 3
+    world.put(R0)
+    repeatable, also, fragile = await world.ask(), await world.ask(), await world.ask(repeatable=False)
+    replies = [world.take(RequestHead)[1] for _ in range(3)]
+    world.put(R0, R1)
+    world.look(1.01)
+    assert [world.take(ProbeHead)[1] for _ in range(3)] == replies
+    clock = [world.now + 1.01]
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: clock[0])
+    world.no_responders(replies[0])
+    assert not fragile.done()
+    clock[0] += 0.2
+    world.look(clock[0] - world.now)
+    assert world.take(ProbeHead)[1] in replies  # asked again before it is believed
+    clock[0] += 0.2
+    world.no_responders(replies[1])
+    sent = [frame for frame in world.bus.sent if type(frame[2]) is RequestHead]
+    assert [subject.rpartition(".")[2] for subject, *_ in sent] == ["1", "1"]
+    assert isinstance(await failure(fragile), ReplicaDied)
+    for _, reply, _, _ in sent:
+        world.ok(reply)
+    await asyncio.gather(repeatable, also)
+
+
+async def test_a_replica_that_leaves_the_snapshot_loses_its_requests(world: World) -> None:
+    task = await world.ask()
+    world.take(RequestHead)
+    world.put(R1)
+    world.take(CancelHead)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "1"
+    world.ok(reply)
+    await task
+
+
+async def test_a_draining_replica_still_answers(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.put(R1, draining=(R0,))
+    world.ok(reply)
+    await task
+
+
+async def test_who_waits_for_an_endpoint_that_vanishes_is_told_at_once(world: World) -> None:
+    held, waiting = await world.ask(repeatable=False), await world.ask()
+    world.put_endpoint(None)
+    assert isinstance(await failure(waiting), NotFound)
+    world.ok(world.take(RequestHead)[1])
+    await held
+
+
+async def test_who_waits_for_a_backend_that_vanishes_is_told_at_once(world: World) -> None:
+    held, waiting = await world.ask(repeatable=False), await world.ask()
+    world.take(RequestHead)
+    world.drop_backend()
+    assert isinstance(await failure(waiting), NoReplicaAvailable)
+    assert isinstance(await failure(held), ReplicaDied)
+
+
+async def test_without_the_bus_requests_wait_for_a_bounded_time(world: World) -> None:
+    world.bus.is_connected = False
+    early = await world.ask()
+    world.look(4.9)
+    assert not early.done()
+    world.look(5.1)
+    assert isinstance(await failure(early), BusUnavailable)
+    late = await world.ask()
+    world.bus.is_connected = True
+    world.dispatcher.bus_is_back()
+    world.ok(world.take(RequestHead)[1])
+    await late
+
+
+async def test_a_bus_that_goes_away_before_it_is_noticed_parks_the_request_and_frees_its_slot(
+    world: World, monkeypatch
+) -> None:
+    def fail(*_args, **_kwargs):
+        raise NotConnected("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.bus, "publish", fail)
+        task = await world.ask()
+        assert world.routes.routers[BACKEND].in_flight == 0
+    world.dispatcher.bus_is_back()
+    world.ok(world.take(RequestHead)[1])
+    await task
+
+
+async def test_after_a_reconnect_everything_under_way_is_probed_at_once(world: World) -> None:
+    task = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.dispatcher.bus_is_back()
+    assert world.take(ProbeHead)[1] == reply
+    world.no_responders(reply)  # the replica reconnects too: that is no death
+    world.ok(reply)
+    await task
+
+
+async def test_a_bus_that_takes_no_more_is_an_error_and_frees_the_slot(world: World) -> None:
+    world.bus.is_full = True
+    assert isinstance(await failure(await world.ask()), ServeError)
+
+
+async def test_headers_that_do_not_fit_into_a_frame_are_refused(world: World) -> None:
+    assert isinstance(await failure(await world.ask(headers=[("a", "b" * 70_000)])), HeadTooLarge)
+
+
+async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> None:
+    body = bytes(7 * FRAME_BODY_BYTES_MAX + 1)
+    task = await world.ask(body)
+    _, reply, head, first = world.take(RequestHead)
+    assert head.body_bytes == len(body)
+    received = first + b"".join(world.take(BodyHead)[3] for _ in range(3))
+    assert not world.bus.sent
+    world.answer(reply, CreditHead(2))
+    sequences = [world.bus.sent[0][2], world.bus.sent[1][2]]
+    assert sequences == [BodyHead(4, False), BodyHead(5, False)]
+    received += b"".join(world.take(BodyHead)[3] for _ in range(2))
+    assert not world.bus.sent
+    world.answer(reply, CreditHead(9))
+    received += world.take(BodyHead)[3]
+    _, _, last, piece = world.take(BodyHead)
+    assert last == BodyHead(7, True)
+    assert received + piece == body
+    world.ok(reply)
+    await task
+
+
+async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -> None:
+    task = await world.ask(bytes(6 * FRAME_BODY_BYTES_MAX), repeatable=False)
+    old = world.take(RequestHead)[1]
+    world.bus.sent.clear()
+    world.dispatcher.bus_is_back()
+    assert world.take(CancelHead)[1] == old
+    new = world.take(RequestHead)[1]
+    world.bus.sent.clear()
+    world.answer(old, CreditHead(5))
+    world.answer(new, CreditHead(5))
+    assert {reply for _, reply, _, _ in world.bus.sent} == {new}
+    world.ok(new)
+    await task
+
+
+async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    assert answer.stream is not None
+    assert await answer.stream.read() == b"0"
+    assert not world.bus.sent
+    reading = asyncio.create_task(answer.stream.read())
+    await asyncio.sleep(0)
+    assert world.take(CreditHead)[2] == CreditHead(1)
+    world.answer(reply, BodyHead(1, False), b"1")
+    assert await reading == b"1"
+    world.answer(reply, BodyHead(2, True), b"2")
+    assert world.routes.routers[BACKEND].in_flight == 0  # the replica is done with it
+    assert await answer.stream.read() == b"2"
+    assert await answer.stream.read() is None
+    assert not world.bus.sent
+
+
+async def test_a_stream_that_breaks_off_says_so_after_what_came(world: World) -> None:
+    task = await world.ask(repeatable=True)
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    world.answer(reply, RefusedHead("unknown", 0))
+    assert await answer.stream.read() == b"0"
+    with pytest.raises(ReplicaDied):
+        await answer.stream.read()
+    assert not world.bus.sent  # a part was seen, so it is not sent again
+
+
+async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
+    for frames, error in (
+        ([BodyHead(2, False)], ReplicaDied),
+        ([BodyHead(i, False) for i in range(1, 9)], AnswerUnusable),
+        ([ResponseHead(200, [], False, 0)], AnswerUnusable),
+    ):
+        task = await world.ask()
+        reply = world.take(RequestHead)[1]
+        world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+        _, answer = await task
+        for frame in frames:
+            world.answer(reply, frame, b"x")
+        with pytest.raises(error):
+            while await answer.stream.read() is not None:
+                pass
+        assert world.take(CancelHead)[1] == reply
+        world.bus.sent.clear()
+
+
+async def test_abandoning_a_stream_cancels_it_at_the_replica(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    call, _ = await task
+    world.dispatcher.abandon(call)
+    world.dispatcher.abandon(call)
+    assert world.take(CancelHead)[1] == reply
+    assert not world.bus.sent
+
+
+async def test_rubbish_from_a_replica_is_an_error_of_that_request_only(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.bus.receivers[1][0](b"\xff\xff\xff", b"", None)
+    assert isinstance(await failure(task), AnswerUnusable)
+    assert world.take(CancelHead)[1] == reply
+
+
+async def test_closing_ends_everything(world: World) -> None:
+    tasks = [await world.ask() for _ in range(3)]
+    world.dispatcher.close()
+    for task in tasks:
+        assert isinstance(await failure(task), BusUnavailable)

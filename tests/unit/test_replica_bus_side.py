@@ -1,0 +1,334 @@
+"""A replica's bus side, frame by frame: what is in flight, what is refused, and that every slot comes back once."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_common.bus.errors import NotConnected, PayloadTooLarge
+from serve_common.wires.frames import (
+    FRAME_BODY_BYTES_MAX,
+    BodyHead,
+    CancelHead,
+    CreditHead,
+    ErrorHead,
+    Head,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX, BusSide
+from serve_replica_host.replica.exchange import (
+    Answered,
+    Drop,
+    Ended,
+    Exchange,
+    Failed,
+    Opened,
+    Piece,
+    Room,
+    ToUser,
+)
+
+ME = b"_INBOX.1"
+
+
+class Tally:
+    """Metrics that remember."""
+
+    def __init__(self) -> None:
+        self.answered: list[int] = []
+        self.refused: list[str] = []
+
+    def count_answered(self, status: int, seconds: float) -> None:
+        assert seconds >= 0
+        self.answered.append(status)
+
+    def count_refused(self, reason: str) -> None:
+        self.refused.append(reason)
+
+    def write(self, in_flight: int) -> None:
+        raise AssertionError
+
+
+class Desk:
+    """A bus side with a bus and a user side made of lists."""
+
+    def __init__(self, max_concurrent_queries: int = 2) -> None:
+        self.sent: list[tuple[bytes, Head, bytes]] = []
+        self.to_user: list[ToUser] = []
+        self.now = 100.0
+        self.metrics = Tally()
+        self.broken: Exception | None = None
+        self.side = BusSide(
+            publish=self._publish,
+            to_user=self.to_user.append,
+            now=lambda: self.now,
+            metrics=self.metrics,
+            max_concurrent_queries=max_concurrent_queries,
+        )
+
+    def _publish(self, subject: bytes, frame: bytes) -> None:
+        if self.broken is not None:
+            raise self.broken
+        head, body = decode_frame(frame)
+        self.sent.append((subject, head, bytes(body)))
+
+    def hear(self, head: Head, body: bytes = b"", reply: bytes = ME) -> None:
+        self.side.take_frame(b"serve.replica.x", reply, encode_frame(head, body), None)
+
+    def begin(self, body: bytes = b"", reply: bytes = ME, body_bytes: int | None = None) -> Exchange:
+        whole = len(body) if body_bytes is None else body_bytes
+        self.hear(_request(whole), body, reply)
+        exchange = self.to_user[-1]
+        assert isinstance(exchange, Exchange)
+        return exchange
+
+    @property
+    def heads(self) -> list[Head]:
+        return [head for _, head, _ in self.sent]
+
+
+def _request(body_bytes: int = 0, timeout_s: float = 10.0) -> RequestHead:
+    return RequestHead("POST", "/a", "/a", "", [], timeout_s, body_bytes, "default/a", "r1")
+
+
+async def test_a_small_request_is_handed_over_and_its_answer_frees_the_slot() -> None:
+    desk = Desk()
+    exchange = desk.begin(b"body")
+    assert (exchange.body, desk.side.in_flight) == (b"body", 1)
+
+    desk.side.take_outcome(Answered(exchange, 201, [("a", "b")], b"ok"))
+
+    assert desk.sent == [(ME, ResponseHead(201, [("a", "b")], True, 0), b"ok")]
+    assert desk.side.in_flight == 0
+    assert desk.metrics.answered == [201]
+    desk.side.take_outcome(Ended(exchange))
+    assert len(desk.sent) == 1
+
+
+async def test_what_exceeds_the_concurrency_is_refused_busy_and_a_drain_refuses_all() -> None:
+    desk = Desk(max_concurrent_queries=1)
+    desk.begin()
+
+    desk.hear(_request(), reply=b"_INBOX.2")
+    desk.side.is_draining = True
+    desk.hear(_request(), reply=b"_INBOX.3")
+
+    assert desk.heads == [RefusedHead("busy", 1), RefusedHead("draining", 1)]
+    assert desk.metrics.refused == ["busy", "draining"]
+
+
+async def test_the_same_request_again_does_not_run_twice() -> None:
+    desk = Desk()
+    desk.begin()
+
+    desk.hear(_request())
+
+    assert len(desk.to_user) == 1
+    assert desk.side.in_flight == 1
+
+
+async def test_a_large_body_is_put_together_under_credit_and_then_handed_over() -> None:
+    desk = Desk()
+    desk.hear(_request(body_bytes=6), b"ab")
+    assert desk.heads == [CreditHead(1)]
+    assert desk.to_user == []
+
+    desk.hear(BodyHead(1, False), b"cd")
+    desk.hear(BodyHead(1, False), b"cd")
+    desk.hear(BodyHead(2, True), b"ef")
+
+    (exchange,) = desk.to_user
+    assert isinstance(exchange, Exchange)
+    assert exchange.body == b"abcdef"
+    assert desk.heads == [CreditHead(1), CreditHead(1)]
+
+
+@pytest.mark.parametrize(
+    ("head", "body"), [(BodyHead(2, False), b"ef"), (BodyHead(1, True), b"c"), (BodyHead(1, False), b"cdefg")]
+)
+async def test_a_body_with_a_lost_part_or_a_wrong_size_fails_and_frees_the_slot(
+    head: BodyHead, body: bytes
+) -> None:
+    desk = Desk()
+    desk.hear(_request(body_bytes=6), b"ab")
+
+    desk.hear(head, body)
+
+    assert isinstance(desk.heads[-1], ErrorHead)
+    assert desk.heads[-1].status == 502
+    assert desk.side.in_flight == 0
+    assert desk.to_user == []
+
+
+async def test_a_body_beyond_the_limit_is_refused_before_it_comes() -> None:
+    desk = Desk()
+
+    desk.hear(_request(body_bytes=REQUEST_BODY_BYTES_MAX + 1), b"ab")
+
+    assert isinstance(desk.heads[-1], ErrorHead)
+    assert desk.heads[-1].status == 413
+    assert desk.side.in_flight == 0
+
+
+async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_served() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 6
+
+    desk.side.take_outcome(Answered(exchange, 200, [], body))
+    assert [type(head) for head in desk.heads] == [ResponseHead, BodyHead, BodyHead, BodyHead]
+    other = desk.begin(reply=b"_INBOX.2")
+    desk.side.take_outcome(Answered(other, 200, [], b"x"))
+    assert desk.side.in_flight == 1
+    desk.hear(CreditHead(1))
+    desk.hear(CreditHead(9))
+
+    mine = [(head, piece) for subject, head, piece in desk.sent if subject == ME]
+    assert mine[0][0] == ResponseHead(200, [("content-length", str(len(body)))], False, 0)
+    assert [head for head, _ in mine[1:]] == [BodyHead(n, n == 5) for n in range(1, 6)]
+    assert b"".join(piece for _, piece in mine) == body
+    assert desk.side.in_flight == 0
+
+
+async def test_a_streamed_answer_tells_the_user_side_what_has_left_and_ends_with_its_last_piece() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+
+    desk.side.take_outcome(Opened(exchange, 200, [("a", "b")]))
+    desk.side.take_outcome(Piece(exchange, b"one", last=False))
+    assert desk.to_user[-1] == Room(exchange, 3)
+    desk.side.take_outcome(Piece(exchange, b"two", last=True))
+    desk.side.take_outcome(Ended(exchange))
+
+    assert [(head, body) for _, head, body in desk.sent] == [
+        (ResponseHead(200, [("a", "b")], False, 0), b""),
+        (BodyHead(1, False), b"one"),
+        (BodyHead(2, True), b"two"),
+    ]
+    assert desk.side.in_flight == 0
+    assert desk.metrics.answered == [200]
+
+
+async def test_cancel_drops_the_answer_and_holds_the_slot_until_the_work_has_ended() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+
+    desk.hear(CancelHead())
+    desk.hear(CancelHead())
+    assert desk.to_user[1:] == [Drop(exchange)]
+    assert desk.side.in_flight == 1
+    desk.side.take_outcome(Answered(exchange, 200, [], b"too late"))
+
+    assert desk.sent == []
+    assert desk.side.in_flight == 0
+    assert desk.metrics.answered == [499]
+
+
+async def test_cancel_while_the_body_comes_or_the_answer_goes_frees_the_slot_at_once() -> None:
+    desk = Desk()
+    desk.hear(_request(body_bytes=6), b"ab")
+    desk.hear(CancelHead())
+    assert desk.side.in_flight == 0
+
+    exchange = desk.begin(reply=b"_INBOX.2")
+    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * 9))
+    assert desk.side.in_flight == 1
+    desk.hear(CancelHead(), reply=b"_INBOX.2")
+    assert desk.side.in_flight == 0
+
+
+async def test_a_deadline_answers_504_and_ends_the_work() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.hear(_request(timeout_s=60.0), reply=b"_INBOX.2")
+
+    desk.now += 10.0
+    desk.side.sweep()
+    desk.side.sweep()
+
+    (error,) = desk.heads
+    assert isinstance(error, ErrorHead)
+    assert (error.error_code, error.status) == ("deadline_exceeded", 504)
+    assert Drop(exchange) in desk.to_user
+    desk.side.take_outcome(Ended(exchange))
+    assert desk.side.in_flight == 1
+    assert desk.metrics.answered == [504]
+
+
+async def test_a_probe_is_answered_only_when_the_request_is_unknown() -> None:
+    desk = Desk()
+    desk.begin()
+
+    desk.hear(ProbeHead())
+    desk.hear(ProbeHead(), reply=b"_INBOX.2")
+
+    assert desk.sent == [(b"_INBOX.2", RefusedHead("unknown", 1), b"")]
+
+
+async def test_a_failure_after_the_answer_has_begun_ends_it_with_an_error() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.side.take_outcome(Opened(exchange, 200, []))
+
+    desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "ValueError"))
+
+    assert desk.heads[-1] == ErrorHead("user_code_raised", 500, "ValueError", 0)
+    assert desk.side.in_flight == 0
+
+
+async def test_an_answer_that_cannot_be_sent_still_frees_the_slot() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.broken = NotConnected("away")
+    desk.side.take_outcome(Answered(exchange, 200, [], b"x"))
+    assert desk.side.in_flight == 0
+
+    desk.broken = None
+    exchange = desk.begin(reply=b"_INBOX.2")
+    desk.side.take_outcome(Answered(exchange, 200, [("a", "b" * 70_000)], b"x"))
+    assert desk.side.in_flight == 0
+    assert isinstance(desk.heads[-1], ErrorHead)
+    assert "headers" in desk.heads[-1].message
+
+
+async def test_a_server_with_a_smaller_payload_limit_gives_an_error_and_frees_the_slot() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    refuse_large = desk._publish
+
+    def publish(subject: bytes, frame: bytes) -> None:
+        if len(frame) > 1000:
+            raise PayloadTooLarge("too large")
+        refuse_large(subject, frame)
+
+    desk.side._publish = publish
+    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * 2000))
+
+    assert isinstance(desk.heads[-1], ErrorHead)
+    assert desk.side.in_flight == 0
+
+
+async def test_bytes_that_are_no_frame_and_frames_without_reply_change_nothing() -> None:
+    desk = Desk()
+
+    for payload in (b"", b"\x00", b"\xff\xff", b"\x00\x02\xc1\xc1"):
+        desk.side.take_frame(b"s", ME, payload, None)
+    desk.hear(_request(), reply=b"")
+    desk.hear(ResponseHead(200, [], True, 0))
+
+    assert (desk.sent, desk.to_user, desk.side.in_flight) == ([], [], 0)
+
+
+async def test_idle_is_told_when_the_last_request_has_left() -> None:
+    desk = Desk()
+    await desk.side.wait_idle()
+    exchange = desk.begin()
+    assert not desk.side._idle.is_set()
+
+    desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
+
+    await desk.side.wait_idle()

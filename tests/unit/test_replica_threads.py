@@ -1,0 +1,105 @@
+"""What passes between a replica's threads, and how an answer's body leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES
+from serve_replica_host.replica.loop_thread import LoopThread
+from serve_replica_host.replica.mailbox import Mailbox
+from serve_replica_host.replica.outgoing import OutgoingBody
+
+
+def test_values_of_many_threads_all_arrive_and_each_threads_in_order() -> None:
+    thread = LoopThread("test")
+    taken: list[tuple[int, int]] = []
+    done = threading.Event()
+
+    def take(value: tuple[int, int]) -> None:
+        taken.append(value)
+        if len(taken) == 4000:
+            done.set()
+
+    mailbox: Mailbox[tuple[int, int]] = Mailbox(thread.loop, take)
+    writers = [
+        threading.Thread(target=lambda n=n: [mailbox.put((n, at)) for at in range(1000)]) for n in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+
+    assert done.wait(5)
+    for number in range(4):
+        assert [at for n, at in taken if n == number] == list(range(1000))
+    thread.stop(5)
+
+
+async def test_a_burst_costs_one_wake_up() -> None:
+    loop = asyncio.get_running_loop()
+    wakes: list[object] = []
+    taken: list[int] = []
+    real = loop.call_soon_threadsafe
+    mailbox: Mailbox[int] = Mailbox(loop, taken.append)
+    loop.call_soon_threadsafe = lambda call, *a: (wakes.append(call), real(call, *a))[1]  # type: ignore[method-assign, assignment, misc, func-returns-value]
+    for value in range(100):
+        mailbox.put(value)
+    await asyncio.sleep(0)
+
+    assert taken == list(range(100))
+    assert len(wakes) == 1
+
+
+def test_a_mailbox_of_a_closed_loop_drops_what_comes() -> None:
+    thread = LoopThread("test")
+    thread.stop(5)
+
+    Mailbox(thread.loop, lambda value: None).put(1)
+
+
+def test_a_loop_thread_runs_work_and_stops() -> None:
+    thread = LoopThread("test")
+
+    async def name() -> str:
+        return threading.current_thread().name
+
+    assert thread.submit(name()).result(5) == "test"
+    thread.stop(5)
+    assert thread.loop.is_closed()
+
+
+@given(
+    pieces=st.lists(st.integers(0, 3 * FRAME_BODY_BYTES_MAX), min_size=1, max_size=4),
+    allowances=st.lists(st.integers(1, 3), max_size=12),
+)
+def test_a_body_leaves_whole_in_order_and_never_more_than_allowed(
+    pieces: list[int], allowances: list[int]
+) -> None:
+    body = OutgoingBody()
+    allowed, sent, lasts = WINDOW_FRAMES - 1, [], []
+
+    def pump() -> None:
+        while (frame := body.next_frame()) is not None:
+            sequence, last, data = frame
+            assert sequence == len(sent) + 1
+            assert len(data) <= FRAME_BODY_BYTES_MAX
+            sent.append(data)
+            lasts.append(last)
+            assert len(sent) <= allowed
+
+    content = [bytes([at]) * size for at, size in enumerate(pieces)]
+    for at, piece in enumerate(content):
+        body.add(piece, last=at == len(content) - 1)
+        pump()
+    for frames in [*allowances, *([4] * 8)]:
+        allowed += frames
+        body.allow(frames)
+        pump()
+
+    assert b"".join(sent) == b"".join(content)
+    assert lasts == [False] * (len(lasts) - 1) + [True]
+    assert body.unsent_bytes == 0

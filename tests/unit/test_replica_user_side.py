@@ -1,0 +1,298 @@
+"""A replica's user side: requests become tasks, and each ends in exactly one outcome."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from structlog.testing import capture_logs
+
+from serve_common.wires.frames import RequestHead
+from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, to_answer
+from serve_replica_host.replica.exchange import (
+    UNSENT_BYTES_MAX,
+    Answered,
+    Drop,
+    Ended,
+    Exchange,
+    Failed,
+    Opened,
+    Piece,
+    Room,
+    ToBus,
+)
+from serve_replica_host.replica.http_request import make_request
+from serve_replica_host.replica.user_code import UserCode
+from serve_replica_host.replica.user_side import UserSide
+
+
+class Bench:
+    """A user side with the bus side made of a list."""
+
+    def __init__(self, handler: Callable[..., Any]) -> None:
+        self.outcomes: list[ToBus] = []
+        self._came = asyncio.Event()
+        self.side = UserSide(UserCode(handler, handler, 4), self._put)
+
+    def _put(self, outcome: ToBus) -> None:
+        self.outcomes.append(outcome)
+        self._came.set()
+
+    async def until(self, count: int) -> list[ToBus]:
+        async with asyncio.timeout(5):
+            while len(self.outcomes) < count:
+                self._came.clear()
+                await self._came.wait()
+        return self.outcomes
+
+    async def serve(self, exchange: Exchange) -> ToBus:
+        self.side.take(exchange)
+        await asyncio.wait_for(self.side.wait_idle(), 5)
+        return self.outcomes[-1]
+
+
+def exchange(body: bytes = b"", **head: Any) -> Exchange:
+    fields: dict[str, Any] = {
+        "method": "POST",
+        "path": "/shop/a%2Fb",
+        "route": "/shop",
+        "query": "x=1&y=%20",
+        "headers": [("Content-Type", "application/json"), ("X-A", "ü")],
+        "timeout_s": 5.0,
+        "body_bytes": len(body),
+        "endpoint_tag": "default/shop",
+        "request_id": "r1",
+    }
+    made = Exchange(b"_INBOX.1", RequestHead(**(fields | head)), 0.0)
+    made.body = body
+    return made
+
+
+async def test_a_request_looks_as_starlette_and_asgi_define_it() -> None:
+    request = make_request(exchange(b'{"a": 1}'))
+
+    assert (request.method, request.scope["path"], request.scope["root_path"]) == (
+        "POST",
+        "/shop/a/b",
+        "/shop",
+    )
+    assert request.scope["raw_path"] == b"/shop/a%2Fb"
+    assert dict(request.query_params) == {"x": "1", "y": " "}
+    assert request.headers["x-a"] == "ü"
+    assert await request.json() == {"a": 1}
+    assert await request.body() == b'{"a": 1}'
+
+
+async def test_a_body_can_be_read_as_a_stream() -> None:
+    request = make_request(exchange(b"abc"))
+
+    assert b"".join([piece async for piece in request.stream()]) == b"abc"
+
+
+@pytest.mark.parametrize(
+    ("result", "content_type", "body"),
+    [
+        ("hi", "text/plain; charset=utf-8", b"hi"),
+        (b"\x00", "text/plain", b"\x00"),
+        ({"a": [1, None]}, "application/json", b'{"a":[1,null]}'),
+        (None, "application/json", b"null"),
+        (1.5, "application/json", b"1.5"),
+    ],
+)
+def test_plain_values_become_answers_as_in_ray_serve(result: Any, content_type: str, body: bytes) -> None:
+    answer = to_answer(result)
+
+    assert answer == WholeAnswer(200, [("content-type", content_type)], body)
+
+
+def test_numpy_values_are_json_and_other_objects_are_refused_by_name() -> None:
+    numpy = pytest.importorskip("numpy")
+    answer = to_answer({"p": numpy.array([1.5, 2.0]), "n": numpy.int64(3)})
+
+    assert isinstance(answer, WholeAnswer)
+    assert msgspec.json.decode(answer.body) == {"p": [1.5, 2.0], "n": 3}
+    with pytest.raises(NotAnAnswer, match="holds a Request"):
+        to_answer([make_request(exchange())])
+
+
+async def test_a_response_keeps_its_status_and_headers() -> None:
+    async def handler(request: Request) -> Response:
+        return JSONResponse({"a": 1}, 201, headers={"X-B": "c"})
+
+    outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.status, outcome.body) == (201, b'{"a":1}')
+    assert ("x-b", "c") in outcome.headers
+
+
+async def test_an_exception_is_one_line_for_the_caller_and_a_traceback_in_the_log() -> None:
+    def handler(request: Request) -> None:
+        raise ValueError("no such digit")
+
+    with capture_logs() as logs:
+        outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, Failed)
+    assert (outcome.error_code, outcome.status) == ("user_code_raised", 500)
+    assert outcome.message == "ValueError: no such digit"
+    assert logs[0]["request_id"] == "r1"
+    assert "in handler" in logs[0]["traceback"]
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+async def test_code_that_exits_or_cancels_itself_is_an_error_too(error: BaseException) -> None:
+    async def handler(request: Request) -> None:
+        raise error
+
+    with capture_logs():
+        outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, Failed | Ended)
+
+
+async def test_an_http_exception_is_its_status() -> None:
+    async def handler(request: Request) -> None:
+        raise HTTPException(404, "nothing here", {"X-Why": "so"})
+
+    outcome = await Bench(handler).serve(exchange())
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.status, outcome.body) == (404, b"nothing here")
+    assert ("x-why", "so") in outcome.headers
+
+
+async def test_a_stream_waits_while_the_network_is_slower() -> None:
+    sent = 0
+
+    async def handler(request: Request) -> StreamingResponse:
+        async def pieces() -> Any:
+            nonlocal sent
+            for _ in range(5):
+                sent += 1
+                yield b"x" * (UNSENT_BYTES_MAX // 2 + 1)
+
+        return StreamingResponse(pieces())
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    outcomes = await bench.until(3)
+    await asyncio.sleep(0)
+    assert isinstance(outcomes[0], Opened)
+    assert sent == 2
+    bench.side.take(Room(request, 2 * (UNSENT_BYTES_MAX // 2 + 1)))
+    bench.side.take(Room(request, 10 * UNSENT_BYTES_MAX))
+    await asyncio.wait_for(bench.side.wait_idle(), 5)
+
+    pieces = [outcome for outcome in bench.outcomes if isinstance(outcome, Piece)]
+    assert sum(len(piece.data) for piece in pieces) == 5 * (UNSENT_BYTES_MAX // 2 + 1)
+    assert [piece.last for piece in pieces] == [False] * 5 + [True]
+    assert isinstance(bench.outcomes[-1], Ended)
+
+
+async def test_work_after_the_answer_is_waited_for_by_a_drain() -> None:
+    go = asyncio.Event()
+
+    async def handler(request: Request) -> Response:
+        return Response(b"ok", background=BackgroundTask(go.wait))
+
+    bench = Bench(handler)
+    bench.side.take(exchange())
+    outcomes = await bench.until(2)
+    assert isinstance(outcomes[1], Piece)
+    assert outcomes[1].last
+    assert not bench.side._idle.is_set()
+    go.set()
+    await asyncio.wait_for(bench.side.wait_idle(), 5)
+
+
+async def test_a_dropped_request_is_cancelled_and_ends() -> None:
+    entered = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    await entered.wait()
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+
+    assert await bench.until(1) == [Ended(request)]
+    await bench.side.wait_idle()
+
+
+async def test_a_request_dropped_before_it_began_never_runs_and_still_ends() -> None:
+    async def handler(request: Request) -> None:
+        raise AssertionError("must not run")
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+    await asyncio.wait_for(bench.side.wait_idle(), 5)
+    await asyncio.sleep(0)
+
+    assert bench.outcomes == [Ended(request)]
+
+
+async def test_code_that_listens_for_the_caller_hears_that_it_is_gone() -> None:
+    heard: list[str] = []
+    listening = asyncio.Event()
+
+    async def handler(request: Request) -> None:
+        await request.body()
+        listening.set()
+        try:
+            heard.append((await request.receive())["type"])
+        except asyncio.CancelledError:
+            heard.append("cancelled")
+            raise
+
+    bench, request = Bench(handler), exchange()
+    bench.side.take(request)
+    await listening.wait()
+    await asyncio.sleep(0)
+    request.is_dropped = True
+    bench.side.take(Drop(request))
+    await asyncio.wait_for(bench.side.wait_idle(), 5)
+
+    assert heard in (["http.disconnect"], ["cancelled"])
+
+
+async def test_a_plain_call_takes_json_and_bad_json_is_the_callers_fault() -> None:
+    async def handler(argument: Any) -> Any:
+        return {"got": argument}
+
+    bench = Bench(handler)
+
+    good = await bench.serve(exchange(b"[1]", http=False))
+    empty = await bench.serve(exchange(b"", http=False))
+    bad = await bench.serve(exchange(b"{", http=False))
+
+    assert isinstance(good, Answered)
+    assert good.body == b'{"got":[1]}'
+    assert isinstance(empty, Answered)
+    assert empty.body == b'{"got":null}'
+    assert isinstance(bad, Failed)
+    assert bad.status == 400
+
+
+async def test_generators_are_streamed() -> None:
+    def handler(request: Request) -> Any:
+        yield "a"
+        yield "b"
+
+    bench = Bench(handler)
+    await bench.serve(exchange())
+
+    data = b"".join(outcome.data for outcome in bench.outcomes if isinstance(outcome, Piece))
+    assert data == b"ab"

@@ -1,0 +1,91 @@
+"""The newest snapshot of each key is held, and nothing late brings back what is gone."""
+
+from __future__ import annotations
+
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.routing.snapshot_table import SnapshotTable
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+
+ENDPOINT, BACKEND = EndpointTag("d/a"), BackendTag("d/a")
+EKEY, BKEY = "endpoints.d.a", "backends.d.a"
+
+
+def endpoint(snapshot_id: int, route: str = "/a", tag: str = ENDPOINT) -> Snapshot:
+    content = EndpointSnapshot(
+        endpoint_tag=EndpointTag(tag), route=route, methods=["GET"], traffic={BACKEND: 1.0}
+    )
+    return Snapshot(snapshot_id=snapshot_id, epoch=1, content=content)
+
+
+def backend(snapshot_id: int) -> Snapshot:
+    content = BackendSnapshot(
+        backend_tag=BACKEND, replicas=[], draining=[], max_concurrent_queries=1, max_queued_requests=1
+    )
+    return Snapshot(snapshot_id=snapshot_id, epoch=1, content=content)
+
+
+def gone(snapshot_id: int) -> Snapshot:
+    return Snapshot(snapshot_id=snapshot_id, epoch=1, content=None)
+
+
+def test_nothing_counts_as_applied_before_the_bucket_was_read() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5)}, whole=False)
+    assert (table.is_filled, table.applied_snapshot_id) == (False, 0)
+    table.update({EKEY: endpoint(5)}, whole=True)
+    assert (table.is_filled, table.applied_snapshot_id) == (True, 5)
+    table.update({BKEY: backend(9)}, whole=False)
+    assert table.applied_snapshot_id == 9
+
+
+def test_an_empty_bucket_is_read_too() -> None:
+    table = SnapshotTable()
+    table.update({}, whole=True)
+    assert (table.is_filled, table.applied_snapshot_id) == (True, 0)
+
+
+def test_a_late_value_neither_replaces_a_newer_one_nor_revives_what_is_gone() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5, "/new")}, whole=True)
+    assert not table.update({EKEY: endpoint(4, "/old")}, whole=False).endpoints
+    assert table.endpoints()[ENDPOINT].route == "/new"
+    assert table.update({EKEY: gone(6)}, whole=False).endpoints == {ENDPOINT: None}
+    assert not table.update({EKEY: endpoint(5, "/new")}, whole=True).endpoints
+    assert table.endpoints() == {}
+    assert table.is_gone(EKEY)
+    assert table.applied_snapshot_id == 6
+
+
+def test_the_same_value_again_changes_nothing() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    changes = table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    assert not changes.endpoints
+    assert not changes.backends
+
+
+def test_keys_that_a_whole_view_lacks_are_gone() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    changes = table.update({BKEY: backend(6)}, whole=True)
+    assert changes.endpoints == {ENDPOINT: None}
+    assert not changes.backends
+    assert table.is_there(BKEY)
+    assert table.update({BKEY: None}, whole=False).backends == {BACKEND: None}
+    assert not table.is_there(BKEY)
+
+
+def test_keys_and_values_that_do_not_belong_together_are_left_out_and_named() -> None:
+    table = SnapshotTable()
+    changes = table.update(
+        {EKEY: backend(1), "endpoints.d.b": endpoint(2), "foreign": endpoint(3), BKEY: backend(4)}, whole=True
+    )
+    assert [key for key, _ in changes.ignored] == [EKEY, "endpoints.d.b", "foreign"]
+    assert list(changes.backends) == [BACKEND]
+    assert table.endpoints() == {}
+
+
+def test_endpoints_come_in_the_order_of_their_changes() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(7), "endpoints.d.b": endpoint(3, tag="d/b")}, whole=True)
+    assert list(table.endpoints()) == ["d/b", "d/a"]
