@@ -8,6 +8,7 @@ and it takes the names from each package's pyproject.toml, so that no list is ke
 A file that is no pyproject.toml is given to pip as it is, as a list of requirements.
 """
 
+# ruff: noqa: INP001 - a script that an image build copies, not a module of a package
 from __future__ import annotations
 
 import subprocess

@@ -57,14 +57,13 @@ async def bench(options: argparse.Namespace) -> list[Line]:
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mb-", ignore_cleanup_errors=True))
         )
-        systems: list[System] = []
+        systems = await stack.enter_async_context(running_floors(directory))
         if options.url:
             systems.append(System(name=MUSTER, url=options.url))
         elif not options.floors_only:
             _say("starting Muster …")
             url = await stack.enter_async_context(running_muster(directory / "muster"))
             systems.append(System(name=MUSTER, url=url))
-        systems[:0] = await stack.enter_async_context(running_floors(directory))
         for run in plan(systems, options.connections, options.rounds):
             sample = await measure(run, options.seconds, load)
             samples.append(sample)

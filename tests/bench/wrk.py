@@ -41,8 +41,11 @@ class WrkFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def errors(self) -> int:
-        """Everything that did not end as it should."""
-        return self.socket_errors + self.bad_statuses
+        """Everything that did not end as it should.
+
+        No answer at all is one: wrk itself says nothing about requests that are still waiting at its end.
+        """
+        return self.socket_errors + self.bad_statuses + (self.requests == 0)
 
 
 def parse_wrk(text: str) -> WrkFigures:

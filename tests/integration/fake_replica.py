@@ -27,6 +27,7 @@ from serve_common.wires.frames import (
     ResponseHead,
     decode_frame,
     encode_frame,
+    split_body,
 )
 
 
@@ -53,15 +54,12 @@ class FakeReplica:
         self.seen: list[RequestHead] = []
         self.cancelled: list[str] = []
         self.probes = 0
-        self.frames_ahead_max = 0
         self.bodies: list[bytes] = []
         self.on_change: Callable[[], None] = lambda: None
-        self._changed = asyncio.Condition()
         self._bus = BusConnection(
             BusOptions([url], name=tag, reconnect_wait_min_s=0.01, reconnect_wait_max_s=0.05),
             random.Random(1),
         )
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> FakeReplica:
         await self._bus.connect(5)
@@ -137,11 +135,8 @@ class FakeReplica:
             self.held.pop(held.reply, None)
         elif path.startswith("/big"):
             whole = bytes(int(held.head.query))
-            step = FRAME_BODY_BYTES_MAX
-            held.to_send = [whole[at : at + step] for at in range(0, len(whole), step)]
             headers = [("content-length", str(len(whole)))] if path.startswith("/big-sized") else []
-            self.send(held, ResponseHead(200, headers, False, 0), held.to_send.pop(0))
-            self._pump(held)
+            self._stream(held, headers, whole)
         elif path.startswith("/break"):
             self.send(held, ResponseHead(200, [], False, 0), b"first")
             self.send(held, ErrorHead("user_code_raised", 500, "broke off", 0))
@@ -152,8 +147,16 @@ class FakeReplica:
     def _finish(self, held: Held, body: bytes) -> None:
         status = int(held.head.query) if held.head.query.isdigit() else 200
         headers = [("content-type", "text/plain"), ("x-replica", self.tag)]
+        if len(body) > FRAME_BODY_BYTES_MAX:
+            self._stream(held, headers, body)
+            return
         self.held.pop(held.reply, None)
         self.send(held, ResponseHead(status, headers, True, len(self.held)), body)
+
+    def _stream(self, held: Held, headers: list[tuple[str, str]], body: bytes) -> None:
+        held.to_send = [bytes(piece) for piece in split_body(body)]
+        self.send(held, ResponseHead(200, headers, False, 0), held.to_send.pop(0))
+        self._pump(held)
 
     def _pump(self, held: Held) -> None:
         while held.to_send and held.credit > 0:
@@ -161,5 +164,5 @@ class FakeReplica:
             piece = held.to_send.pop(0)
             self.send(held, BodyHead(held.sequence, not held.to_send), piece)
             held.sequence += 1
-        if not held.to_send and held.head.path.endswith(("/big", "/big-sized")):
-            self.held.pop(held.reply, None)
+            if not held.to_send:
+                self.held.pop(held.reply, None)

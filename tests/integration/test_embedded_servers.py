@@ -29,6 +29,7 @@ from muster.embedded import (
     StackOptions,
     StartFailed,
     leftovers,
+    postgres,
     running_stack,
     unprivileged,
 )
@@ -183,6 +184,30 @@ async def test_the_controllers_role_owns_its_database_and_nothing_more(tmp_path:
         ):
             with pytest.raises(asyncpg.PostgresError):
                 await connect_postgres(stack, **refused)
+
+
+async def test_the_script_of_composes_postgres_does_the_same_and_can_be_run_again(tmp_path: Path) -> None:
+    deploy = StackOptions().deploy_dir / "postgres"
+    async with make_stack(tmp_path / "state", Heard()) as stack:
+        secrets = Secrets(Path(stack.record.secrets))
+        connection = await connect_postgres(stack)
+        await connection.close()
+        secrets.path("postgres_password").write_text("another-password\n")
+        script = await asyncio.create_subprocess_exec(
+            str(deploy / "10-muster.sh"),
+            env={
+                "PATH": f"{postgres._binaries()}:{os.environ['PATH']}",
+                "PGHOST": "127.0.0.1",
+                "PGPORT": str(stack.record.ports["postgres"]),
+                "PGPASSWORD": secrets.read("postgres_superuser_password"),
+                "POSTGRES_USER": postgres.SUPERUSER,
+                "MUSTER_PASSWORD_FILE": str(secrets.path("postgres_password")),
+                "MUSTER_BOOTSTRAP_SQL": str(deploy / "bootstrap.sql"),
+            },
+        )
+        assert await script.wait() == 0
+        connection = await connect_postgres(stack, password="another-password")
+        await connection.close()
 
 
 async def test_services_get_the_variables_that_compose_gives(

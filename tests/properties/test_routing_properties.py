@@ -48,6 +48,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.in_flight: dict[RequestKey, ReplicaTag] = {}
         self.waiting: dict[RequestKey, tuple[float, int]] = {}
         self.order: dict[RequestKey, tuple[float, int]] = {}
+        self.apply(["running", "running", "draining", "gone"], limit=2, queue_max=4)
 
     # -- helpers of the model --
 
@@ -66,15 +67,23 @@ class RouterMachine(RuleBasedStateMachine):
 
     # -- requests --
 
-    @rule(target=requests, wait_s=st.integers(0, 5), is_admitted=st.booleans())
-    def submit(self, wait_s, is_admitted):
+    @rule(
+        target=requests,
+        waits_s=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+        is_admitted=st.booleans(),
+    )
+    def submit(self, waits_s, is_admitted):
+        taken = (self.submit_one(wait_s, is_admitted) for wait_s in waits_s)
+        return multiple(*(request for request in taken if request is not None))
+
+    def submit_one(self, wait_s, is_admitted):
         self.last_key += 1
         request, deadline = RequestKey(self.last_key), self.now + wait_s
         outcome = self.router.submit(request, deadline, is_admitted=is_admitted)
         if isinstance(outcome, QueueFull):
             assert not is_admitted
             assert len(self.waiting) >= self.queue_max
-            return multiple()
+            return None
         self.arrivals += 1
         self.order[request] = (deadline, self.arrivals)
         if isinstance(outcome, SendTo):
@@ -88,6 +97,14 @@ class RouterMachine(RuleBasedStateMachine):
         return request
 
     @rule(request=consumes(requests), is_answered=st.booleans())
+    def end_any(self, request, is_answered):
+        self.end(request, is_answered)
+
+    @precondition(lambda self: self.in_flight and self.waiting)
+    @rule(is_answered=st.booleans(), data=st.data())
+    def end_one_that_others_wait_for(self, is_answered, data):
+        self.end(data.draw(st.sampled_from(sorted(self.in_flight))), is_answered)
+
     def end(self, request, is_answered):
         replica = self.in_flight.pop(request, None)
         self.waiting.pop(request, None)
@@ -96,6 +113,12 @@ class RouterMachine(RuleBasedStateMachine):
         self.take(end(request), may_be_unblocked=was_blocked)
         self.sync_blocked()
         assert end(request) == (), "a slot is given back once"
+
+    @precondition(lambda self: self.in_flight)
+    @rule(reason=st.sampled_from(Refusal), data=st.data())
+    def refuse_one(self, reason, data):
+        request = data.draw(st.sampled_from(sorted(self.in_flight)))
+        self.refuse(request, self.in_flight[request], reason)
 
     @rule(request=requests, replica=replicas, reason=st.sampled_from(Refusal))
     def refuse(self, request, replica, reason):
@@ -154,6 +177,7 @@ class RouterMachine(RuleBasedStateMachine):
             del self.in_flight[request]
         self.take(applied.dispatches)
 
+    @precondition(lambda self: len(self.waiting) > 3)
     @rule()
     def drop(self):
         dropped = self.router.drop()
@@ -212,4 +236,4 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouter = RouterMachine.TestCase
-TestRouter.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestRouter.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -16,6 +16,7 @@ from muster.cli.main import app
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.ports import Answer
+from muster.client.replies import UnknownError
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -135,7 +136,7 @@ class PlayedStack:
                     host_id="host-1",
                     status="live",
                     report_age_s=0.25,
-                    resources={"CPU": 2.0},
+                    resources={"CPU": 2.0, "memory": 2.5 * 2**30},
                     num_replicas=2,
                 )
             ],
@@ -388,6 +389,13 @@ def test_every_error_is_a_plain_line_with_its_exit_code(
     assert str(error) in json.loads(as_json.stdout)["error"]["message"]
 
 
+def test_an_error_of_the_users_code_keeps_its_code(muster: Muster, stack: PlayedStack) -> None:
+    stack.raises = UnknownError("bad_image", "body: is not an image")
+    result = muster("call", "digits", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["error"] == {"code": "bad_image", "message": "body: is not an image"}
+
+
 def test_ctrl_c_while_waiting_says_that_the_change_goes_on(muster: Muster, stack: PlayedStack) -> None:
     stack.raises = KeyboardInterrupt()
     result = muster(*DEPLOY)
@@ -404,7 +412,7 @@ def test_status_shows_deployments_hosts_and_proxies(muster: Muster, stack: Playe
     row = next(line for line in result.stdout.splitlines() if line.startswith("digits"))
     assert row.split()[:5] == ["digits", "unhealthy", "1", "/digits", "2/2"]
     assert row.rstrip().endswith("RuntimeError: [no] model file")
-    assert "host-1" in result.stdout
+    assert "2 CPU, 2.5 GiB memory" in result.stdout
     assert "proxy-1" in result.stdout
     assert "controller-1 leads in term 3" in result.stdout
 

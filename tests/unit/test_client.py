@@ -13,7 +13,7 @@ from muster.client.address import StackAddress, parse_urls
 from muster.client.admin import AdminClient
 from muster.client.calls import Caller
 from muster.client.ports import Answer, NoAnswer, NobodyListens
-from muster.client.replies import ERRORS_BY_CODE, error_from_view
+from muster.client.replies import ERRORS_BY_CODE, UnknownError, error_from_view
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -147,9 +147,18 @@ async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
         (failed("conflict", "route_prefix: taken"), Conflict, "taken"),
         (failed("limit_reached", "too many"), LimitReached, "too many"),
         (failed("checkpoint_unreadable", "row 3"), CheckpointUnreadable, "row 3"),
-        (failed("of_a_later_version", "something new"), ServeError, "something new"),
+        (failed("of_a_later_version", "something new"), UnknownError, "something new"),
         (BusAuthorizationFailed("refused"), BusAuthorizationFailed, "refused"),
-        (Answer(b"boom", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500"),
+        (Answer(b"boom", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500: boom"),
+        (Answer(b"\xff", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500"),
+        (
+            Answer(
+                b'{"error": {"code": "not_found", "message": "no such endpoint", "request_id": "7"}}',
+                {"Nats-Service-Error": "short", "Nats-Service-Error-Code": "404"},
+            ),
+            NotFound,
+            "no such endpoint",
+        ),
         (
             Answer(b"", {"Nats-Service-Error": "KeyError()", "Nats-Service-Error-Code": "500"}),
             ServeError,

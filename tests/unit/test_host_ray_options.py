@@ -50,3 +50,5 @@ def test_an_end_is_one_line() -> None:
         "the replica's process 42 ended unasked (SYSTEM_ERROR: Worker unexpectedly exits); "
     )
     assert describe_end(0, RuntimeError("no node")) == "the replica's process ended: no node"
+    killed = RuntimeError("died. The actor is dead because it was killed by `ray.kill`.")
+    assert describe_end(42, killed) == "the replica's process 42 was killed by its host"

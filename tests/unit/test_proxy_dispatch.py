@@ -86,7 +86,7 @@ class World:
         self.put_endpoint()
         self.put(R0)
 
-    def put_endpoint(self, content: EndpointSnapshot | None | str = "") -> None:
+    def put_endpoint(self, content: EndpointSnapshot | str | None = "") -> None:
         if content == "":
             content = EndpointSnapshot(
                 endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET"], traffic={BACKEND: 1.0}
@@ -118,6 +118,7 @@ class World:
             endpoint=self.routes.endpoints[EndpointTag("d/a")],
             method="GET",
             path="/a",
+            route="/a",
             query="",
             headers=list(headers),
             body=body,
@@ -126,7 +127,7 @@ class World:
             is_repeatable=repeatable,
             deadline=self.now + timeout_s,
         )
-        task = asyncio.create_task(self.dispatcher.ask(ask))
+        task = asyncio.get_running_loop().create_task(self.dispatcher.ask(ask))
         self.tasks.append(task)
         await asyncio.sleep(0)
         return task
@@ -454,7 +455,7 @@ async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: 
     assert answer.stream is not None
     assert await answer.stream.read() == b"0"
     assert not world.bus.sent
-    reading = asyncio.create_task(answer.stream.read())
+    reading = asyncio.get_running_loop().create_task(answer.stream.read())
     await asyncio.sleep(0)
     assert world.take(CreditHead)[2] == CreditHead(1)
     world.answer(reply, BodyHead(1, False), b"1")
@@ -478,6 +479,11 @@ async def test_a_stream_that_breaks_off_says_so_after_what_came(world: World) ->
     assert not world.bus.sent  # a part was seen, so it is not sent again
 
 
+async def read_all(stream) -> None:
+    while await stream.read() is not None:
+        pass
+
+
 async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
     for frames, error in (
         ([BodyHead(2, False)], ReplicaDied),
@@ -491,8 +497,7 @@ async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
         for frame in frames:
             world.answer(reply, frame, b"x")
         with pytest.raises(error):
-            while await answer.stream.read() is not None:
-                pass
+            await read_all(answer.stream)
         assert world.take(CancelHead)[1] == reply
         world.bus.sent.clear()
 

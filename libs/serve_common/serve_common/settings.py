@@ -17,6 +17,7 @@ import msgspec
 
 from serve_common.errors import BadField
 from serve_common.names import check_name
+from serve_common.values import shown
 
 
 class Environment:
@@ -46,6 +47,8 @@ class Environment:
             return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
         except OSError as error:
             raise BadField(f"{name}_FILE", f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise BadField(f"{name}_FILE", f"{path} is not a text file in UTF-8") from error
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
         """A whole number between ``low`` and ``high``."""
@@ -64,7 +67,7 @@ class Environment:
         except ValueError:
             self._refuse(name, f"{text[:40]!r} is not a number")
         if not low <= value <= high:
-            self._refuse(name, f"is {value:g}; it must be between {low:g} and {high:g}")
+            self._refuse(name, f"is {shown(value)}; it must be between {low:g} and {high:g}")
         return value
 
     def _refuse(self, name: str, reason: str) -> NoReturn:
@@ -112,8 +115,11 @@ def read_bus_settings(environment: Environment, role: str, prefix: str = "SERVE_
     (``SERVE_REPLICA_NATS``). Raises `BadField` naming the variable.
     """
     urls = environment.text("SERVE_NATS_URL", "nats://127.0.0.1:4222")
+    servers = [url.strip() for url in urls.split(",") if url.strip()]
+    if not servers:
+        raise BadField("SERVE_NATS_URL", "names no server")
     return BusSettings(
-        servers=[url.strip() for url in urls.split(",") if url.strip()],
+        servers=servers,
         user=environment.text(f"{prefix}_USER", role),
         password=environment.secret(f"{prefix}_PASSWORD"),
         inbox_prefix=f"_INBOX_{role}",

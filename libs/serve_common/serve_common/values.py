@@ -74,9 +74,17 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
+def shown(value: float) -> str:
+    """A number for people; JSON's whole numbers may be larger than any float."""
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return "far too large" if value > 0 else "far too small"
+
+
 def _between(value: float, low: float, high: float, field: str) -> None:
     if not low <= value <= high:  # False for NaN too
-        raise BadField(field, f"is {value:g}; it must be between {low:g} and {high:g}")
+        raise BadField(field, f"is {shown(value)}; it must be between {low:g} and {high:g}")
 
 
 def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import structlog
 import uvloop
@@ -23,10 +24,19 @@ def main() -> int:
         structlog.contextvars.bind_contextvars(controller_id=settings.controller_id)
         uvloop.run(run(settings))
     except* ServeError as group:
-        for error in group.exceptions:
+        for error in _leaves(group):
             structlog.get_logger().error("controller_failed", error=str(error))
         failed = True
     return 1 if failed else 0
+
+
+def _leaves(group: BaseExceptionGroup[ServeError]) -> Iterator[ServeError]:
+    """The errors themselves: task groups within task groups wrap them more than once."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 if __name__ == "__main__":

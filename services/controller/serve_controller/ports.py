@@ -66,7 +66,7 @@ class HostLink(Protocol):
     """The way to hosts."""
 
     async def send_goal(self, goal: HostGoal) -> None:
-        """Send a whole goal; may be lost. Raises `BusUnavailable`."""
+        """Send a whole goal; may be lost. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
         ...
 
 
@@ -74,7 +74,7 @@ class Publisher(Protocol):
     """The way to the bucket. Both methods raise `BusUnavailable`."""
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
-        """Put one key; returns the revision that the bucket gave it."""
+        """Put one key; returns the revision that the bucket gave it. Raises `LimitReached` when it is too large."""
         ...
 
     async def retract(self, key: str) -> None:

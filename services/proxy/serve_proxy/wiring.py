@@ -132,6 +132,7 @@ class Proxy:
     async def close(self) -> None:
         """End everything at once; requests that are still in flight get an error."""
         self._ingress.is_draining = True
+        await self._gateway.leave(_CLOSE_TIMEOUT_S)
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
         await self._gateway.close(_CLOSE_TIMEOUT_S)

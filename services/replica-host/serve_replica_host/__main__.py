@@ -9,6 +9,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from serve_common.adapters.logs import configure_logs
 from serve_common.errors import BadField
@@ -33,5 +34,12 @@ def main() -> int:
     return asyncio.run(run_host(settings))
 
 
+def _end(status: int) -> NoReturn:
+    """End without the interpreter's own teardown, in which Ray's threads now and then abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

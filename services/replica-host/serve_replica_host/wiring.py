@@ -78,27 +78,33 @@ async def run_host(settings: HostSettings) -> int:
         return None if bus.is_connected else "NATS is not connected"
 
     operations = OperationsServer(settings.operations, metrics.registry, why_not_ready=why_not_ready)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    _listen_for_signals(stop)
     tasks = TaskOwner("host", on_failure=on_failure)
-    await operations.start()
-    _log.info("operations_port", host=settings.operations.host, port=operations.port)
     try:
+        await operations.start()
+        _log.info("operations_port", host=settings.operations.host, port=operations.port)
         await runtime.open()
+        _listen_for_signals(stop)  # Ray has put a handler of its own in place, which prints a stack trace
         is_ray_up = True
         tasks.start(bus.run(), "control_bus")
         tasks.start(_leave_when(stop, shell, settings.drain_timeout_s), "leave")
         await shell.run()
-    except ServeError as error:
+    except (ServeError, OSError) as error:
         _log.error("host_failed", exc_info=error)
         failures.append(str(error))
     finally:
+        await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would connect again
         await bus.close()
         await runtime.close()
-        await tasks.close(_CLOSE_TIMEOUT_S)
         await operations.close()
     _log.info("host_ended", failures=failures)
     return 1 if failures else 0
+
+
+def _listen_for_signals(stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
 
 
 async def _leave_when(stop: asyncio.Event, shell: HostShell, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from muster.cli.exit_codes import ExitCode, exit_code_of
 from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import StackAddress
 from muster.client.connect import connect_stack
+from muster.client.replies import UnknownError
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from serve_common.errors import BadField, BusAuthorizationFailed, PermanentError, ServeError
@@ -53,7 +54,9 @@ class Session:
         self, address: StackAddress, progress: output.Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[StackPort]:
         """Reach a stack; troubles that may pass are shown as progress."""
-        return self._connect(address, retry_for_s=retry_for_s, on_retry=progress.say)
+        return self._connect(
+            address, retry_for_s=retry_for_s, on_retry=lambda why: progress.say(f"{why} (trying again)")
+        )
 
     def make_embedded(
         self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
@@ -112,5 +115,6 @@ def _report(error: ServeError, *, as_json: bool) -> None:
         )
     if as_json:
         field = error.field if isinstance(error, BadField) else ""
-        view = ErrorView(code=error.error_code, message=str(error), field=field)
+        code = error.code if isinstance(error, UnknownError) else error.error_code
+        view = ErrorView(code=code, message=str(error), field=field)
         output.print_json({"error": msgspec.to_builtins(view)})

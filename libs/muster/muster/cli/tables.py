@@ -100,7 +100,7 @@ def _counts(view: DeploymentView) -> str:
 def _hosts(views: Sequence[HostView]) -> Table:
     table = _table("host", "status", "replicas", "resources", "heard")
     for view in views:
-        resources = ", ".join(f"{amount:g} {name}" for name, amount in sorted(view.resources.items()))
+        resources = ", ".join(_amount(name, amount) for name, amount in sorted(view.resources.items()))
         table.add_row(
             Text(view.host_id),
             _styled(view.status),
@@ -109,6 +109,11 @@ def _hosts(views: Sequence[HostView]) -> Table:
             Text(f"{view.report_age_s:.1f} s ago"),
         )
     return table
+
+
+def _amount(name: str, amount: float) -> str:
+    # Ray counts memory in bytes, and everything else in pieces.
+    return f"{amount / 2**30:.1f} GiB {name}" if name == "memory" else f"{amount:g} {name}"
 
 
 def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:

@@ -21,6 +21,8 @@ from serve_common.errors import ServeError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXAMPLE_RETRY_S: Final = 60.0
+_TWICE_AT_ONCE_S: Final = 0.5
+"""A shell, `timeout` or `make` sends its signal to us and to our group: that is one wish, not two."""
 
 
 class UpRun:
@@ -60,11 +62,15 @@ class UpRun:
 
     def _hear_signal(self) -> None:
         if self._stop_asked_at is None and self._task is not None:
-            self._stop_asked_at = asyncio.get_running_loop().time()
+            self._stop_asked_at = self._now()
             self._report.stopping()
             self._task.cancel()
-            return
-        self._kill()
+        elif self._stop_asked_at is not None and self._now() - self._stop_asked_at >= _TWICE_AT_ONCE_S:
+            self._kill()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     def _kill(self) -> None:
         try:

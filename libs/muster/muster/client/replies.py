@@ -21,12 +21,41 @@ ERRORS_BY_CODE: Final[dict[str, type[ServeError]]] = {
 }
 """Every error that a service can send, by its stable word."""
 
+_FOREIGN_BODY_MAX: Final = 2000
+
+
+class UnknownError(ServeError):
+    """An error whose code this version does not know: of a later service, or of the user's code."""
+
+    def __init__(self, code: str, message: str) -> None:
+        """``code`` is the word that came."""
+        super().__init__(message)
+        self.code = code
+
+
+class _GatewayError(msgspec.Struct, frozen=True):
+    """How proxies put it, over HTTP and over NATS alike."""
+
+    error: ErrorView
+
+
+def _read_error(body: bytes) -> ErrorView:
+    try:
+        return msgspec.json.decode(body, type=ErrorView)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(body, type=_GatewayError).error
+
 
 def error_from_view(view: ErrorView) -> ServeError:
-    """The error that was raised on the other side; an unknown code becomes a plain `ServeError` with the text."""
-    kind = ERRORS_BY_CODE.get(view.code, ServeError)
+    """The error that was raised on the other side; an unknown code becomes an `UnknownError`."""
+    kind = ERRORS_BY_CODE.get(view.code)
+    if kind is None:
+        return UnknownError(view.code, view.message or view.code)
     if kind is BadField:
-        return BadField(view.field or "request", view.message.removeprefix(f"{view.field}: "))
+        field, colon, reason = view.message.partition(": ")
+        if view.field:
+            return BadField(view.field, view.message.removeprefix(f"{view.field}: "))
+        return BadField(field, reason) if colon else BadField("request", view.message)
     return kind(view.message or view.code)
 
 
@@ -36,11 +65,14 @@ def error_of(answer: Answer) -> ServeError | None:
     number = answer.headers.get(ERROR_CODE_HEADER)
     if short is None and number is None:
         return None
+    said = short or f"error {number}"
     try:
-        return error_from_view(msgspec.json.decode(answer.body, type=ErrorView))
-    except msgspec.DecodeError:
-        # Not one of ours: a service of somebody else, or the micro library's own answer to an exception.
-        return ServeError(short or f"error {number}")
+        view = _read_error(answer.body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Not one of ours: what the user's code answered, or the micro library's own answer to an exception.
+        text = answer.body[:_FOREIGN_BODY_MAX].decode(errors="replace").strip()
+        return ServeError(f"{said}: {text}" if text else said)
+    return error_from_view(view)
 
 
 def read_reply(verb: str, answer: Answer, reply_type: Any) -> Any:

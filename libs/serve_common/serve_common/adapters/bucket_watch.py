@@ -83,15 +83,22 @@ class BucketWatch:
                     _log.warning(
                         "bucket_watch_failed", bucket=self._bucket, error=repr(error), failures=failures
                     )
+            except Exception:
+                # A defect here or in the listener, or an answer that the library does not expect. A watch that
+                # ended would be silent for ever; one that begins anew tells everything again.
+                failures += 1
+                _log.exception("bucket_watch_failed", bucket=self._bucket, failures=failures)
             await asyncio.sleep(_RETRY_WAIT_S)
 
     async def _watch_once(self) -> None:
         """Open a watch and follow it until it must be opened anew."""
         async with asyncio.timeout(2 * _TIMEOUT_S):
             bucket = await self._open_bucket()
+            last = await self._last_sequence(bucket)
             watcher = await bucket.watchall()
         try:
-            await self._read_whole(watcher)
+            # Everything up to ``last`` is in what the watch begins with, or was purged from the bucket.
+            await self._read_whole(watcher, last)
             await self._follow_until_reopened(bucket, watcher)
         finally:
             try:
@@ -101,9 +108,8 @@ class BucketWatch:
                 # Its consumer may be gone with the server; the server forgets it by itself.
                 _log.debug("bucket_watch_stop_failed", bucket=self._bucket, error=repr(error))
 
-    async def _read_whole(self, watcher: KeyValue.KeyWatcher) -> None:
+    async def _read_whole(self, watcher: KeyValue.KeyWatcher, position: int) -> None:
         entries: dict[str, tuple[int, bytes | None]] = {}
-        position = 0
         while (entry := await watcher.updates(timeout=_TIMEOUT_S)) is not None:
             position = max(position, entry.revision or 0)
             if entry.operation is None:
@@ -184,6 +190,6 @@ class SnapshotWatch:
                 continue
             try:
                 snapshots[key] = self._decoder.decode(value)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 _log.error("snapshot_unreadable", key=key, error=str(error))
         self._listener.on_snapshots(snapshots, whole=whole)

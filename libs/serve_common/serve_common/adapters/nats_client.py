@@ -10,7 +10,6 @@ import asyncio
 import ssl
 from collections.abc import Callable
 
-import nats
 import structlog
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -20,6 +19,7 @@ from serve_common.settings import BusSettings
 
 _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
+_ATTEMPT_S = 3.0
 
 
 async def connect_nats(
@@ -50,36 +50,56 @@ async def connect_nats(
         _log.warning("nats_closed", connection=name)
         on_closed()
 
+    refused = False
+
     async def failed(error: Exception) -> None:
+        nonlocal refused
+        refused = refused or "authorization" in str(error).lower()
         _log.warning("nats_error", connection=name, error=str(error) or type(error).__name__)
 
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
-    give_up_at = asyncio.get_running_loop().time() + deadline_s
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + deadline_s
     while True:
+        client = Client()
         try:
-            return await nats.connect(
-                servers=settings.servers,
-                user=settings.user,
-                password=settings.password,
-                name=name,
-                inbox_prefix=settings.inbox_prefix.encode(),
-                tls=tls,
-                connect_timeout=_TIMEOUT_S,
-                allow_reconnect=True,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=0.25,
-                ping_interval=5,
-                max_outstanding_pings=2,
-                reconnected_cb=reconnected,
-                disconnected_cb=disconnected,
-                closed_cb=closed,
-                error_cb=failed,
-            )
+            # The library's own first connect tries for ever, also with a password that is wrong.
+            async with asyncio.timeout(min(_ATTEMPT_S, max(give_up_at - loop.time(), 0.1))):
+                await client.connect(
+                    servers=settings.servers,
+                    user=settings.user,
+                    password=settings.password,
+                    name=name,
+                    inbox_prefix=settings.inbox_prefix.encode(),
+                    tls=tls,
+                    connect_timeout=2,  # s, as below; the library's hints say int
+                    allow_reconnect=True,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a fraction is fine
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    reconnected_cb=reconnected,
+                    disconnected_cb=disconnected,
+                    error_cb=failed,
+                )
         except (NatsError, OSError, TimeoutError) as error:
-            if "authorization" in str(error).lower():
+            await _abandon(client)
+            refused = refused or "authorization" in str(error).lower()
+            if refused:
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error
-            if asyncio.get_running_loop().time() >= give_up_at:
-                raise BusUnavailable(
-                    f"NATS at {', '.join(settings.servers)} does not answer: {error}"
-                ) from error
+            if loop.time() >= give_up_at:
+                servers = ", ".join(settings.servers)
+                raise BusUnavailable(f"NATS at {servers} does not answer: {error!r}") from error
             await asyncio.sleep(0.2)
+            continue
+        client._closed_cb = closed  # noqa: SLF001 - an attempt that was given up must not count as closed
+        return client
+
+
+async def _abandon(client: Client) -> None:
+    """Close a client that never got through; what that raises says nothing new."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            await client.close()
+    except (NatsError, OSError, TimeoutError) as error:
+        _log.debug("nats_attempt_not_closed", error=repr(error))

@@ -16,6 +16,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import NotFoundError
 from nats.js.kv import KeyValue
@@ -23,7 +24,8 @@ from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
 
 from serve_common.adapters.bucket_watch import BucketWatch, Entries
-from serve_common.errors import BusUnavailable, LimitReached, ServeError
+from serve_common.errors import BadField, BusUnavailable, LimitReached, ServeError
+from serve_common.names import check_name
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.wires.admin import VERBS
@@ -104,7 +106,8 @@ class NatsBus:
         async def handle(message: Msg) -> None:
             try:
                 report = decoder.decode(message.data)
-            except msgspec.DecodeError as error:
+                _check_sender(report, message.subject)
+            except (msgspec.DecodeError, UnicodeDecodeError, BadField) as error:
                 _log.error("report_unreadable", subject=message.subject, error=str(error))
                 return
             if self._listener is not None:
@@ -115,7 +118,7 @@ class NatsBus:
     async def _hear_leader(self, message: Msg) -> None:
         try:
             notice = msgspec.json.decode(message.data, type=LeaderNotice)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _log.error("leader_notice_unreadable", error=str(error))
             return
         if self._listener is not None:
@@ -185,6 +188,10 @@ class NatsBus:
         except Exception:
             await _respond_error(request, ServeError("an internal error; the controller's log has it"))
             raise
+        if len(reply) > self._client.max_payload:
+            text = f"the answer has {len(reply)} bytes and NATS carries {self._client.max_payload} in one message"
+            await _respond_error(request, LimitReached(f"{text}; ask for one deployment at a time"))
+            return
         await request.respond(reply)
 
     def _hear_bucket(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
@@ -214,6 +221,8 @@ class NatsBus:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._opened().put(key, msgspec.json.encode(snapshot))
+        except MaxPayloadError as error:
+            raise LimitReached(f"the snapshot {key} is larger than NATS' max_payload") from error
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"the snapshot {key} was not published: {error!r}") from error
 
@@ -236,6 +245,8 @@ class NatsBus:
             raise BusUnavailable("NATS is not connected")
         try:
             await self._client.publish(self._subjects.host_goal(goal.host_id), msgspec.json.encode(goal))
+        except MaxPayloadError as error:
+            raise LimitReached(f"the goal of {goal.host_id} is larger than NATS' max_payload") from error
         except (NatsError, OSError) as error:
             raise BusUnavailable(f"the goal of {goal.host_id} was not sent: {error!r}") from error
 
@@ -244,9 +255,17 @@ def _snapshot_id(key: str, value: bytes) -> int:
     """The id in a bucket's value; 0 for what cannot be read, so that it is put right."""
     try:
         return msgspec.json.decode(value, type=Snapshot).snapshot_id
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         _log.warning("snapshot_unreadable", key=key, error=str(error))
         return 0
+
+
+def _check_sender(report: HostReport | ProxyReport, subject: str) -> None:
+    """Who may publish on a subject speaks for that name only; a report in another's name is refused."""
+    sender = report.host_id if isinstance(report, HostReport) else report.proxy_id
+    check_name(sender, "sender")
+    if subject.rpartition(".")[2] != sender:
+        raise BadField("sender", f"{sender!r} reports on {subject}")
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:

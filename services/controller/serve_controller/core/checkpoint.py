@@ -141,6 +141,15 @@ class Draft:
         self.proxies: dict[ProxyId, ProxyRecord] = dict(base.proxies)
         self.snapshots: dict[str, SnapshotRecord] = dict(base.snapshots)
         self.counters = base.counters
+        self._own: dict[BackendTag, dict[ReplicaTag, Replica]] = {}
+        """Replicas of the backends that this draft touched; the others' are shared with the base."""
+
+    def _own_replicas(self, tag: BackendTag) -> dict[ReplicaTag, Replica]:
+        """The backend's replicas, to be changed in place: copied once, however many of them change."""
+        own = self._own.get(tag)
+        if own is None:
+            own = self._own[tag] = dict(self.replicas.get(tag, {}))
+        return own
 
     def put(self, value: CheckpointObject) -> None:
         """Add or replace an object."""
@@ -156,8 +165,9 @@ class Draft:
             case Endpoint():
                 self.endpoints[value.endpoint_tag] = value
             case Replica():
-                replicas = self.replicas.get(value.backend_tag, {})
-                self.replicas[value.backend_tag] = {**replicas, value.replica_tag: value}
+                own = self._own_replicas(value.backend_tag)
+                own[value.replica_tag] = value
+                self.replicas[value.backend_tag] = own
             case Goal():
                 self.goals[value.goal_id] = value
             case HostRecord():
@@ -185,9 +195,10 @@ class Draft:
             case Kind.REPLICA:
                 tag = ReplicaTag(name)
                 backend_tag = backend_tag_of(tag)
-                left = {k: v for k, v in self.replicas.get(backend_tag, {}).items() if k != tag}
-                if left:
-                    self.replicas[backend_tag] = left
+                own = self._own_replicas(backend_tag)
+                own.pop(tag, None)
+                if own:
+                    self.replicas[backend_tag] = own
                 else:
                     self.replicas.pop(backend_tag, None)
             case Kind.GOAL:

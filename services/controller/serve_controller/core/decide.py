@@ -68,7 +68,7 @@ def _deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         traffic={tag: 1.0},
     )
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
-    if existing is not None and _is_same(existing, endpoint, command, config):
+    if existing is not None and _is_same(checkpoint, existing, endpoint, command, config):
         return _nothing_to_do(tag, DeployReply(goal_id=existing.goal_id, updating=False))
 
     draft = Draft(checkpoint)
@@ -113,8 +113,18 @@ def _check_deploy(checkpoint: Checkpoint, command: Deploy, tag: BackendTag) -> N
             raise Conflict(f"route_prefix: {route!r} belongs to the endpoint {other.endpoint_tag!r}")
 
 
-def _is_same(existing: Backend, endpoint: Endpoint | None, command: Deploy, config: EndpointConfig) -> bool:
+def _is_same(
+    checkpoint: Checkpoint,
+    existing: Backend,
+    endpoint: Endpoint | None,
+    command: Deploy,
+    config: EndpointConfig,
+) -> bool:
     target = existing.target
+    goal = checkpoint.goals.get(existing.goal_id)
+    if goal is not None and goal.status is GoalStatus.FAILED:
+        # The newest goal is a failed attempt at something else: this command is not answered with its failure.
+        return False
     return (
         command.version is not None
         and command.version == target.version
@@ -132,13 +142,14 @@ def _nothing_to_do(tag: BackendTag, reply: CommandReply) -> Accepted:
 
 
 def _new_goal(draft: Draft, kind: GoalKind, tag: BackendTag, now: float, *, request_id: str | None) -> GoalId:
-    """A pending goal; the backend's former one ends SUPERSEDED if it was still pending."""
+    """A pending goal; those of the same backend that were still pending end SUPERSEDED."""
     if sum(goal.status is GoalStatus.PENDING for goal in draft.goals.values()) >= GOALS_PENDING_MAX:
         raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
     goal_id = draft.next_goal_id()
-    existing = draft.backends.get(tag)
-    former = None if existing is None else draft.goals.get(existing.goal_id)
-    if former is not None and former.status is GoalStatus.PENDING:
+    # Looked up by tag and not by the backend's newest goal: a delete's may outlive the backend's row.
+    for former in [
+        g for g in draft.goals.values() if g.backend_tag == tag and g.status is GoalStatus.PENDING
+    ]:
         draft.put(
             msgspec.structs.replace(
                 former, status=GoalStatus.SUPERSEDED, error=f"replaced by {goal_id}", finished_at=now
@@ -193,11 +204,17 @@ def _changed(existing: Backend, goal_id: GoalId, command: Deploy) -> Backend:
         replica_config=command.replica_config,
         backend_config=command.backend_config,
     )
+    others = existing.others if light else [*existing.others, target]
+    last_good = existing.last_good
+    if existing.deleting and last_good is not None:
+        # It was given up: should the new version fail, what was deleted must not come back.
+        others, last_good = [*others, last_good], None
     return msgspec.structs.replace(
         existing,
         goal_id=goal_id,
         target=version,
-        others=existing.others if light else [*existing.others, target],
+        last_good=last_good,
+        others=others,
         newest_code_version=newest_code,
         newest_config_version=newest_config,
         deleting=False,

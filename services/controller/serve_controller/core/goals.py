@@ -53,11 +53,21 @@ def fail(draft: Draft, backend: Backend, goal: Goal, error: str, now: float) -> 
     if backend.last_good is None:
         draft.put(msgspec.structs.replace(backend, halted=True, last_error=error[-ERROR_LENGTH_MAX:]))
         return
+    target, newest_config = backend.last_good, backend.newest_config_version
+    replicas = draft.replicas.get(backend.backend_tag, {}).values()
+    if any(
+        r.code_version == target.code_version and r.config_version > target.config_version for r in replicas
+    ):
+        # Some took the failed configuration. Hosts apply only what rises, so the way back gets a new number.
+        newest_config += 1
+        target = msgspec.structs.replace(target, config_version=newest_config)
     draft.put(
         msgspec.structs.replace(
             backend,
-            target=backend.last_good,
-            others=[*backend.others, backend.target],
+            target=target,
+            last_good=target,
+            others=[*backend.others, backend.target, backend.last_good],
+            newest_config_version=newest_config,
             start_failures=0,
             retry_at=0.0,
             last_error=error[-ERROR_LENGTH_MAX:],

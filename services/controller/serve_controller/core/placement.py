@@ -76,6 +76,20 @@ class Ledger:
         self._count[chosen] += 1
         return chosen
 
+    def resize(self, host_id: HostId | None, freed: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+        """Take ``needs`` in place of ``freed`` on a host; False, and nothing taken, when its goal has no room.
+
+        Only the size of the goal counts: a configuration changes none of Ray's resources.
+        """
+        if host_id is None or host_id not in self.free:
+            return True
+        grows = needs.get(GOAL_BYTES, 0.0) - freed.get(GOAL_BYTES, 0.0)
+        free = self.free[host_id]
+        if grows > max(free[GOAL_BYTES], 0.0):
+            return False
+        free[GOAL_BYTES] -= grows
+        return True
+
     def would_fit_without(
         self, host_id: HostId | None, freed: Mapping[str, float], needs: Mapping[str, float]
     ) -> bool:

@@ -62,9 +62,10 @@ Action = SendHostGoal | PublishSnapshot | RetractSnapshot
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One backend's part of the plan could not be made; the others' were."""
+    """One backend's or host's part of the plan could not be made; the others' were."""
 
-    backend_tag: BackendTag
+    about: str
+    """The backend's tag or the host's id."""
     error: str
 
 
@@ -98,14 +99,15 @@ def reconcile(checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: 
     forget_finished(draft, now)
     changes = draft.changes()
     result = draft.checkpoint()
-    actions = (*_bucket_actions(result, observed), *_host_actions(result, observed, epoch, now, times))
+    host_actions, host_faults = _host_actions(result, observed, epoch, now, times)
+    actions = (*_bucket_actions(result, observed), *host_actions)
     times += _silence_times(result, observed)
     return Plan(
         changes=changes,
         checkpoint=result,
         actions=actions,
         look_again_at=min((at for at in times if at > now), default=None),
-        faults=faults,
+        faults=(*faults, *host_faults),
     )
 
 
@@ -180,7 +182,7 @@ def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState) -> list[Act
 
 def _host_actions(
     checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, times: list[float]
-) -> list[Action]:
+) -> tuple[list[Action], list[Fault]]:
     """Whole goals for the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`."""
     by_host: dict[HostId, list[Replica]] = {}
     for replicas in checkpoint.replicas.values():
@@ -188,6 +190,7 @@ def _host_actions(
             if replica.host_id is not None and replica.state in IN_HOST_GOAL:
                 by_host.setdefault(replica.host_id, []).append(replica)
     actions: list[Action] = []
+    faults: list[Fault] = []
     for host_id, host in sorted(observed.hosts.items()):
         record = checkpoint.hosts.get(host_id)
         if record is None or host_status(observed, host_id, now) is HostStatus.LOST:
@@ -200,9 +203,14 @@ def _host_actions(
             times.append(resend_at)
             continue
         times.append(now + GOAL_RESEND_AFTER_S)
-        goal = _host_goal(checkpoint, host_id, wanted, by_host.get(host_id, []))
+        try:
+            goal = _host_goal(checkpoint, host_id, wanted, by_host.get(host_id, []))
+        except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs and counts it
+            # No goal at all: one that lacks a replica would end it.
+            faults.append(Fault(host_id, traceback.format_exc()))
+            continue
         actions.append(SendHostGoal(goal))
-    return actions
+    return actions, faults
 
 
 def _host_goal(
@@ -211,7 +219,7 @@ def _host_goal(
     goals = []
     for replica in sorted(replicas, key=lambda r: r.replica_tag):
         versions = checkpoint.backends[replica.backend_tag].versions()
-        version = next(v for v in versions if v.config_version == replica.config_version)
+        version = {v.config_version: v for v in versions}[replica.config_version]
         config = version.backend_config
         goals.append(
             ReplicaGoal(

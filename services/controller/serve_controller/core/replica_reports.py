@@ -13,7 +13,7 @@ from serve_controller.core.checkpoint import Draft, Kind
 from serve_controller.core.goals import fail, pending_goal
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
-from serve_controller.core.transitions import ROUTED, Event, moved
+from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, Event, moved
 
 SHORT_LIFE_S = 10.0
 """A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
@@ -31,6 +31,9 @@ def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Repl
     state = moved(replica.state, event)
     if state is ReplicaState.STOPPED:
         draft.delete((Kind.REPLICA, replica.replica_tag))
+        if replica.host_id is not None and replica.state in IN_HOST_GOAL:
+            # One number names one goal: a late copy of the former must not bring the replica back.
+            draft.renew_host_goal(replica.host_id)
         return None
     if state is replica.state:
         return replica
@@ -66,6 +69,9 @@ def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: flo
         # It may have been told to start by a goal that is under way; its end is certain once the host has
         # heard the goal that leaves it out.
         return
+    if replica.state is ReplicaState.STARTING:
+        # Told to start it, the host neither does nor says why; without a wait that would go round for ever.
+        _count_failure(draft, replica, f"the host {replica.host_id} was told to start it and does not", now)
     with_event(draft, replica, Event.GONE, now)
 
 
@@ -80,36 +86,53 @@ def _follow_report(
             with_event(draft, replica, Event.ACKNOWLEDGED, now)
     elif state is ReplicaState.STOPPING:
         return
+    elif _is_config_refused(draft, replica, report):
+        _follow_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
-        with_event(draft, replica, Event.HEARD_RUNNING, now)
+        running = with_event(draft, replica, Event.HEARD_RUNNING, now)
+        if running is not None and report.config_version < replica.config_version:
+            # It was told of a newer configuration before or while it was unhealthy, and has yet to take it.
+            with_event(draft, running, Event.RECONFIGURE, now)
     elif status is ReplicaStatus.UNHEALTHY and state in ROUTED:
         with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
         with_event(draft, replica, Event.HEARD_CONFIG, now)
-    elif state is ReplicaState.UPDATING and report.config_error_version >= replica.config_version:
-        _follow_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.DRAINING and host.report.leaving:
         # The host stops by itself: what it drains must be replaced elsewhere.
         with_event(draft, replica, Event.UNWANTED, now)
 
 
 def _follow_end(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
-    backend = draft.backends[replica.backend_tag]
     with_event(draft, replica, Event.GONE, now)
     wanted = replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
-    if not wanted or replica.code_version != backend.target.code_version:
-        return
     had_run = replica.state is not ReplicaState.STARTING
-    if had_run and now - replica.since >= SHORT_LIFE_S:
+    if wanted and not (had_run and now - replica.since >= SHORT_LIFE_S):
+        _count_failure(draft, replica, report.error or "the replica's process ended", now)
+
+
+def _count_failure(draft: Draft, replica: Replica, error: str, now: float) -> None:
+    """A start that failed delays the next one; that of another code version than the target's does not matter."""
+    backend = draft.backends[replica.backend_tag]
+    if replica.code_version != backend.target.code_version:
         return
     failures = backend.start_failures + 1
     draft.put(
         msgspec.structs.replace(
             backend,
             start_failures=failures,
-            last_error=report.error or "the replica's process ended",
+            last_error=error,
             retry_at=now + retry_wait_s(failures),
         )
+    )
+
+
+def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) -> bool:
+    """Whether ``reconfigure`` raised at the target's configuration; another one is replaced anyway."""
+    target = draft.backends[replica.backend_tag].target
+    return (
+        replica.state in (ReplicaState.UPDATING, ReplicaState.UNHEALTHY)
+        and replica.config_version == target.config_version
+        and report.config_version < replica.config_version <= report.config_error_version
     )
 
 
@@ -117,7 +140,7 @@ def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport
     """``reconfigure`` raised: that fails a pending deploy; without one, the replica is replaced by a new one."""
     backend = draft.backends[replica.backend_tag]
     goal = pending_goal(draft, backend)
-    if goal is not None and replica.config_version == backend.target.config_version:
+    if goal is not None:
         fail(draft, backend, goal, report.error or "reconfigure raised", now)
     else:
         with_event(draft, replica, Event.UNWANTED, now)

@@ -23,6 +23,9 @@ BUDGET_SHARE = 0.25
 there is no room for more (the unavailable budget). At least one each, as Kubernetes rounds its surge."""
 
 
+NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
+
+
 def budget_of(num_replicas: int) -> int:
     """Surge and unavailable budget for that many replicas."""
     return max(1, math.ceil(num_replicas * BUDGET_SHARE))
@@ -33,9 +36,9 @@ def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     _forgive(draft, backend, now)
     _start(draft, draft.backends[backend.backend_tag], now)
     _place(draft, ledger, backend, now)
-    _stop_surplus(draft, backend, now)
+    _stop_surplus(draft, draft.backends[backend.backend_tag], now)
     _stop_old(draft, ledger, draft.backends[backend.backend_tag], now)
-    _reconfigure(draft, backend, now)
+    _reconfigure(draft, ledger, draft.backends[backend.backend_tag], now)
     _take_out_of_goals(draft, backend)
     _prune_versions(draft, backend)
 
@@ -65,8 +68,17 @@ def _old(draft: Draft, backend: Backend) -> list[Replica]:
 
 
 def _forgive(draft: Draft, backend: Backend, now: float) -> None:
-    """A replica of the target that has served for a while ends the series of failed starts."""
-    lived = any(r.state in ROUTED and now - r.since >= SHORT_LIFE_S for r in _current(draft, backend))
+    """A replica of the target that came up after the last failure and has served for a while ends the series.
+
+    One that served before it proves nothing: it may run on a better host, or with an older configuration.
+    """
+    lived = any(
+        r.state in ROUTED
+        and r.config_version == backend.target.config_version
+        and r.since >= backend.retry_at
+        and now - r.since >= SHORT_LIFE_S
+        for r in _current(draft, backend)
+    )
     if backend.start_failures and lived:
         draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0))
 
@@ -135,10 +147,12 @@ def _stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> Non
         return  # the new version does not prove itself: nothing is given up for it
     old = _old(draft, backend)
     serving = sum(r.state in ROUTED for r in _wanted(draft, backend))
+    # With fewer replicas wanted than serve, the surplus still stays until the new version serves at all.
+    is_proven = wanted == 0 or any(r.state in ROUTED for r in _current(draft, backend))
     for replica in old:
         if replica.state not in ROUTED:
             with_event(draft, replica, Event.UNWANTED, now)
-        elif serving > wanted:
+        elif serving > wanted and is_proven:
             with_event(draft, replica, Event.UNWANTED, now)
             serving -= 1
     _make_room(draft, ledger, backend, now)
@@ -162,28 +176,39 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
             serving -= 1
 
 
-def _reconfigure(draft: Draft, backend: Backend, now: float) -> None:
+def _reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Give a newer configuration to running replicas, a few at a time, so that a bad one stops early."""
     target = backend.target
     current = _current(draft, backend)
     room = budget_of(backend.num_wanted) - sum(r.state is ReplicaState.UPDATING for r in current)
+    if backend.start_failures and backend.last_good is not None:
+        room = 0  # what took it did not live: no more are put at risk
+    needs_by_version = {v.config_version: needs_of(v) for v in backend.versions()}
     for replica in current:
         if replica.config_version == target.config_version:
             continue
-        if replica.state is ReplicaState.UPDATING:
-            pass  # an older configuration is still under way: it is replaced by this one
-        elif replica.state is not ReplicaState.RUNNING or room <= 0:
+        if replica.state is ReplicaState.RUNNING and room <= 0:
             continue
-        else:
-            room -= 1
-        updated = with_event(draft, replica, Event.RECONFIGURE, now)
-        assert updated is not None
+        if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.UNHEALTHY):
+            continue
+        known = needs_by_version.get(replica.config_version, {})
+        if not ledger.resize(replica.host_id, known, needs_by_version[target.config_version]):
+            draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
+            continue
+        told = replica
+        if replica.state is not ReplicaState.UNHEALTHY:
+            room -= replica.state is ReplicaState.RUNNING
+            updated = with_event(draft, replica, Event.RECONFIGURE, now)
+            assert updated is not None
+            told = updated
+        # An unhealthy one is told too, since that may be what heals it, and stays out of the routes until it is.
         assert replica.host_id is not None
         draft.put(
             msgspec.structs.replace(
-                updated,
+                told,
                 config_version=target.config_version,
                 generation=draft.renew_host_goal(replica.host_id),
+                message="",
             )
         )
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.errors import BadField, NotLeading, ServeError
+from serve_common.errors import BadField, FencedOut, NotLeading, ServeError
 from serve_common.ports import Clock
 from serve_common.wires.admin import (
     VERBS,
@@ -32,9 +32,13 @@ from serve_common.wires.admin import (
     WaitForGoal,
 )
 from serve_controller.core import views
+from serve_controller.core.decide import Command, CommandReply
 from serve_controller.shell.term import Term
 
 _AT_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
+_OF_FIELD: Final = re.compile(
+    r"^Object (contains unknown|missing required) field `(?P<name>[^`]*)`", re.DOTALL
+)
 
 
 def parse_request(verb: str, payload: bytes) -> Request:
@@ -45,8 +49,12 @@ def parse_request(verb: str, payload: bytes) -> Request:
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT_PATH.search(text)
-        path = "" if found is None else found["path"]
-        raise BadField(path or "request", _AT_PATH.sub("", text)) from error
+        text = _AT_PATH.sub("", text)
+        named = _OF_FIELD.match(text)
+        path = [] if found is None or not found["path"] else [found["path"]]
+        path += [] if named is None else [named["name"]]
+        # What the caller wrote comes back in the message, so it is cut.
+        raise BadField(".".join(path)[:200] or "request", text[:300]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField("request", f"is not JSON: {error}") from error
 
@@ -78,11 +86,19 @@ class Admin:
         term = self._term()
         match request:
             case Deploy() | DeleteDeployment():
-                return msgspec.json.encode(await term.execute(request, payload))
+                return msgspec.json.encode(await self._execute(term, request, payload))
             case WaitForGoal():
                 return msgspec.json.encode(await self._wait_for_goal(request))
             case _:
                 return msgspec.json.encode(self._query(term, request))
+
+    async def _execute(self, term: Term, command: Command, payload: bytes) -> CommandReply:
+        try:
+            return await term.execute(command, payload)
+        except FencedOut as error:
+            # The fence wrote nothing; to a caller this is a change of leader like any other.
+            term.on_change()
+            raise NotLeading(f"this controller leads no more ({error}); try again") from error
 
     def _term(self) -> Term:
         term = self._current_term()

@@ -54,6 +54,8 @@ class ControllerService:
         self._telemetry = telemetry
         self._wake = asyncio.Event()
         self._newest_epoch = 0
+        self._is_bus_away = False
+        """Remembered between terms: one that begins while the bus is away must not take silence for death."""
         self._leadership = Leadership(controller_id, store, self._lead)
 
     async def run(self) -> None:
@@ -67,11 +69,13 @@ class ControllerService:
 
     def bus_went(self) -> None:
         """See `Term.bus_went`."""
+        self._is_bus_away = True
         if self.term is not None:
             self.term.bus_went()
 
     def bus_came(self) -> None:
         """See `Term.bus_came`."""
+        self._is_bus_away = False
         if self.term is not None:
             self.term.bus_came()
 
@@ -100,6 +104,8 @@ class ControllerService:
         )
         term.on_change = self._wake.set
         term.on_recorded = self.admin.on_recorded
+        if self._is_bus_away:
+            term.bus_went()
         self.term = term
         try:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
@@ -112,6 +118,8 @@ class ControllerService:
                 await self._wait_until(look_again_at)
         finally:
             self.term = None
+            term.end()
+            self.admin.on_recorded()  # who waits for a goal must ask the next leader
             await self._bus.end_term()
 
     async def _wait_until(self, look_again_at: float | None) -> None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import structlog
 
-from serve_common.errors import BusUnavailable, StoreUnavailable
+from serve_common.errors import BusUnavailable, FencedOut, LimitReached, StoreUnavailable
 from serve_common.ports import Clock
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
@@ -86,6 +86,11 @@ class Term:
         """Revision and snapshot id of each key."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
+        self._is_over = False
+
+    def end(self) -> None:
+        """The term is over: a command that still waits for its turn is refused, and no new epoch is begun for it."""
+        self._is_over = True
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         """Take in a report; it is folded in by the next cycle."""
@@ -160,7 +165,11 @@ class Term:
             return self._clock.now() + STORE_RETRY_S
         try:
             for action in plan.actions:
-                await self._perform(action)
+                try:
+                    await self._perform(action)
+                except LimitReached as error:
+                    # Trying again cannot help this one, and it must not hold up the others.
+                    _log.error("action_impossible", action=type(action).__name__, error=str(error))
         except BusUnavailable as error:
             _log.warning("plan_not_performed", error=str(error))
             return self._clock.now() + BUS_RETRY_S
@@ -180,7 +189,7 @@ class Term:
         plan = reconcile(self.checkpoint, self.observed, self.epoch, now)
         self._telemetry.plan_made(self._clock.now() - now)
         for fault in plan.faults:
-            _log.error("backend_not_reconciled", backend_tag=fault.backend_tag, error=fault.error)
+            _log.error("not_reconciled", about=fault.about, error=fault.error)
         return plan
 
     async def _record(
@@ -196,6 +205,8 @@ class Term:
         self.on_recorded()
 
     async def _make_certain(self) -> None:
+        if self._is_over:
+            raise FencedOut(f"the term of epoch {self.epoch} is over")
         if not self._is_checkpoint_certain:
             # A write whose answer was lost may still be under way: a new epoch makes it too late for good.
             self.epoch = await self._tried(self._regain())

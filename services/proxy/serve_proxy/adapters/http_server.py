@@ -7,10 +7,11 @@ routes here change while it runs.
 from __future__ import annotations
 
 import asyncio
-import time
 import logging
+import time
+import uuid
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 from urllib.parse import quote
 
 import structlog
@@ -95,6 +96,8 @@ class HttpServer:
             path, _, query = _target(request).partition("?")
             if path.startswith(OWN_PREFIX):
                 response: web.StreamResponse = answer_own_path(self._ingress, request.method, path)
+                read = read_request_headers(request.raw_headers)
+                response.headers[REQUEST_ID] = read.request_id or self._new_request_id()
             else:
                 response = await self._answer(request, path, query)
             response.headers["Server"] = _SERVER_NAME
@@ -127,6 +130,7 @@ class HttpServer:
                     endpoint=endpoint,
                     method=method,
                     path=path,
+                    route=endpoint.route,
                     query=query,
                     headers=headers.forwarded,
                     body=body,
@@ -180,7 +184,11 @@ class HttpServer:
         if self._ingress.is_draining:
             response.force_close()
         try:
-            await self._stream(request, response, answer.stream, content_length)
+            async with asyncio.timeout_at(call.ask.deadline):
+                await self._stream(request, response, answer.stream, content_length)
+        except TimeoutError as error:
+            _log.warning("client_reads_too_slowly", request_id=request_id)
+            _break_off(request, error)
         finally:
             self._ingress.abandon(call)
         return response
@@ -204,10 +212,15 @@ class HttpServer:
                 raise AnswerUnusable(f"the replica promised {content_length} bytes and sent {written_bytes}")
         except ServeError as error:
             _log.warning("answer_broke_off", reason=str(error), written_bytes=written_bytes)
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError("the answer broke off") from error
+            _break_off(request, error)
         await response.write_eof()
+
+
+def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
+    """Close the connection in the middle of an answer."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError("the answer broke off") from cause
 
 
 def _target(request: web.BaseRequest) -> str:
@@ -248,7 +261,7 @@ class _Connection(web.RequestHandler):
         else:
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")
-        response = problem_response(problem, "")
+        response = problem_response(problem, uuid.uuid4().hex)
         response.force_close()
         return response
 

@@ -99,6 +99,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     endpoint: Endpoint
     method: str
     path: str
+    route: str
+    """The prefix that matched; empty for a call that came without a path."""
     query: str
     headers: Headers
     body: bytes

@@ -143,6 +143,7 @@ class Gateway:
                     endpoint=endpoint,
                     method=_METHOD,
                     path="/",
+                    route="",
                     query="",
                     headers=forwarded,
                     body=payload,
@@ -193,7 +194,7 @@ class Gateway:
         except ValueError as error:
             raise AnswerUnusable(str(error)) from error
         sent: Headers = [(REQUEST_ID, request_id)]
-        sent += [(name, value) for name, value in headers if name.lower() == "content-type"]
+        sent += [("Content-Type", value) for name, value in headers if name.lower() == "content-type"]
         if answer.status >= 400:
             sent += _error_headers(answer.status, f"the endpoint answered with status {answer.status}")
         self._reply(reply, body, sent)

@@ -57,7 +57,7 @@ class Outgoing:
         head = RequestHead(
             ask.method,
             ask.path,
-            ask.endpoint.route,
+            ask.route,
             ask.query,
             ask.headers,
             max(ask.deadline - now, _TIMEOUT_S_MIN),

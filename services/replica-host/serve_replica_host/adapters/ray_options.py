@@ -39,9 +39,12 @@ _EXIT: Final = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)"
 def describe_end(pid: int, error: BaseException | None) -> str:
     """One line instead of Ray's page of common causes."""
     process = f"the replica's process {pid}" if pid else "the replica's process"
-    found = _EXIT.search(str(error))
+    told = str(error)
+    if "killed by `ray.kill`" in told:
+        return f"{process} was killed by its host"
+    found = _EXIT.search(told)
     if found is None:
-        return f"{process} ended: {error}"
+        return f"{process} ended: {' '.join(told.split())}"
     return (
         f"{process} ended unasked ({found[1]}: {found[2].strip()}); "
         "it was killed, crashed, exited, or the machine ran out of memory"

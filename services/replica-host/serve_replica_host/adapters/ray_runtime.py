@@ -16,7 +16,7 @@ from typing import Any, Final, final
 import msgspec
 import ray
 import structlog
-from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private import worker as ray_worker
 from ray.exceptions import RayActorError, RayError
 
 from serve_common.errors import TransientError
@@ -153,9 +153,9 @@ class RayRuntime:
                 "num_cpus": settings.num_cpus,
                 "_temp_dir": settings.temp_dir,
             }
+        untyped: Any = ray_worker
+        untyped.print_to_stdstream = _log_what_ray_prints
         ray.init(**options)
-        # Ray prints what befalls a worker as coloured prose; the same comes as an event of the replica.
-        global_worker_stdstream_dispatcher.handlers.clear()
         self._actor_class = ray.remote(ReplicaActor)
         return {
             name: float(amount)
@@ -288,3 +288,8 @@ class RayRuntime:
             call(self._loop)
         except RuntimeError as error:  # the loop is closed: the host ends, and nobody listens any more
             _log.debug("event_after_the_end", error=str(error))
+
+
+def _log_what_ray_prints(printed: dict[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001, FBT001 - Ray's call
+    """In place of Ray's own function, which prints coloured prose between our JSON lines."""
+    _log.warning("ray_says", lines=[str(line)[:1000] for line in printed.get("lines", [])])

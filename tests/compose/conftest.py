@@ -1,0 +1,49 @@
+"""The stack in containers that all compose tests share: built and started once, gone without a trace afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from testcontainers.compose import DockerCompose
+
+from muster.secrets import generate
+from tests.compose.stack import PROJECT, ROOT, Stack
+
+_REQUIRED = "MUSTER_REQUIRE_COMPOSE"
+
+
+def _why_no_engine() -> str | None:
+    try:
+        done = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode == 0:
+            done = subprocess.run(
+                ["docker", "compose", "version"], capture_output=True, text=True, timeout=30, check=False
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip()[:300]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Every service but Grafana, whose image need not be at hand."""
+    why = _why_no_engine()
+    if why is not None:
+        if os.environ.get(_REQUIRED) == "1":
+            pytest.fail(f"{_REQUIRED}=1, but no Docker engine with compose answers: {why}")
+        pytest.skip(f"NOT TESTED: the stack in containers, for no Docker engine with compose answers: {why}")
+    secrets = generate(tmp_path_factory.mktemp("secrets"), for_containers=True)
+    compose = DockerCompose(ROOT, ["compose.yaml", "deploy/grafana/left-out.yaml"], build=True)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("COMPOSE_PROJECT_NAME", PROJECT)
+        environment.setenv("MUSTER_SECRETS", str(secrets.directory))
+        for name in ("HTTP", "NATS", "PROMETHEUS"):
+            environment.setenv(f"MUSTER_{name}_PORT", "127.0.0.1:0")
+        for name in ("MUSTER_APPS", "MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):
+            environment.delenv(name, raising=False)
+        compose.stop()  # what a run that was killed left behind
+        with compose:
+            yield Stack(compose, secrets)

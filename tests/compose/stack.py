@@ -1,0 +1,146 @@
+"""One stack of compose.yaml for all compose tests: a project, ports and secrets of its own.
+
+Why not just DockerCompose: tests scale services, take the stack down with its volumes kept and bring it up again,
+and act on it as a person would, with the CLI and the example's evaluation.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from testcontainers.compose import DockerCompose
+
+from muster.secrets import Secrets
+
+ROOT: Final = Path(__file__).parents[2]
+PROJECT: Final = "muster-test"
+UP_TIMEOUT_S: Final = 540.0
+DIGITS_REQUESTS: Final = 'serve_proxy_requests_total{endpoint_tag="default/digits"}'
+_COMMAND_TIMEOUT_S: Final = 120.0
+
+
+class Stack:
+    """A running stack; its ports may change whenever a container starts anew, so they are asked for each time."""
+
+    def __init__(self, compose: DockerCompose, secrets: Secrets) -> None:
+        self.compose = compose
+        self.secrets = secrets
+
+    def run(self, *arguments: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
+        """``docker compose ARGUMENTS``; raises with all it said when it fails."""
+        return _run([*self.compose.compose_command_property, *arguments], timeout_s)
+
+    def up(self, *arguments: str) -> None:
+        """Bring up what compose.yaml says, and wait until all of it is healthy."""
+        self.run("up", "--detach", "--wait", *arguments, timeout_s=UP_TIMEOUT_S)
+
+    def address(self, service: str, port: int) -> str:
+        """``host:port`` at which this machine reaches a service's port."""
+        return self.run("port", service, str(port)).strip()
+
+    @property
+    def nats_url(self) -> str:
+        """Without user and password."""
+        return f"nats://{self.address('nats', 4222)}"
+
+    def http(self, path: str) -> str:
+        """The URL of ``path`` at the ingress."""
+        return f"http://{self.address('ingress', 8000)}{path}"
+
+    def muster(self, *arguments: str) -> str:
+        """The CLI, pointed at this stack as the admin."""
+        command = [str(Path(sys.executable).with_name("muster")), *arguments, "--nats", self.nats_url]
+        return _run([*command, "--password-file", str(self.secrets.nats_password_file("admin"))], 300.0)
+
+    def deploy_digits(self, *more: str) -> None:
+        """Deploy the example, or leave it as it is when it is deployed like this."""
+        self.muster(
+            "deploy", "digits:Digits", "--name", "digits", "--route-prefix", "/digits",
+            "--app-dir", "/apps/digits", "--version", "1", *more,
+        )  # fmt: skip
+
+    def evaluate(self, *more: str) -> dict[str, Any]:
+        """What `evaluate.py` measures over the whole held-out part."""
+        said = _run(evaluation(self.http("/digits"), *more), 300.0, check=False)
+        result: dict[str, Any] = json.loads(said)
+        return result
+
+    @contextmanager
+    def under_load(self) -> Iterator[dict[str, Any]]:
+        """Evaluates without a pause inside the block; the dict is filled when the block ends."""
+        result: dict[str, Any] = {}
+        command = evaluation(self.http("/digits"), "--forever", "--concurrency", "4")
+        before = self._requests_seen()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                self._wait_until(lambda: self._requests_seen() > before, "the load has begun")
+                yield result
+            finally:
+                process.send_signal(signal.SIGINT)  # as Ctrl-C: it says what it saw
+                said, complained = process.communicate(timeout=60.0)
+        assert said, complained
+        result.update(json.loads(said))
+
+    def _requests_seen(self) -> float:
+        return sum(value for _, value in self.query(DIGITS_REQUESTS))
+
+    def status(self) -> dict[str, Any]:
+        """What `muster status` knows."""
+        status: dict[str, Any] = json.loads(self.muster("status", "--json"))
+        return status
+
+    def wait_until_healthy(self, name: str) -> None:
+        """Wait until the controller says that a deployment is as it should be."""
+
+        def is_healthy() -> bool:
+            return {"healthy"} == {
+                known["status"] for known in self.status()["deployments"] if known["name"] == name
+            }
+
+        self._wait_until(is_healthy, f"{name} is healthy")
+
+    def query(self, promql: str) -> list[tuple[dict[str, str], float]]:
+        """An instant query's labels and values."""
+        query = urllib.parse.urlencode({"query": promql})
+        url = f"http://{self.address('prometheus', 9090)}/api/v1/query?{query}"
+        with urllib.request.urlopen(url, timeout=10.0) as response:
+            found = json.load(response)["data"]["result"]
+        return [(row["metric"], float(row["value"][1])) for row in found]
+
+    def wait_for_query(self, promql: str, expected: float, timeout_s: float = 60.0) -> None:
+        """Wait until a query that has one value has the expected one: scrapes are seconds apart."""
+        self._wait_until(
+            lambda: [value for _, value in self.query(promql)] == [expected],
+            f"{promql} is {expected}",
+            timeout_s,
+        )
+
+    def _wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline, f"after {timeout_s} s it is not so that {what}"
+            time.sleep(0.5)
+
+
+def evaluation(url: str, *more: str) -> list[str]:
+    """The command that evaluates the example at ``url``."""
+    return [sys.executable, str(ROOT / "examples/digits/evaluate.py"), url, "--json", *more]
+
+
+def _run(command: list[str], timeout_s: float, *, check: bool = True) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s, check=False)
+    if check and done.returncode:
+        raise AssertionError(
+            f"{command} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        )
+    return done.stdout

@@ -1,0 +1,146 @@
+"""The stack in containers does the main job, also when it is scaled, and remembers it when parts of it go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from tests.compose.stack import DIGITS_REQUESTS, Stack
+
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+
+OURS = {"controller": 1, "proxy": 1, "replica-host": 1}
+SERVICES = {"nats", "postgres", "prometheus", "ingress", *OURS}
+
+
+async def connect(stack: Stack, role: str | None, **options: Any) -> Client:
+    """As any NATS client would; ``role`` None gives no user."""
+    if role is not None:
+        options |= {"user": role, "password": stack.secrets.read(f"nats_{role}")}
+    return await nats.connect(
+        stack.nats_url, connect_timeout=5, allow_reconnect=False, max_reconnect_attempts=0, **options
+    )
+
+
+def test_every_container_is_healthy(stack: Stack) -> None:
+    containers = stack.compose.get_containers()
+    assert {container.Service for container in containers} == SERVICES
+    assert {container.Health for container in containers} == {"healthy"}
+
+
+@pytest.mark.parametrize("service", sorted({"ingress", *OURS}))
+def test_our_containers_run_without_root_and_cannot_change_their_image(stack: Stack, service: str) -> None:
+    assert stack.run("exec", "-T", service, "id", "-u").strip() != "0"
+    probe = "touch /etc/probe 2>/dev/null || touch /opt/probe 2>/dev/null || echo refused"
+    assert stack.run("exec", "-T", service, "sh", "-c", probe).strip() == "refused"
+    effective = stack.run("exec", "-T", service, "grep", "CapEff", "/proc/self/status").split()[1]
+    assert int(effective, 16) == 0
+
+
+@pytest.mark.parametrize(
+    ("service", "absent"),
+    [("controller", "ray"), ("proxy", "ray"), ("proxy", "asyncpg"), ("replica-host", "asyncpg")],
+)
+def test_an_image_holds_only_what_its_service_needs(stack: Stack, service: str, absent: str) -> None:
+    probe = f"import importlib.util as i; print(i.find_spec({absent!r}))"
+    assert stack.run("exec", "-T", service, "python", "-c", probe).strip() == "None"
+
+
+def test_replicas_cannot_reach_the_database(stack: Stack) -> None:
+    probe = "import socket\ntry: socket.getaddrinfo('postgres', 5432)\nexcept OSError: print('unknown')"
+    assert stack.run("exec", "-T", "replica-host", "python", "-c", probe).strip() == "unknown"
+
+
+def test_the_example_is_deployed_by_the_cli_and_answers_every_request(stack: Stack) -> None:
+    stack.deploy_digits()
+    result = stack.evaluate()
+    assert result["failures"] == 0, result
+    assert result["accuracy"] >= 0.95
+
+
+def test_prometheus_sees_every_process(stack: Stack) -> None:
+    for service in (*OURS, "ingress", "prometheus"):
+        stack.wait_for_query(f'sum(up{{job="{service}"}})', 1)
+    assert {value for _, value in stack.query("up")} == {1.0}
+
+
+async def test_a_foreign_nats_client_lists_deployments_and_deploys(stack: Stack) -> None:
+    stack.deploy_digits()
+    client = await connect(stack, "admin")
+    try:
+        answer = await client.request("serve.admin.list_deployments", b"{}", timeout=5)
+        assert "default/digits" in answer.data.decode()
+        request = {
+            "name": "foreign",
+            "replica_config": {"import_path": "noop:Noop", "app_dir": "/apps/noop"},
+            "route_prefix": "/foreign",
+        }
+        answer = await client.request("serve.admin.deploy", json.dumps(request).encode(), timeout=10)
+        assert not answer.headers, answer.headers
+        goal_id = json.loads(answer.data)["goal_id"]
+        wait = json.dumps({"goal_id": goal_id, "timeout_s": 30}).encode()
+        answer = await client.request("serve.admin.wait_for_goal", wait, timeout=35)
+        assert json.loads(answer.data)["status"] == "succeeded", answer.data
+    finally:
+        await client.close()
+    stack.muster("delete", "foreign")
+
+
+async def test_an_anonymous_connection_is_refused(stack: Stack) -> None:
+    with pytest.raises(NatsError, match=r"(?i)authorization"):
+        await connect(stack, None)
+
+
+async def test_a_proxys_credentials_do_not_serve_for_commands(stack: Stack) -> None:
+    refusals: asyncio.Queue[Exception] = asyncio.Queue()
+    client = await connect(stack, "proxy", error_cb=refusals.put, inbox_prefix=b"_INBOX_proxy")
+    try:
+        with pytest.raises(NatsError):
+            await client.request("serve.admin.list_deployments", b"{}", timeout=2)
+        refusal = await asyncio.wait_for(refusals.get(), 5)
+        assert "permissions violation" in str(refusal).lower()
+    finally:
+        await client.close()
+
+
+def test_a_killed_controller_comes_back_and_keeps_everything(stack: Stack) -> None:
+    stack.deploy_digits()
+    before = stack.status()["deployments"]
+    with stack.under_load() as result:
+        stack.run("kill", "controller")
+        stack.up("controller")
+    assert result["failures"] == 0, result
+    assert stack.status()["deployments"] == before
+    stack.deploy_digits("--user-config", '{"threshold": 0.5}')
+    stack.deploy_digits()
+
+
+def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
+    stack.deploy_digits()
+    with stack.under_load() as result:
+        stack.up("--no-recreate", "--scale", "proxy=2", "--scale", "replica-host=2")
+        stack.wait_for_query('sum(up{job="proxy"})', 2)
+        stack.wait_for_query('sum(up{job="replica-host"})', 2)
+        hosts = [host for host in stack.status()["hosts"] if host["status"] == "live"]
+        assert len(hosts) == 2
+    assert result["failures"] == 0, result
+    assert stack.evaluate("--repeat", "3")["failures"] == 0
+    stack.wait_for_query(f"count(sum by (instance) ({DIGITS_REQUESTS}) > 0)", 2)
+    with stack.under_load() as result:
+        stack.up("--no-recreate", "--scale", "proxy=1", "--scale", "replica-host=1")
+    assert result["failures"] == 0, result
+
+
+def test_a_stack_that_was_taken_down_brings_its_deployments_back(stack: Stack) -> None:
+    stack.deploy_digits()
+    stack.run("down")
+    stack.up()
+    stack.wait_until_healthy("default/digits")
+    result = stack.evaluate()
+    assert result["failures"] == 0, result

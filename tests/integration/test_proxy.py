@@ -1,0 +1,524 @@
+"""A whole proxy against a real nats-server and replicas that speak real frames."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import nats
+import pytest
+from nats.js.api import KeyValueConfig
+
+from serve_common.names import BackendTag, EndpointTag, ProxyId
+from serve_common.settings import BusSettings, OperationsSettings
+from serve_common.subjects import Subjects, backend_key, endpoint_key
+from serve_common.values import HttpOptions
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX
+from serve_common.wires.proxy import ProxyReport
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_proxy.settings import ProxySettings
+from serve_proxy.wiring import Proxy
+from tests.integration.fake_replica import FakeReplica
+
+pytestmark = pytest.mark.integration
+
+TAG = "default/echo"
+R0, R1 = f"{TAG}#0", f"{TAG}#1"
+MIB = 1024 * 1024
+
+
+class NatsServer:
+    """A nats-server with JetStream that can be killed and started again on its port."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = shutil.which("nats-server") or str(Path(sys.executable).parent / "nats-server")
+        command = [binary, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._directory)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Stack:
+    """NATS, a bucket that the test writes as a controller would, replicas, and one proxy in this process."""
+
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.subjects = Subjects()
+        self.snapshot_id = 0
+        self.replicas: list[FakeReplica] = []
+        self.reports: list[ProxyReport] = []
+        self._reported = asyncio.Event()
+        self.is_failed = False
+
+    async def start(self, **options) -> None:
+        self.client = await nats.connect(self.server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
+        await self.client.subscribe(self.subjects.proxy_reports, cb=self._hear)
+        self.http_options = HttpOptions(
+            request_timeout_s=options.pop("request_timeout_s", 10.0), body_bytes_max=10 * MIB
+        )
+        self.proxy = Proxy(make_settings(self.server, self.http_options, **options), on_failure=self._fail)
+        self.url = f"http://{await self.proxy.start()}"
+        self.session = aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
+
+    def _fail(self) -> None:
+        self.is_failed = True
+
+    async def close(self) -> None:
+        await self.session.close()
+        await self.proxy.close()
+        for replica in self.replicas:
+            await replica.close()
+        await self.client.close()
+
+    async def create_bucket(self) -> None:
+        self.bucket = await self.client.jetstream().create_key_value(
+            KeyValueConfig(bucket=self.subjects.bucket)
+        )
+
+    async def put(self, key: str, content) -> int:
+        self.snapshot_id += 1
+        value = Snapshot(snapshot_id=self.snapshot_id, epoch=1, content=content)
+        await self.bucket.put(key, msgspec.json.encode(value))
+        return self.snapshot_id
+
+    async def put_endpoint(
+        self, tag: str = TAG, route: str | None = "/echo", methods=("GET", "POST", "HEAD")
+    ) -> int:
+        content = EndpointSnapshot(
+            endpoint_tag=EndpointTag(tag), route=route, methods=list(methods), traffic={BackendTag(TAG): 1.0}
+        )
+        return await self.put(endpoint_key(EndpointTag(tag)), content)
+
+    async def put_backend(self, *replicas: str, draining=(), limit: int = 100, queue: int = 1000) -> int:
+        content = BackendSnapshot(
+            backend_tag=BackendTag(TAG),
+            replicas=list(replicas),
+            draining=list(draining),
+            max_concurrent_queries=limit,
+            max_queued_requests=queue,
+        )
+        return await self.put(backend_key(BackendTag(TAG)), content)
+
+    async def add_replica(self, tag: str, **options) -> FakeReplica:
+        replica = await FakeReplica(self.server.url, tag, **options).start()
+        self.replicas.append(replica)
+        return replica
+
+    async def _hear(self, message) -> None:
+        self.reports.append(msgspec.json.decode(message.data, type=ProxyReport))
+        self._reported.set()
+
+    async def report(self, is_wanted) -> ProxyReport:
+        """The first report, past or future, that ``is_wanted``."""
+        async with asyncio.timeout(15):
+            while True:
+                for report in self.reports:
+                    if is_wanted(report):
+                        return report
+                self._reported.clear()
+                await self._reported.wait()
+
+    async def queued(self) -> None:
+        """Until a request waits in the proxy; its queue tells nobody, so it is looked at."""
+        router = self.proxy._ingress.routes.routers[BackendTag(TAG)]
+        async with asyncio.timeout(5):
+            while not router.queue_depth:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def applied(self, snapshot_id: int) -> None:
+        await self.report(lambda report: report.applied_snapshot_id >= snapshot_id)
+
+    async def serve(self, *replicas: str, **backend) -> list[FakeReplica]:
+        """Everything up: bucket, one endpoint, the given replicas, and the proxy knows."""
+        started = [await self.add_replica(tag) for tag in replicas]
+        await self.create_bucket()
+        await self.put_endpoint()
+        await self.applied(await self.put_backend(*replicas, **backend))
+        return started
+
+    async def get(self, path: str, method: str = "GET", **options):
+        async with self.session.request(method, self.url + path, **options) as response:
+            return response.status, await response.read(), response.headers
+
+
+def make_settings(server: NatsServer, http: HttpOptions, **options) -> ProxySettings:
+    return ProxySettings(
+        proxy_id=ProxyId("p1"),
+        bus=BusSettings(
+            servers=[server.url], user="", password="", inbox_prefix="_INBOX_proxy", subject_prefix="serve"
+        ),
+        operations=OperationsSettings(host="127.0.0.1", port=0),
+        http_host="127.0.0.1",
+        http_port=0,
+        http=http,
+        drain_timeout_s=options.pop("drain_timeout_s", 5.0),
+        bus_wait_s=options.pop("bus_wait_s", 5.0),
+        **options,
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def stack(server: NatsServer) -> AsyncIterator[Stack]:
+    stack = Stack(server)
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await stack.start()
+                break
+            except nats.errors.NoServersError:
+                await asyncio.sleep(0.05)
+    yield stack
+    await stack.close()
+    assert not stack.is_failed
+    assert not stack.proxy._dispatcher.calls
+
+
+async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    status, body, headers = await stack.get(
+        "/echo/a%2Fb?x=1", "POST", data=b"hi", headers={"X-Request-ID": "mine", "traceparent": "00-a-b-01"}
+    )
+    assert (status, body, headers["x-replica"], headers["X-Request-ID"]) == (200, b"hi", R0, "mine")
+    head = replica.seen[-1]
+    assert (head.method, head.path, head.query, head.route) == ("POST", "/echo/a%2Fb", "x=1", "/echo")
+    assert (head.request_id, head.traceparent) == ("mine", "00-a-b-01")
+
+    status, body, headers = await stack.get("/nowhere")
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["request_id"]) == (404, "no_route", headers["X-Request-ID"])
+    assert "/nowhere" in error["message"]
+    status, _, headers = await stack.get("/echo", "PUT")
+    assert (status, headers["Allow"]) == (405, "GET, POST, HEAD")
+    status, body, _ = await stack.get("/echo/raise")
+    assert (status, json.loads(body)["error"]["message"]) == (500, "ValueError: no")
+    assert (await stack.get("/-/routes"))[:2] == (200, b'{"/echo":"default/echo"}')
+    status, _, headers = await stack.get("/-/healthz", headers={"X-Request-ID": "h"})
+    assert (status, headers["X-Request-ID"]) == (200, "h")
+    assert (await stack.get("/-/secret"))[0] == 404
+    assert (await stack.get("/echo?418"))[0] == 418
+
+
+async def test_before_the_bucket_exists_the_proxy_is_not_ready_and_requests_wait(stack: Stack) -> None:
+    ready = f"http://127.0.0.1:{stack.proxy.operations.port}/readyz"
+    async with stack.session.get(ready) as response:
+        assert response.status == 503
+    status, _, headers = await stack.get("/-/healthz")
+    assert (status, headers["Retry-After"]) == (503, "1")
+    async with asyncio.TaskGroup() as group:
+        early = group.create_task(stack.get("/echo", "POST", data=b"early"))
+        await stack.serve(R0)
+    assert early.result()[:2] == (200, b"early")
+    async with stack.session.get(ready) as response:
+        assert response.status == 200
+
+
+async def test_large_bodies_go_both_ways_in_pieces(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    body = os.urandom(5 * MIB + 17)
+    status, echoed, _ = await stack.get("/echo", "POST", data=io.BytesIO(body))
+    assert (
+        status == 200 or echoed
+    )  # the echo answers in one frame only when it fits; the upload is what counts
+    assert replica.bodies[-1] == body
+    size = 9 * FRAME_BODY_BYTES_MAX + 5
+    status, streamed, headers = await stack.get(f"/echo/big?{size}")
+    assert (status, len(streamed), headers["Transfer-Encoding"]) == (200, size, "chunked")
+    status, streamed, headers = await stack.get(f"/echo/big-sized?{size}")
+    assert (status, len(streamed), headers["Content-Length"]) == (200, size, str(size))
+
+
+async def test_a_body_that_is_too_large_is_refused_announced_or_not(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    status, body, _ = await stack.get("/echo", "POST", data=io.BytesIO(bytes(11 * MIB)))
+    assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+
+    async def chunks():
+        for _ in range(11):
+            yield bytes(MIB)
+
+    status, body, _ = await stack.get("/echo", "POST", data=chunks())
+    assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+    assert not replica.seen
+    status, _, _ = await stack.get(
+        "/echo", "POST", data=io.BytesIO(b"x" * MIB), headers={"Expect": "100-continue"}
+    )
+    assert replica.bodies[-1] == b"x" * MIB
+
+
+async def test_a_client_that_leaves_gives_its_slot_to_the_next(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0, limit=1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await stack.get("/echo/hold")
+    await replica.wait(lambda: replica.cancelled == ["/echo/hold"])
+    assert (await stack.get("/echo"))[0] == 200
+
+
+async def test_requests_wait_while_all_are_busy_and_a_full_queue_is_503(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0, limit=1, queue=1)
+    async with asyncio.TaskGroup() as group:
+        held = group.create_task(stack.get("/echo/hold"))
+        await replica.wait(lambda: len(replica.held) == 1)
+        waiting = group.create_task(stack.get("/echo"))
+        await stack.queued()
+        status, body, headers = await stack.get("/echo")
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(body)["error"]["code"] == "no_replica_available"
+        replica.release()
+    assert held.result()[:2] == (200, b"released")
+    assert waiting.result()[0] == 200
+
+
+async def test_a_replica_that_dies_fails_over_what_may_run_twice(stack: Stack) -> None:
+    (first,) = await stack.serve(R0)
+    async with asyncio.TaskGroup() as group:
+        repeatable = group.create_task(stack.get("/echo/hold"))
+        fragile = group.create_task(stack.get("/echo/hold", "POST"))
+        keyed = group.create_task(stack.get("/echo/hold", "POST", headers={"Idempotency-Key": "k"}))
+        await first.wait(lambda: len(first.held) == 3)
+        second = await stack.add_replica(R1)
+        await stack.applied(await stack.put_backend(R0, R1))
+        await first.close()
+        assert (await fragile)[0] == 502
+        assert json.loads(fragile.result()[1])["error"]["code"] == "replica_died"
+        await second.wait(lambda: len(second.held) == 2)
+        second.release()
+    assert [task.result()[0] for task in (repeatable, keyed)] == [200, 200]
+    for _ in range(20):  # the dead one is not chosen again, or is found out and passed over
+        assert (await stack.get("/echo", "POST"))[0] == 200
+
+
+async def test_a_lost_answer_is_found_by_a_probe(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with asyncio.TaskGroup() as group:
+        lost = group.create_task(stack.get("/echo/hold", "POST"))
+        await replica.wait(lambda: len(replica.held) == 1)
+        replica.forget()
+    assert lost.result()[0] == 502
+    assert replica.probes == 1
+
+
+async def test_a_rolling_replacement_under_load_loses_nothing(stack: Stack) -> None:
+    (first,) = await stack.serve(R0, limit=4)
+    is_over = False
+    statuses: list[int] = []
+
+    async def client() -> None:
+        while not is_over:
+            statuses.append((await stack.get("/echo", "POST", data=b"x"))[0])
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(client())
+        for number in range(1, 6):
+            tag = f"{TAG}#{number}"
+            replica = await stack.add_replica(tag)
+            await stack.applied(await stack.put_backend(tag, draining=[first.tag], limit=4))
+            first.is_draining = True
+            await first.wait(lambda gone=first: not gone.held)
+            await stack.applied(await stack.put_backend(tag, limit=4))
+            await first.close()
+            first = replica
+        is_over = True
+    assert set(statuses) == {200}
+    assert len(statuses) > 50
+
+
+async def test_nats_may_die_and_come_back(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with asyncio.TaskGroup() as group:
+        across = group.create_task(stack.get("/echo/hold", "POST"))
+        await replica.wait(lambda: len(replica.held) == 1)
+        stack.server.kill()
+        async with asyncio.timeout(5):
+            while (await stack.get("/-/healthz"))[0] == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        during = group.create_task(stack.get("/echo", "POST", data=b"during"))
+        await asyncio.sleep(0.1)
+        assert not during.done()
+        stack.server.start()
+        assert (await during)[:2] == (200, b"during")
+        await replica.wait(lambda: replica.probes > 0)
+        replica.release(b"still here")
+    assert across.result()[:2] == (200, b"still here")
+    snapshot_id = None
+    async with asyncio.timeout(10):
+        while snapshot_id is None:
+            with contextlib.suppress(nats.errors.Error):
+                snapshot_id = await stack.put_endpoint(route="/moved")
+    await stack.applied(snapshot_id)
+    assert (await stack.get("/moved"))[0] == 200
+    assert (await stack.get("/echo"))[0] == 404
+
+
+async def test_without_nats_requests_get_503_after_a_bounded_wait(stack: Stack) -> None:
+    await stack.serve(R0)
+    stack.proxy._dispatcher._bus_wait_s = 0.2
+    stack.server.kill()
+    async with asyncio.timeout(5):
+        status = 200
+        while status == 200:
+            status, body, headers = await stack.get("/echo", "POST")
+    assert (status, headers["Retry-After"]) == (503, "1")
+    assert json.loads(body)["error"]["code"] == "bus_unavailable"
+
+
+async def test_an_endpoint_that_vanishes_answers_404_at_once_to_those_who_wait(stack: Stack) -> None:
+    await stack.serve()
+    async with asyncio.TaskGroup() as group:
+        waiting = group.create_task(stack.get("/echo"))
+        await stack.queued()
+        await stack.put(endpoint_key(EndpointTag(TAG)), None)
+        status, body, _ = await asyncio.wait_for(waiting, 3)
+    assert status == 404
+    assert "gone" in json.loads(body)["error"]["message"]
+
+
+async def test_any_nats_client_can_call_an_endpoint(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    reply = await stack.client.request("serve.call.default.echo", b'{"a":1}', timeout=5)
+    assert (reply.data, reply.headers["Content-Type"]) == (b'{"a":1}', "text/plain")
+    head = replica.seen[-1]
+    assert (head.method, head.path, head.route, head.http) == ("POST", "/", "", True)
+    assert ("Content-Type", "application/json") in head.headers
+    reply = await stack.client.request("serve.call.echo", b"x", timeout=5, headers={"Content-Type": "text/x"})
+    assert ("Content-Type", "text/x") in replica.seen[-1].headers
+    reply = await stack.client.request("serve.call.nobody", b"", timeout=5)
+    assert reply.headers["Nats-Service-Error-Code"] == "404"
+    assert "default/nobody" in reply.headers["Nats-Service-Error"]
+    assert json.loads(reply.data)["error"]["code"] == "not_found"
+
+
+async def test_reports_come_at_once_on_change_and_to_a_new_leader(stack: Stack) -> None:
+    await stack.serve(R0)
+    loop = asyncio.get_running_loop()
+    await stack.report(lambda report: report.applied_snapshot_id == 2)
+    began = loop.time()
+    await stack.applied(await stack.put_backend(R0, R1))
+    assert loop.time() - began < 0.5
+    last = stack.reports[-1]
+    assert last.address in stack.url
+    sequences = [report.sequence for report in stack.reports]
+    assert sequences == sorted(set(sequences))
+    count = len(stack.reports)
+    await stack.client.publish(stack.subjects.leader, b"{}")
+    await stack.report(lambda report: report.sequence > last.sequence)
+    assert loop.time() - began < 1.0
+    assert len(stack.reports) > count
+
+
+async def test_draining_finishes_what_is_in_flight_and_closes_the_rest(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with asyncio.TaskGroup() as group:
+        held = group.create_task(stack.get("/echo/hold"))
+        await replica.wait(lambda: len(replica.held) == 1)
+        draining = group.create_task(stack.proxy.drain())
+        await stack.report(lambda report: report.leaving)
+        async with stack.session.get(f"http://127.0.0.1:{stack.proxy.operations.port}/readyz") as response:
+            assert (response.status, await response.text()) == (503, "draining\n")
+        with pytest.raises(aiohttp.ClientConnectorError):
+            async with aiohttp.ClientSession() as session, session.get(stack.url + "/echo"):
+                pass
+        with pytest.raises(nats.errors.NoRespondersError):
+            await stack.client.request("serve.call.default.echo", b"", timeout=2)
+        assert not draining.done()
+        replica.release()
+        status, _, headers = await held
+        assert (status, headers["Connection"]) == (200, "close")
+
+
+async def test_an_answer_that_breaks_off_closes_the_connection(stack: Stack) -> None:
+    await stack.serve(R0)
+    with pytest.raises(aiohttp.ClientError):
+        await stack.get("/echo/break")
+    assert (await stack.get("/echo"))[0] == 200
+
+
+async def test_what_is_no_http_gets_a_json_400_and_large_headers_431(stack: Stack) -> None:
+    await stack.serve(R0)
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"NONSENSE\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 5)
+    assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
+    assert b'"code":"bad_request"' in answer
+    writer.close()
+    status, body, _ = await stack.get("/echo", headers={f"x-{i}": "v" * 8000 for i in range(10)})
+    assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
+
+
+async def test_a_slow_replica_is_a_504_and_is_told(server: NatsServer) -> None:
+    stack = Stack(server)
+    await asyncio.sleep(0.3)
+    await stack.start(request_timeout_s=0.5)
+    try:
+        (replica,) = await stack.serve(R0)
+        status, body, _ = await stack.get("/echo/hold")
+        assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+        await replica.wait(lambda: replica.cancelled == ["/echo/hold"])
+    finally:
+        await stack.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(tmp_path: Path, number) -> None:
+    server = NatsServer(tmp_path)
+    environment = {
+        **os.environ,
+        "SERVE_NATS_URL": server.url,
+        "SERVE_NATS_PASSWORD": "unused",
+        "SERVE_HTTP_PORT": "0",
+        "SERVE_OPS_PORT": "0",
+        "SERVE_PROXY_ID": "p9",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(30):
+            while b"proxy_listening" not in (line := await process.stderr.readline()):
+                assert line
+            server.start()
+            while b"bus_connected" not in (line := await process.stderr.readline()):
+                assert line
+            process.send_signal(number)
+            await process.communicate()
+        assert process.returncode == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        server.kill()

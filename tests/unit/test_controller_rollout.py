@@ -1,0 +1,246 @@
+"""How a backend gets to its target: what starts, what stops, what goes back, and in which order."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_common.wires.admin import DeleteDeployment, GoalStatus
+from serve_controller.core.objects import ReplicaState
+from serve_controller.core.rollout import budget_of
+from tests.simulation.closed_loop import BAD_CODE, Loop, PureHost, check_converged, deploy
+
+
+def serving(**options: object) -> Loop:
+    """A loop in which a deployment serves for an hour already."""
+    loop = Loop(PureHost("host-1", cpus=8))
+    loop.command(deploy(**options))
+    loop.settle()
+    loop.step(3600.0)
+    loop.settle()
+    return loop
+
+
+@pytest.mark.parametrize(("wanted", "budget"), [(0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (100, 25)])
+def test_the_budget_is_a_quarter_and_at_least_one(wanted: int, budget: int) -> None:
+    assert budget_of(wanted) == budget
+
+
+def test_a_new_version_is_routed_before_the_old_one_stops() -> None:
+    loop = serving(num=2)
+    old = loop.running()
+    goal_id = loop.command(deploy(num=2, version="v2")).goal_id
+    while loop.goal_status(goal_id) is GoalStatus.PENDING:
+        loop.step()
+        assert len(loop.routed() & loop.running()) >= 2
+        assert len(loop.running()) <= 3
+    assert not loop.running() & old
+    check_converged(loop)
+
+
+def test_without_room_for_one_more_the_old_one_makes_room_within_the_budget() -> None:
+    loop = Loop(PureHost("host-1", cpus=4))
+    loop.command(deploy(num=4))
+    loop.settle()
+    goal_id = loop.command(deploy(num=4, version="v2")).goal_id
+    while loop.goal_status(goal_id) is GoalStatus.PENDING:
+        loop.step()
+        assert len(loop.running()) >= 3
+    check_converged(loop)
+
+
+def test_a_version_that_fails_to_start_goes_back_and_the_old_one_never_stops() -> None:
+    loop = serving(num=2)
+    old = loop.running()
+    goal_id = loop.command(deploy(num=2, version="v2", code=BAD_CODE)).goal_id
+    while loop.goal_status(goal_id) is GoalStatus.PENDING:
+        loop.step()
+        assert loop.running() >= old
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert loop.running() == old
+    check_converged(loop)
+
+
+def test_a_changed_config_keeps_every_replica() -> None:
+    loop = serving(num=4, config="one")
+    before = loop.running()
+    goal_id = loop.command(deploy(num=4, config="two")).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert loop.running() == before
+    assert loop.user_configs() == ["two"] * 4
+
+
+def test_after_a_refused_config_every_replica_really_runs_the_former_one_again() -> None:
+    """Replicas that took the new one before another refused it must hear of the way back, too."""
+    loop = Loop(PureHost("host-1", cpus=3), PureHost("host-2", cpus=3))
+    loop.command(deploy(num=6, config="one"))
+    loop.settle()
+    before = loop.running()
+    loop.hosts[1].raises_at = {"two"}
+    goal_id = loop.command(deploy(num=6, config="two")).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert loop.user_configs() == ["one"] * 6
+    assert loop.running() == before, "a refused configuration costs no replica"
+    check_converged(loop)
+
+
+def test_a_version_back_after_several_changes_reaches_replicas_of_each_of_them() -> None:
+    loop = serving(num=4, config="one")
+    loop.command(deploy(num=4, config="two"))
+    loop.steps(3)
+    goal_id = loop.command(deploy(num=4, config="three", version="v2", code=BAD_CODE)).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert loop.user_configs() == ["one"] * 4
+    check_converged(loop)
+
+
+def test_a_config_that_kills_replicas_fails_its_goal_although_others_lived_long() -> None:
+    loop = serving(num=4, config="one")
+    loop.hosts[0].dies_at = {"two"}
+    goal_id = loop.command(deploy(num=4, config="two")).goal_id
+    loop.steps(100, 0.2)
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert "exit code 1" in loop.backend().last_error or "no" in loop.backend().last_error
+    loop.settle()
+    assert loop.user_configs() == ["one"] * 4
+
+
+def test_a_config_that_kills_replicas_reaches_no_more_of_them_than_the_budget() -> None:
+    loop = serving(num=4, config="one")
+    loop.hosts[0].dies_at = {"two"}
+    old = loop.running()
+    loop.command(deploy(num=4, config="two"))
+    loop.steps(100, 0.2)
+    assert len(loop.running() & old) >= 3
+
+
+def test_starts_that_fail_wait_longer_each_time_although_others_lived_long() -> None:
+    loop = serving(num=2)
+    loop.hosts[0].dies_at = {None}
+    loop.command(deploy(num=3, retries=100))
+    before = loop.checkpoint.counters.ordinal
+    loop.steps(200, 0.1)
+    tries = loop.checkpoint.counters.ordinal - before
+    assert 3 <= tries <= 8, f"{tries} starts in 20 s"
+
+
+def test_a_replica_that_lives_ends_the_series_of_failed_starts() -> None:
+    loop = serving(num=2)
+    loop.hosts[0].dies_at = {None}
+    loop.command(deploy(num=3, retries=100))
+    loop.steps(10, 0.2)
+    assert loop.backend().start_failures > 0
+    loop.hosts[0].dies_at = set()
+    loop.settle(seconds=1.0)
+    loop.steps(15, 1.0)
+    assert loop.backend().start_failures == 0
+    check_converged(loop)
+
+
+def test_a_dead_replica_is_replaced_under_a_new_number() -> None:
+    loop = serving(num=2)
+    victim = min(loop.running())
+    loop.hosts[0].kill(victim)
+    loop.settle()
+    assert len(loop.running()) == 2
+    assert victim not in loop.running()
+    check_converged(loop)
+
+
+def test_the_goal_of_a_host_rises_when_a_dead_replica_leaves_it() -> None:
+    """One number names one goal: or else a late copy of the former could bring the dead one back."""
+    loop = Loop(PureHost("host-1"), PureHost("host-2"))
+    loop.command(deploy(num=1))
+    loop.settle()
+    home = next(host for host in loop.hosts if host.running())
+    before = home.number
+    loop.command(deploy(num=0))
+    loop.settle()
+    assert home.number > before
+    loop.command(deploy(num=1))
+    loop.settle()
+    home = next(host for host in loop.hosts if host.running())
+    before = home.number
+    home.kill(min(home.running()))
+    loop.steps(2)
+    assert home.number > before
+    assert all("DEAD" not in str(r.status) for r in home.held.values()), "the host may forget it"
+
+
+def test_a_reconfigured_replica_that_was_unhealthy_in_between_counts_only_with_the_new_config() -> None:
+    loop = serving(num=1, config="one")
+    host, tag = loop.hosts[0], min(loop.running())
+    loop.hosts[0].is_deaf = True
+    goal_id = loop.command(deploy(num=1, config="two")).goal_id
+    loop.step()
+    assert loop.states() == [ReplicaState.UPDATING]
+    host.is_unhealthy.add(tag)
+    loop.step()
+    assert loop.states() == [ReplicaState.UNHEALTHY]
+    host.is_unhealthy.clear()
+    loop.steps(3)
+    assert loop.goal_status(goal_id) is GoalStatus.PENDING, "it still runs the old one"
+    host.is_deaf = False
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert loop.user_configs() == ["two"]
+
+
+def test_a_refused_config_fails_the_goal_also_while_the_replica_is_unhealthy() -> None:
+    loop = serving(num=1, config="one")
+    host, tag = loop.hosts[0], min(loop.running())
+    host.raises_at = {"two"}
+    goal_id = loop.command(deploy(num=1, config="two")).goal_id
+    loop.step()
+    host.is_unhealthy.add(tag)
+    loop.steps(3)
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+
+
+def test_scaling_down_takes_what_serves_least_and_then_the_newest() -> None:
+    loop = Loop(PureHost("host-1", cpus=3))
+    loop.command(deploy(num=4))
+    loop.steps(4)
+    waiting = [tag for tag, r in loop.replicas().items() if r.state is ReplicaState.SHOULD_START]
+    assert len(waiting) == 1
+    loop.command(deploy(num=2))
+    loop.settle()
+    assert sorted(r.ordinal for r in loop.replicas().values()) == [1, 2]
+
+
+def test_what_has_no_room_waits_says_why_and_starts_when_room_appears() -> None:
+    loop = Loop(PureHost("host-1", cpus=2))
+    goal_id = loop.command(deploy(num=1, cpus=4)).goal_id
+    loop.steps(3)
+    (replica,) = loop.replicas().values()
+    assert replica.message == "needs 4 CPU (the freest host has 2)"
+    loop.hosts.append(PureHost("host-2", cpus=4))
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+
+
+def test_a_first_version_that_fails_halts_and_is_tried_again_by_the_next_deploy() -> None:
+    loop = Loop()
+    goal_id = loop.command(deploy(code=BAD_CODE)).goal_id
+    loop.steps(40, 0.2)
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED
+    assert loop.backend().halted
+    before = loop.checkpoint.counters.ordinal
+    loop.steps(20, 5.0)
+    assert loop.checkpoint.counters.ordinal == before, "nothing is started any more"
+    goal_id = loop.command(deploy(code="good:Code")).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+
+
+def test_a_deleted_deployment_leaves_nothing() -> None:
+    loop = serving(num=2)
+    goal_id = loop.command(DeleteDeployment(name="a")).goal_id
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert loop.running() == set()
+    assert loop.checkpoint.backends == {}
+    assert all(snapshot.content is None for snapshot in loop.bucket.values())
