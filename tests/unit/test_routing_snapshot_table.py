@@ -64,13 +64,14 @@ def test_the_same_value_again_changes_nothing() -> None:
     assert not changes.backends
 
 
-def test_keys_that_a_whole_view_lacks_are_gone() -> None:
+def test_a_lost_bucket_takes_nothing_away_but_a_deleted_key_does() -> None:
     table = SnapshotTable()
     table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
     changes = table.update({BKEY: backend(6)}, whole=True)
-    assert changes.endpoints == {ENDPOINT: None}
+    assert not changes.endpoints
     assert not changes.backends
-    assert table.is_there(BKEY)
+    assert table.is_there(EKEY)
+    assert table.update({EKEY: None, BKEY: backend(6)}, whole=True).endpoints == {ENDPOINT: None}
     assert table.update({BKEY: None}, whole=False).backends == {BACKEND: None}
     assert not table.is_there(BKEY)
 

@@ -22,6 +22,7 @@ class SnapshotListener(Protocol):
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
         """Changed keys (None: the key is gone from the bucket).
 
-        ``whole`` says that this is everything the bucket holds, after a (re)opened watch: keys not in it are gone.
+        ``whole`` says that this is everything the bucket holds, after a (re)opened watch. A key that was known and is
+        not in it tells only that the bucket was lost: it is refilled.
         """
         ...

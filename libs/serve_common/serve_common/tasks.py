@@ -15,6 +15,17 @@ import structlog
 _log = structlog.get_logger(__name__)
 
 
+def raise_if_cancelled() -> None:
+    """Raise the cancellation that something on the way has swallowed; for loops that must end when they are told to.
+
+    Until Python 3.12, ``asyncio.wait_for`` loses a cancellation that comes in the same moment as the result, and
+    nats-py waits in it for nearly everything.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 @final
 class OwnedTask:
     """What a caller may do with a task that a TaskOwner holds. Not awaitable, so it may be ignored."""

@@ -9,7 +9,7 @@ import time
 import structlog
 from prometheus_client import CollectorRegistry
 
-from serve_common.adapters.nats_client import connect_nats
+from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.subjects import Subjects
@@ -88,6 +88,6 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
         await service.run()
     finally:
         await bus.close()
-        await client.close()
+        await close_nats(client)
         await store.close()
         await operations.close()

@@ -52,6 +52,9 @@ class BucketWatch:
         self._scope: asyncio.Timeout | None = None
         self._owner = TaskOwner(f"bucket_watch {bucket}")
         self._position = 0
+        self._keys: set[str] = set()
+        """Every key of which this watch has seen a value or a deletion; the bucket keeps one message for each."""
+        self._is_closed = False
 
     async def _existing_bucket(self) -> KeyValue:
         return await self._client.jetstream(timeout=_TIMEOUT_S).key_value(self._bucket)
@@ -62,6 +65,7 @@ class BucketWatch:
 
     async def close(self) -> None:
         """Stop watching."""
+        self._is_closed = True
         await self._owner.close(timeout_s=_TIMEOUT_S)
 
     def reopen(self) -> None:
@@ -72,7 +76,9 @@ class BucketWatch:
 
     async def _run(self) -> None:
         failures = 0
-        while True:
+        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for entries, loses a
+        # cancellation that comes together with an entry.
+        while not self._is_closed:
             self._reopen.clear()
             try:
                 await self._watch_once()
@@ -83,7 +89,7 @@ class BucketWatch:
                     _log.warning(
                         "bucket_watch_failed", bucket=self._bucket, error=repr(error), failures=failures
                     )
-            except Exception:
+            except Exception:  # noqa: BLE001 - logged, and begun anew
                 # A defect here or in the listener, or an answer that the library does not expect. A watch that
                 # ended would be silent for ever; one that begins anew tells everything again.
                 failures += 1
@@ -94,7 +100,7 @@ class BucketWatch:
         """Open a watch and follow it until it must be opened anew."""
         async with asyncio.timeout(2 * _TIMEOUT_S):
             bucket = await self._open_bucket()
-            last = await self._last_sequence(bucket)
+            last, _ = await self._state_of(bucket)
             watcher = await bucket.watchall()
         try:
             # Everything up to ``last`` is in what the watch begins with, or was purged from the bucket.
@@ -110,10 +116,14 @@ class BucketWatch:
 
     async def _read_whole(self, watcher: KeyValue.KeyWatcher, position: int) -> None:
         entries: dict[str, tuple[int, bytes | None]] = {}
+        self._keys.clear()
         while (entry := await watcher.updates(timeout=_TIMEOUT_S)) is not None:
             position = max(position, entry.revision or 0)
-            if entry.operation is None:
-                entries[entry.key] = (entry.revision or 0, entry.value or b"")
+            self._keys.add(entry.key)
+            value = None if entry.operation is not None else entry.value or b""
+            entries[entry.key] = (entry.revision or 0, value)
+            if self._is_closed:
+                return
         self._position = position
         self._on_entries(entries, True)  # noqa: FBT003 - see OnEntries
 
@@ -133,17 +143,19 @@ class BucketWatch:
         loop = asyncio.get_running_loop()
         behind_at: int | None = None
         check_at = loop.time() + POSITION_CHECK_S
-        while True:
+        while not self._is_closed and not self._reopen.is_set():
             wait_s = check_at - loop.time()
             if wait_s > 0:
                 # Nothing new in time: the position is checked below.
                 with contextlib.suppress(NatsTimeoutError, TimeoutError):
                     self._hear(await watcher.updates(timeout=wait_s))
                 continue
-            position = self._position
-            last = await self._last_sequence(bucket)
-            # Behind once, an entry may be under way; behind twice at the same place, it will not come.
-            if last < self._position or (last > position and behind_at == position):
+            position, count = self._position, len(self._keys)
+            last, messages = await self._state_of(bucket)
+            # Behind once, an entry may be under way; behind twice at the same place, it will not come. And fewer
+            # messages than keys mean that some were purged, of which a watch is told nothing.
+            is_stuck = last > position and behind_at == position
+            if last < self._position or messages < count or is_stuck:
                 _log.warning("bucket_watch_out_of_step", bucket=self._bucket, position=position, last=last)
                 return
             behind_at = position if last > position else None
@@ -153,13 +165,16 @@ class BucketWatch:
         if entry is None:
             return
         self._position = max(self._position, entry.revision or 0)
+        self._keys.add(entry.key)
         value = None if entry.operation is not None else entry.value or b""
         self._on_entries({entry.key: (entry.revision or 0, value)}, False)  # noqa: FBT003 - see OnEntries
 
-    async def _last_sequence(self, bucket: KeyValue) -> int:
+    async def _state_of(self, bucket: KeyValue) -> tuple[int, int]:
+        """The bucket's last sequence, and how many messages it holds."""
         async with asyncio.timeout(_TIMEOUT_S):
             status = await bucket.status()
-        return int(status.stream_info.state.last_seq)
+        state = status.stream_info.state
+        return int(state.last_seq), int(state.messages)
 
 
 class SnapshotWatch:

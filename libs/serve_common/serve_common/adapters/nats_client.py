@@ -83,7 +83,7 @@ async def connect_nats(
                     error_cb=failed,
                 )
         except (NatsError, OSError, TimeoutError) as error:
-            await _abandon(client)
+            await close_nats(client)
             refused = refused or "authorization" in str(error).lower()
             if refused:
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error
@@ -96,10 +96,10 @@ async def connect_nats(
         return client
 
 
-async def _abandon(client: Client) -> None:
-    """Close a client that never got through; what that raises says nothing new."""
+async def close_nats(client: Client) -> None:
+    """Close a client in bounded time. While NATS is away the library raises here, which says nothing new."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await client.close()
     except (NatsError, OSError, TimeoutError) as error:
-        _log.debug("nats_attempt_not_closed", error=repr(error))
+        _log.debug("nats_not_closed", error=repr(error))

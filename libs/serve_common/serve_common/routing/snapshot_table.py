@@ -57,13 +57,15 @@ class SnapshotTable:
         return held is not None and held.content is not None
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
-        """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out."""
+        """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out.
+
+        A key that a whole view lacks stays as it is: the bucket was lost and is being refilled, and what is deleted in
+        earnest says so by a tombstone or a deletion.
+        """
         endpoints: dict[EndpointTag, EndpointSnapshot | None] = {}
         backends: dict[BackendTag, BackendSnapshot | None] = {}
         ignored: list[tuple[str, str]] = []
-        gone = [key for key in self._snapshots if key not in snapshots] if whole else []
-        for key in (*gone, *snapshots):
-            snapshot = snapshots.get(key)
+        for key, snapshot in snapshots.items():
             try:
                 kind, tag = parse_key(key)
                 _check_content(kind, tag, snapshot)

@@ -15,6 +15,7 @@ import structlog
 
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
+from serve_common.tasks import raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import Store
 
@@ -93,6 +94,7 @@ class Leadership:
 
     async def _renew(self) -> None:
         while True:
+            raise_if_cancelled()
             await asyncio.sleep(RENEW_EVERY_S)
             async with self._lease:
                 assert self.epoch is not None

@@ -14,6 +14,7 @@ import structlog
 from serve_common.errors import FencedOut
 from serve_common.names import ControllerId
 from serve_common.ports import Clock
+from serve_common.tasks import raise_if_cancelled
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_controller.core.checkpoint import Checkpoint
@@ -110,6 +111,7 @@ class ControllerService:
         try:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
             while True:
+                raise_if_cancelled()
                 self._wake.clear()
                 if self._newest_epoch > term.epoch:
                     raise FencedOut(f"epoch {self._newest_epoch} began")

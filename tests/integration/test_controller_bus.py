@@ -1,0 +1,657 @@
+"""The controller on a real NATS server: what callers get, whatever they send and whatever happens to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sysconfig
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js.errors import NotFoundError
+
+from serve_common.adapters import bucket_watch
+from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.names import ControllerId, HostId
+from serve_common.settings import BusSettings
+from serve_common.subjects import ADMIN_SERVICE, Subjects
+from serve_common.tasks import TaskOwner
+from serve_common.wires.admin import VERBS, ErrorView, GoalStatus
+from serve_common.wires.host import HostReport
+from serve_common.wires.snapshots import Snapshot
+from serve_controller.adapters.nats_bus import NatsBus
+from serve_controller.core.reconcile import PublishSnapshot
+from serve_controller.shell import leadership
+from serve_controller.shell.boundary import OpenBoundary
+from serve_controller.shell.service import ControllerService
+from tests.simulation.twins.memory_store import MemoryStore
+from tests.simulation.world import SilentTelemetry
+
+pytestmark = pytest.mark.integration
+
+
+class Server:
+    """A nats-server with JetStream, on a port of the system's choice that it keeps over a restart."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = -1
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
+        arguments = ["-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self.directory / "js"]
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [binary, *arguments, "--ports_file_dir", self.directory], stderr=log, stdout=log
+            )
+        self.process = process
+        ports_file = self.directory / f"nats-server_{process.pid}.ports"
+        give_up_at = time.monotonic() + 10
+        while not ports_file.exists() or not ports_file.read_text():
+            assert process.poll() is None, (self.directory / "log").read_text()
+            assert time.monotonic() < give_up_at, (self.directory / "log").read_text()
+            time.sleep(0.01)  # the server has no other way to tell its port
+        self.port = int(json.loads(ports_file.read_text())["nats"][0].rpartition(":")[2])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self.process = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    if server.process is not None:
+        server.kill()
+
+
+@pytest.fixture(autouse=True)
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_watch, "POSITION_CHECK_S", 0.2)
+    monkeypatch.setattr(leadership, "RENEW_EVERY_S", 0.1)
+
+
+class LoopClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class Controller:
+    """A whole controller process' parts in this process, joined as `serve_controller.wiring` does."""
+
+    def __init__(self, server: Server, subjects: Subjects, store: MemoryStore, name: str) -> None:
+        self.server, self.subjects, self.store = server, subjects, store
+        self.name = ControllerId(name)
+        self.failures: list[BaseException] = []
+        self.tasks = TaskOwner(name, on_failure=lambda _, error: self.failures.append(error))
+        self.stack = contextlib.AsyncExitStack()
+        self.reconnected = asyncio.Event()
+        self.disconnected = asyncio.Event()
+
+    async def start(self) -> None:
+        self.client = await connected(
+            self.server, self.subjects, on_reconnect=self._came, on_disconnect=self._went
+        )
+        self.bus = NatsBus(self.client, self.subjects, "0.0.1")
+        self.service = ControllerService(
+            controller_id=self.name,
+            store=self.store,
+            bus=self.bus,
+            clock=LoopClock(),
+            boundary=OpenBoundary(SilentTelemetry(), time.monotonic),
+            telemetry=SilentTelemetry(),
+        )
+        await self.bus.start(self.service, self.service.admin)
+        self.tasks.start(self.service.run(), "run")
+
+    def _came(self) -> None:
+        self.bus.reopen()
+        self.service.bus_came()
+        self.reconnected.set()
+
+    def _went(self) -> None:
+        self.service.bus_went()
+        self.disconnected.set()
+
+    async def stop(self) -> None:
+        await self.tasks.close(timeout_s=8.0)
+        assert len(self.tasks) == 0, "the controller did not stop in time"
+        await self.bus.close()
+        await close_nats(self.client)
+
+
+async def connected(server: Server, subjects: Subjects, **callbacks: Callable[[], None]) -> Client:
+    settings = BusSettings(
+        servers=[server.url],
+        user="",
+        password="",
+        inbox_prefix="_INBOX_test",
+        subject_prefix=subjects.prefix,
+    )
+    return await connect_nats(settings, name="test", deadline_s=5.0, **callbacks)
+
+
+class Caller:
+    """Any NATS client that knows the subjects."""
+
+    def __init__(self, client: Client, subjects: Subjects) -> None:
+        self.client, self.subjects = client, subjects
+
+    async def send(self, verb: str, payload: bytes, timeout: float = 5.0) -> Msg:
+        return await self.client.request(self.subjects.admin(verb), payload, timeout=timeout)
+
+    async def call(self, verb: str, **fields: Any) -> Any:
+        message = await self.send(verb, msgspec.json.encode(fields))
+        assert "Nats-Service-Error-Code" not in (message.headers or {}), message.data
+        return msgspec.json.decode(message.data, type=VERBS[verb][1])
+
+    async def refused(self, verb: str, payload: bytes) -> ErrorView:
+        message = await self.send(verb, payload)
+        assert message.headers is not None, message.data
+        view = msgspec.json.decode(message.data, type=ErrorView)
+        assert message.headers["Nats-Service-Error"]
+        assert int(message.headers["Nats-Service-Error-Code"]) in (400, 404, 409, 429, 500, 503)
+        return view
+
+    async def until_leading(self) -> None:
+        """Until somebody answers as the leader."""
+        await eventually(self._is_led)
+
+    async def _is_led(self) -> bool:
+        try:
+            message = await self.send("list_deployments", b"", timeout=0.5)
+        except (NoRespondersError, NatsTimeoutError):
+            return False
+        return not message.headers
+
+
+async def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> None:
+    """Until ``check`` holds; the other side has no event to wait for."""
+    async with asyncio.timeout(timeout_s):
+        while not await check():  # noqa: ASYNC110 - it happens in another process
+            await asyncio.sleep(0.02)
+
+
+class Stack:
+    """One controller and one caller on a subject prefix of their own."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.subjects = Subjects(f"t{uuid.uuid4().hex[:10]}")
+        self.store = MemoryStore(time.monotonic)
+        self.controller = Controller(server, self.subjects, self.store, "controller-1")
+
+    async def __aenter__(self) -> Self:
+        await self.controller.start()
+        self.client = await connected(self.server, self.subjects)
+        self.caller = Caller(self.client, self.subjects)
+        await self.caller.until_leading()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await close_nats(self.client)
+        await self.controller.stop()
+
+    async def bucket(self) -> dict[str, Snapshot]:
+        """What routers would read."""
+        kv = await self.client.jetstream().key_value(self.subjects.bucket)
+        watcher = await kv.watchall()
+        found = {}
+        while (entry := await watcher.updates(timeout=2.0)) is not None:
+            if entry.operation is None:
+                found[entry.key] = msgspec.json.decode(entry.value or b"", type=Snapshot)
+        await watcher.stop()
+        return found
+
+    def recorded(self) -> dict[str, Snapshot]:
+        assert self.controller.service.term is not None
+        snapshots = self.controller.service.term.checkpoint.snapshots
+        return {key: record.snapshot for key, record in snapshots.items()}
+
+    async def bucket_is_as_recorded(self) -> bool:
+        try:
+            return await self.bucket() == self.recorded()
+        except (NotFoundError, NatsTimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+            return False
+
+
+@pytest.fixture
+async def stack(shared_server: Server) -> AsyncIterator[Stack]:
+    async with Stack(shared_server) as stack:
+        yield stack
+        assert stack.controller.failures == []
+
+
+def deploy_fields(name: str = "a", num_replicas: int = 0, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "version": "v1",
+        "replica_config": {"import_path": "digits:Digits"},
+        "backend_config": {"num_replicas": num_replicas},
+        **more,
+    }
+
+
+async def test_every_verb_answers_a_client_that_knows_only_json(stack: Stack) -> None:
+    caller = stack.caller
+    deployed = await caller.call("deploy", **deploy_fields(route_prefix="/a"))
+    assert deployed.updating
+    goal = await caller.call("wait_for_goal", goal_id=deployed.goal_id, timeout_s=10)
+    assert goal.status is GoalStatus.SUCCEEDED
+    assert (await caller.call("get_deployment_info", name="a")).route_prefix == "/a"
+    assert [d.name for d in await caller.call("list_deployments")] == ["default/a"]
+    assert [b.backend_tag for b in await caller.call("get_all_backends")] == ["default/a"]
+    assert [e.endpoint_tag for e in await caller.call("get_all_endpoints")] == ["default/a"]
+    status = await caller.call("get_status")
+    assert (status.controller_id, status.epoch, status.store_available) == ("controller-1", 1, True)
+    deleted = await caller.call("delete_deployment", name="a")
+    goal = await caller.call("wait_for_goal", goal_id=deleted.goal_id, timeout_s=10)
+    assert goal.status is GoalStatus.SUCCEEDED
+    assert await caller.call("list_deployments") == []
+
+
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("PING", "ping_response"), ("INFO", "info_response"), ("STATS", "stats_response")]
+)
+async def test_the_admin_service_is_found_by_the_tools_of_nats(stack: Stack, verb: str, kind: str) -> None:
+    answers = await service_answers(stack, verb)
+    assert [a["type"] for a in answers] == [f"io.nats.micro.v1.{kind}"]
+    if verb == "INFO":
+        subjects = {endpoint["subject"] for endpoint in answers[0]["endpoints"]}
+        assert subjects == {stack.subjects.admin(verb) for verb in VERBS}
+    if verb == "STATS":
+        assert {e["name"] for e in answers[0]["endpoints"]} == set(VERBS)
+
+
+async def service_answers(stack: Stack, verb: str) -> list[dict[str, Any]]:
+    """Who answers under the service's name, of this test's controllers."""
+    inbox = stack.client.new_inbox()
+    subscription = await stack.client.subscribe(inbox)
+    await stack.client.publish(f"$SRV.{verb}.{ADMIN_SERVICE}", reply=inbox)
+    answers = []
+    with contextlib.suppress(NatsTimeoutError):
+        while True:
+            message = await subscription.next_msg(timeout=0.3)
+            if message.data:  # or else the server says that nobody listens
+                answers.append(json.loads(message.data))
+    await subscription.unsubscribe()
+    return answers
+
+
+REPLICA = b'"replica_config":{"import_path":"m:C"}'
+
+
+def with_backend(text: bytes) -> bytes:
+    return b'{"name":"a",' + REPLICA + b',"backend_config":{' + text + b"}}"
+
+
+def with_options(text: bytes) -> bytes:
+    return b'{"name":"a","replica_config":{"import_path":"m:C","ray_actor_options":{' + text + b"}}}"
+
+
+BAD_DEPLOYS: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"{", "request"),
+    "a NUL byte": (b"\0", "request"),
+    "bytes that are no text": (b'{"name":"\xff"}', "request"),
+    "half of a surrogate pair": (b'{"name":"\\ud800xxxxxxxx"}', "request"),
+    "two documents": (b'{"name":"a",' + REPLICA + b"}{}", "request"),
+    "an array": (b"[]", "request"),
+    "null": (b"null", "request"),
+    "nothing": (b"", "name"),
+    "an unknown field": (b'{"name":"a",' + REPLICA + b',"nme":1}', "nme"),
+    "an unknown inner field": (with_backend(b'"num_replica":1'), "backend_config.num_replica"),
+    "a missing field": (b'{"name":"a","replica_config":{}}', "replica_config.import_path"),
+    "a number as name": (b'{"name":1,' + REPLICA + b"}", "name"),
+    "an endless name": (b'{"name":"' + b"a" * 10_000 + b'",' + REPLICA + b"}", "name"),
+    "a path as name": (b'{"name":"../..",' + REPLICA + b"}", "name"),
+    "letters beyond ASCII": ('{"name":"modèle",'.encode() + REPLICA + b"}", "name"),
+    "a NUL in the name": (b'{"name":"a\\u0000",' + REPLICA + b"}", "name"),
+    "a wildcard as name": (b'{"name":">",' + REPLICA + b"}", "name"),
+    "a line end in the name": (b'{"name":"a\\r\\nb",' + REPLICA + b"}", "name"),
+    "too many parts": (b'{"name":"a/b/c",' + REPLICA + b"}", "name"),
+    "no replicas at all": (with_backend(b'"num_replicas":-1'), "backend_config.num_replicas"),
+    "1e9 replicas": (with_backend(b'"num_replicas":1e9'), "backend_config.num_replicas"),
+    "a billion replicas": (with_backend(b'"num_replicas":1000000000'), "backend_config.num_replicas"),
+    "400 digits of replicas": (with_backend(b'"num_replicas":1' + b"0" * 400), "backend_config.num_replicas"),
+    "true replicas": (with_backend(b'"num_replicas":true'), "backend_config.num_replicas"),
+    "replicas in words": (with_backend(b'"num_replicas":"3"'), "backend_config.num_replicas"),
+    "NaN": (with_backend(b'"start_timeout_s":NaN'), "request"),
+    "beyond floats": (with_backend(b'"start_timeout_s":1e999'), "backend_config.start_timeout_s"),
+    "minus CPUs": (with_options(b'"num_cpus":-1'), "replica_config.ray_actor_options.num_cpus"),
+    "memory of 400 digits": (
+        with_options(b'"memory":1' + b"0" * 400),
+        "replica_config.ray_actor_options.memory",
+    ),
+    "CPU as a custom resource": (
+        with_options(b'"resources":{"CPU":1}'),
+        "replica_config.ray_actor_options.resources",
+    ),
+    "an unknown runtime_env": (
+        with_options(b'"runtime_env":{"pip":["x"]}'),
+        "replica_config.ray_actor_options.runtime_env.pip",
+    ),
+    "no import path": (
+        b'{"name":"a","replica_config":{"import_path":"os; rm"}}',
+        "replica_config.import_path",
+    ),
+    "a huge config": (
+        with_backend(b'"user_config":"' + b"x" * 100_000 + b'"'),
+        "backend_config.user_config",
+    ),
+    "a deep config": (
+        with_backend(b'"user_config":' + b"[" * 100 + b"]" * 100),
+        "backend_config.user_config",
+    ),
+    "a bottomless config": (with_backend(b'"user_config":' + b"[" * 100_000), "request"),
+    "a route without slash": (b'{"name":"a",' + REPLICA + b',"route_prefix":"a"}', "route_prefix"),
+    "a route upwards": (b'{"name":"a",' + REPLICA + b',"route_prefix":"/a/../b"}', "route_prefix"),
+    "the proxy's own route": (b'{"name":"a",' + REPLICA + b',"route_prefix":"/-/x"}', "route_prefix"),
+    "no methods": (b'{"name":"a",' + REPLICA + b',"methods":[]}', "methods"),
+    "an unknown method": (b'{"name":"a",' + REPLICA + b',"methods":["GET","TEA"]}', "methods[1]"),
+    "an empty version": (b'{"name":"a",' + REPLICA + b',"version":""}', "version"),
+    "a request id with spaces": (b'{"name":"a",' + REPLICA + b',"request_id":"a b"}', "request_id"),
+}
+
+
+async def test_bad_input_gets_the_path_of_its_field_and_changes_nothing(stack: Stack) -> None:
+    before = dict(stack.store.rows)
+    wrong = {}
+    for name, (payload, field) in BAD_DEPLOYS.items():
+        view = await stack.caller.refused("deploy", payload)
+        if (view.code, view.field) != ("bad_field", field) or len(view.message) > 1000:
+            wrong[name] = view
+    assert wrong == {}
+    assert stack.store.rows == before
+    assert list(stack.store.history) == []
+    assert await stack.caller.call("list_deployments") == []
+
+
+async def test_bad_queries_are_refused_with_the_reason(stack: Stack) -> None:
+    refused = stack.caller.refused
+    view = await refused("wait_for_goal", b'{"goal_id":"g1","timeout_s":-1}')
+    assert view.field == "timeout_s"
+    view = await refused("wait_for_goal", b'{"goal_id":"g1","timeout_s":1e300}')
+    assert view.field == "timeout_s"
+    view = await refused("wait_for_goal", b'{"goal_id":"g1\\u0000\\n"}')
+    assert (view.code, view.field) == ("not_found", "")
+    view = await refused("get_deployment_info", b'{"name":"nobody"}')
+    assert view.code == "not_found"
+    view = await refused("list_deployments", b'{"x":1}')
+    assert (view.code, view.field) == ("bad_field", "x")
+    view = await refused("get_status", b"\xff\xfe")
+    assert view.code == "bad_field"
+
+
+async def test_an_answer_that_nats_cannot_carry_is_refused_and_not_dropped(stack: Stack) -> None:
+    config = {"num_replicas": 0, "user_config": "x" * 60_000}
+    for number in range(19):
+        await stack.caller.call("deploy", **deploy_fields(f"a{number}", backend_config=config))
+    view = await stack.caller.refused("list_deployments", b"")
+    assert view.code == "limit_reached"
+    assert (await stack.caller.call("get_deployment_info", name="a1")).name == "default/a1"
+
+
+async def test_the_bucket_follows_what_is_recorded(stack: Stack) -> None:
+    for name in ("a", "b"):
+        await stack.caller.call("deploy", **deploy_fields(name))
+    await eventually(stack.bucket_is_as_recorded)
+    assert set(stack.recorded()) == {
+        "backends.default.a",
+        "endpoints.default.a",
+        "backends.default.b",
+        "endpoints.default.b",
+    }
+    await stack.caller.call("delete_deployment", name="a")
+
+    async def is_gone() -> bool:
+        bucket = await stack.bucket()
+        return bucket["endpoints.default.a"].content is None and bucket["backends.default.a"].content is None
+
+    await eventually(is_gone)
+    await eventually(stack.bucket_is_as_recorded)
+
+
+async def test_a_lost_bucket_is_refilled(stack: Stack) -> None:
+    await stack.caller.call("deploy", **deploy_fields())
+    await eventually(stack.bucket_is_as_recorded)
+    await stack.client.jetstream().delete_key_value(stack.subjects.bucket)
+    await eventually(stack.bucket_is_as_recorded)
+
+
+async def test_a_purged_bucket_is_refilled_and_then_left_alone(stack: Stack) -> None:
+    await stack.caller.call("deploy", **deploy_fields())
+    await eventually(stack.bucket_is_as_recorded)
+    await stack.client.jetstream().purge_stream(f"KV_{stack.subjects.bucket}")
+    await eventually(stack.bucket_is_as_recorded)
+
+
+async def test_what_does_not_belong_into_the_bucket_is_put_right(stack: Stack) -> None:
+    await stack.caller.call("deploy", **deploy_fields())
+    await eventually(stack.bucket_is_as_recorded)
+    kv = await stack.client.jetstream().key_value(stack.subjects.bucket)
+    await kv.put("backends.default.a", b'{"snapshot_id":9,"epoch":1,"content":{"x":"\xff"}}')
+    await kv.put("endpoints.default.a", b"nonsense")
+    await kv.put("backends.nobody", b"{}")
+    await kv.delete("endpoints.default.a")
+    await eventually(stack.bucket_is_as_recorded)
+
+
+async def test_waiting_for_a_goal_ends_at_once_with_the_goal_and_in_time_without(stack: Stack) -> None:
+    caller = stack.caller
+    never = await caller.call("deploy", **deploy_fields("never", num_replicas=1))
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    goal = await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0.3)
+    assert 0.29 <= loop.time() - begun < 2.0
+    assert goal.status is GoalStatus.PENDING
+    assert "none is live" in goal.message
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(
+            caller.send("wait_for_goal", msgspec.json.encode({"goal_id": never.goal_id, "timeout_s": 30}), 30)
+        )
+        await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0.1)
+        assert not waiting.done()
+        begun = loop.time()
+        await caller.call("deploy", **deploy_fields("never", num_replicas=0))
+    assert loop.time() - begun < 2.0
+    assert json.loads(waiting.result().data)["status"] == "superseded"
+
+
+async def test_many_who_wait_do_not_hold_up_the_others(stack: Stack) -> None:
+    never = await stack.caller.call("deploy", **deploy_fields("never", num_replicas=1))
+    payload = msgspec.json.encode({"goal_id": never.goal_id, "timeout_s": 1.0})
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(stack.caller.send("wait_for_goal", payload)) for _ in range(200)]
+        begun = asyncio.get_running_loop().time()
+        await stack.caller.call("list_deployments")
+        assert asyncio.get_running_loop().time() - begun < 0.9
+    assert {json.loads(wait.result().data)["status"] for wait in waits} == {"pending"}
+
+
+def host_report(host_id: str, sequence: int = 1) -> bytes:
+    return msgspec.json.encode(
+        HostReport(
+            host_id=HostId(host_id),
+            incarnation="1",
+            sequence=sequence,
+            started_at=1.0,
+            epoch=0,
+            generation=0,
+            resources={"CPU": 1.0},
+            replicas=[],
+        )
+    )
+
+
+async def test_reports_are_taken_only_from_whom_they_are_about(stack: Stack) -> None:
+    subjects, client = stack.subjects, stack.client
+    await client.publish(subjects.host_report(HostId("host-1")), b"nonsense")
+    await client.publish(subjects.host_report(HostId("host-1")), b'{"host_id":"\xff"}')
+    await client.publish(subjects.host_report(HostId("host-1")), host_report("host-2"))
+    await client.publish(subjects.host_report(HostId("host-1")), host_report("h 1\r\nPUB x 0\r\n"))
+    await client.publish(subjects.host_report(HostId("host-3")), host_report("host-3"))
+
+    async def is_heard() -> bool:
+        return bool((await stack.caller.call("get_status")).hosts)
+
+    await eventually(is_heard)
+    assert [h.host_id for h in (await stack.caller.call("get_status")).hosts] == ["host-3"]
+
+
+async def test_a_snapshot_that_can_never_be_sent_holds_up_no_other(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = stack.controller.bus.publish
+
+    async def enlarged(key: str, snapshot: Snapshot) -> int:
+        if key != "backends.default.a":
+            return await publish(key, snapshot)
+        monkeypatch.setattr(stack.client, "_max_payload", 10)
+        huge = msgspec.structs.replace(snapshot.content, replicas=["x" * 1000] * 2000)
+        return await publish(key, msgspec.structs.replace(snapshot, content=huge))
+
+    monkeypatch.setattr(stack.controller.bus, "publish", enlarged)
+    assert PublishSnapshot  # what is patched is how this action is performed
+    await stack.caller.call("deploy", **deploy_fields("a"))
+    monkeypatch.undo()
+    other = await stack.caller.call("deploy", **deploy_fields("b"))
+    goal = await stack.caller.call("wait_for_goal", goal_id=other.goal_id, timeout_s=10)
+    assert goal.status is GoalStatus.SUCCEEDED
+
+
+async def test_two_controllers_have_one_voice_and_the_second_takes_over(stack: Stack) -> None:
+    first = stack.controller
+    second = Controller(stack.server, stack.subjects, stack.store, "controller-2")
+    await second.start()
+    goal = await stack.caller.call("deploy", **deploy_fields("never", num_replicas=1))
+    assert len(await service_answers(stack, "PING")) == 1
+    payload = msgspec.json.encode({"goal_id": goal.goal_id, "timeout_s": 30})
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(stack.caller.send("wait_for_goal", payload, 30))
+        await stack.caller.call("list_deployments")
+        stack.store.lease_expires_at = float("-inf")
+        await eventually(lambda: _is(second.service.term is not None))
+    # Who waited at the first is sent on, and nobody else answers for it.
+    assert json.loads(waiting.result().data)["code"] == "not_leading"
+    await eventually(lambda: _is(first.service.term is None))
+    await stack.caller.until_leading()
+    status = await stack.caller.call("get_status")
+    assert (status.controller_id, status.epoch) == ("controller-2", 2)
+    assert len(await service_answers(stack, "PING")) == 1
+    assert first.failures == second.failures == []
+    await second.stop()
+    await stack.caller.until_leading()
+    assert (await stack.caller.call("get_status")).controller_id == "controller-1"
+
+
+async def _is(value: bool) -> bool:
+    return value
+
+
+async def test_terms_one_after_another_leave_nothing_behind(stack: Stack) -> None:
+    def subscriptions() -> int:
+        return len(stack.controller.client._subs)
+
+    async def next_term(epoch: int) -> None:
+        stack.store.epoch += 1  # as if another one had led in between
+        await eventually(lambda: _is(stack.controller.service.term is not None and leads(epoch)))
+        await stack.caller.until_leading()
+
+    def leads(epoch: int) -> bool:
+        assert stack.controller.service.term is not None
+        return stack.controller.service.term.epoch > epoch
+
+    await eventually(stack.bucket_is_as_recorded)
+    before, tasks_before = subscriptions(), len(asyncio.all_tasks())
+    for _ in range(2):
+        assert stack.controller.service.term is not None
+        await next_term(stack.controller.service.term.epoch)
+    await stack.caller.call("deploy", **deploy_fields())
+    await eventually(stack.bucket_is_as_recorded)
+    assert subscriptions() == before
+    assert len(asyncio.all_tasks()) <= tasks_before + 1
+    assert len(await service_answers(stack, "PING")) == 1
+
+
+async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_server: Server) -> None:
+    async with Stack(own_server) as stack:
+        await stack.caller.call("deploy", **deploy_fields("a"))
+        await eventually(stack.bucket_is_as_recorded)
+        own_server.kill()
+        async with asyncio.timeout(10):
+            await stack.controller.disconnected.wait()
+        own_server.start()
+        async with asyncio.timeout(10):
+            await stack.controller.reconnected.wait()
+        await stack.caller.until_leading()
+        deployed = await stack.caller.call("deploy", **deploy_fields("b"))
+        goal = await stack.caller.call("wait_for_goal", goal_id=deployed.goal_id, timeout_s=15)
+        assert goal.status is GoalStatus.SUCCEEDED
+        # Not only its own writes: what others do to the bucket is seen again, too.
+        kv = await stack.client.jetstream().key_value(stack.subjects.bucket)
+        await kv.put("backends.default.a", b"nonsense")
+        await eventually(stack.bucket_is_as_recorded)
+        assert stack.controller.failures == []
+
+
+async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_server: Server) -> None:
+    async with Stack(own_server) as stack:
+        first = stack.controller
+        own_server.kill()
+        async with asyncio.timeout(10):
+            await first.disconnected.wait()
+        # Another one leads: this one's lease is refused, and it stays a standby.
+        stack.store.controller_id, stack.store.epoch = ControllerId("other"), stack.store.epoch + 1
+        stack.store.lease_expires_at = time.monotonic() + 3600
+        await eventually(lambda: _is(first.service.term is None))
+        own_server.start()
+        async with asyncio.timeout(10):
+            await first.reconnected.wait()
+        await eventually(lambda: _is(stack.client.is_connected))
+        with pytest.raises(NoRespondersError):
+            await stack.caller.send("list_deployments", b"")
+        assert await service_answers(stack, "PING") == []
+        stack.store.lease_expires_at = float("-inf")
+        await stack.caller.until_leading()
+        assert len(await service_answers(stack, "PING")) == 1
+        assert first.failures == []
+
+
+async def test_stopping_while_nats_is_away_takes_little_time(own_server: Server) -> None:
+    async with Stack(own_server) as stack:
+        own_server.kill()
+        async with asyncio.timeout(10):
+            await stack.controller.disconnected.wait()
+        begun = time.monotonic()
+        await stack.controller.stop()
+        assert time.monotonic() - begun < 6.0
