@@ -35,14 +35,23 @@ check: $(STAMP) ## Lint, types and import contracts
 format: $(STAMP) ## Format the code
 	.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
+simulate: $(STAMP) ## Run the simulation alone
+	$(PY) -m pytest tests/simulation
+
 bench: $(STAMP) ## Measure the data plane next to its floors, in one run
 	$(PY) -m tests.bench
 
 secrets: $(STAMP) ## Generate the passwords that compose needs, into secrets/ (kept when present)
 	.venv/bin/muster secrets --directory secrets
 
+# Grafana's image is the only one that may be out of reach without harm: then the rest runs without it, and it is said.
+GRAFANA_IMAGE := grafana/grafana:12.2.0
+
 compose-up: secrets ## Build and start the containers, wait until all are healthy
-	docker compose up -d --build --wait
+	@if docker image inspect $(GRAFANA_IMAGE) >/dev/null 2>&1 || docker pull -q $(GRAFANA_IMAGE) >/dev/null 2>&1; \
+	then docker compose up -d --build --wait; \
+	else echo "$(GRAFANA_IMAGE) cannot be pulled: Grafana is left out"; \
+	docker compose -f compose.yaml -f deploy/grafana/left-out.yaml up -d --build --wait; fi
 
 compose-down: ## Stop the containers (volumes are kept)
 	docker compose down

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -18,12 +19,14 @@ import msgspec
 from serve_common.errors import ServeError
 from tests.bench.floors import FLOOR_B, running_floors
 from tests.bench.measure import Line, Sample, System, conclude, measure, plan
-from tests.bench.muster_stack import running_muster
+from tests.bench.muster_stack import logs_of, running_muster
 from tests.bench.report import make_report, render
 from tests.bench.wrk import WrkFailed, WrkFigures, find_wrk, run_wrk
 
 CONNECTIONS = (1, 16, 64)
 MUSTER = "Muster"
+BUSY_LOAD = 0.5
+"""Processes that run beside us on average, above which a warning is due."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,6 +54,11 @@ async def bench(options: argparse.Namespace) -> list[Line]:
     async def load(url: str, connections: int, seconds: int) -> WrkFigures:
         return await run_wrk(wrk, url, connections, seconds)
 
+    load_before = os.getloadavg()[0]
+    if load_before > BUSY_LOAD:
+        _say(
+            f"warning: this machine is busy (load {load_before:.1f}); trust the ratios little and the rest less"
+        )
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:
         # Short: Ray makes unix sockets below it, and their paths may have 107 characters.
@@ -71,10 +79,14 @@ async def bench(options: argparse.Namespace) -> list[Line]:
                 f"round {run.round + 1}/{options.rounds}  c={run.connections:<3} {run.system.name:<8} "
                 f"{sample.figures.requests_per_s:>9,.0f} req/s  p50 {sample.figures.p50_ms:.2f} ms"
             )
+        if any(sample.errors for sample in samples if sample.run.system.name == MUSTER):
+            _say(logs_of(directory / "muster"))
         _say("stopping …")
     lines = conclude(samples, FLOOR_B)
     lines.sort(key=lambda line: line.connections)
-    report = make_report(samples, lines, options.rounds, options.seconds)
+    report = make_report(
+        samples, lines, load_before=load_before, rounds=options.rounds, seconds=options.seconds
+    )
     print(render(report))
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
@@ -86,10 +98,11 @@ def _say(text: str) -> None:
 
 
 async def _until_stopped(options: argparse.Namespace) -> list[Line]:
-    """Ctrl-C is asyncio's; SIGTERM shall clean up as well."""
+    """Both signals cancel, so that everything is stopped in order; also where a script has SIGINT ignored."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await bench(options)
 
 
@@ -101,7 +114,7 @@ def main() -> int:
     except (WrkFailed, ServeError, FileNotFoundError) as error:
         _say(f"error: {error}")
         return 2
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except asyncio.CancelledError:
         _say("stopped")
         return 130
     errors = sum(line.errors for line in lines)

@@ -38,6 +38,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     figures: WrkFigures
     warm_up_errors: int
 
+    @property
+    def errors(self) -> int:
+        """Of the warm-up and of what was measured."""
+        return self.figures.errors + self.warm_up_errors
+
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """The conclusion about one system at one number of connections: medians over the rounds."""
@@ -103,5 +108,5 @@ def _line(name: str, count: int, group: Sequence[Sample], rates: dict[tuple[int,
         p50_ms=median(sample.figures.p50_ms for sample in group),
         p99_ms=median(sample.figures.p99_ms for sample in group),
         ratio=median(ratios) if ratios else None,
-        errors=sum(sample.figures.errors + sample.warm_up_errors for sample in group),
+        errors=sum(sample.errors for sample in group),
     )

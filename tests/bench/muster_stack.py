@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from muster.client import StackAddress, connect_stack
-from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions
+from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions, StatePaths
+from muster.embedded.logfiles import last_lines
 from muster.secrets import Secrets
 from serve_common.values import BackendConfig, ReplicaConfig
 from serve_common.wires.admin import Deploy, GoalStatus
@@ -36,6 +37,12 @@ async def running_muster(state_dir: Path) -> AsyncIterator[str]:
         if reason is not None:
             raise StackFailed(f"the no-op deployment does not serve: {reason}")
         yield url
+
+
+def logs_of(state_dir: Path) -> str:
+    """The ends of the logs of a stack whose requests failed, before they are removed with it; empty without one."""
+    logs = sorted(StatePaths(state_dir).logs.glob("*.log"))
+    return "\n".join(f"--- {path.name}\n{last_lines(path)}" for path in logs)
 
 
 async def _deploy_noop(record: RunRecord) -> None:

@@ -22,6 +22,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     taken_at: str
     """ISO 8601, UTC."""
     machine: str
+    load_before: float
+    """Processes that others kept running on this machine in the minute before; figures of a busy machine are noise."""
     rounds: int
     seconds: int
     lines: list[Line]
@@ -42,12 +44,15 @@ def describe_machine() -> str:
     return f"{os.cpu_count()} cores {model}, Python {platform.python_version()}, {platform.system()}"
 
 
-def make_report(samples: Sequence[Sample], lines: Sequence[Line], rounds: int, seconds: int) -> Report:
+def make_report(
+    samples: Sequence[Sample], lines: Sequence[Line], *, load_before: float, rounds: int, seconds: int
+) -> Report:
     """The whole report."""
     taken_at = datetime.fromtimestamp(SystemClock().now(), UTC).isoformat(timespec="seconds")
     return Report(
         taken_at=taken_at,
         machine=describe_machine(),
+        load_before=load_before,
         rounds=rounds,
         seconds=seconds,
         lines=list(lines),
@@ -62,7 +67,7 @@ def render(report: Report) -> str:
     lines = [_row(row, widths) for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     heading = (
-        f"{report.taken_at} · {report.machine}\n"
+        f"{report.taken_at} · {report.machine} · load before {report.load_before:.1f}\n"
         f"wrk -t1, keep-alive; medians of {report.rounds} interleaved rounds of {report.seconds} s\n"
     )
     return heading + "\n" + "\n".join(lines)

@@ -6,6 +6,7 @@ One stack for the module (it takes seconds to start); each test leaves it whole.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -325,7 +326,7 @@ async def test_bad_input_over_http_gets_a_reason(stack: Stack) -> None:
         ) as response:
             assert response.status == 400
             assert "PNG" in (await response.json())["error"]["message"]
-        async with session.post(stack.url, data=bytes(11 * 1024 * 1024)) as response:
+        async with session.post(stack.url, data=io.BytesIO(bytes(11 * 1024 * 1024))) as response:
             assert response.status == 413
         async with session.get(f"{stack.record()['http_url']}/nowhere") as response:
             assert response.status == 404

@@ -24,21 +24,25 @@ from tests.simulation.closed_loop import (
     deploy,
 )
 
-names = st.sampled_from(["a", "b"])
+names = st.sampled_from(["a", "a", "b"])
 numbers = st.integers(0, 6)
 deploys = st.builds(
     deploy,
     names,
     version=st.sampled_from(["v1", "v2", None]),
     num=st.integers(0, 5),
-    config=st.sampled_from(["one", "two", "kills", "refused"]),
-    code=st.sampled_from(["good:Code", "good:Code", BAD_CODE]),
-    cpus=st.sampled_from([0.5, 1.0, 3.0, 9.0]),
+    config=st.sampled_from(["one", "one", "two", "two", "kills", "refused"]),
+    code=st.sampled_from(["good:Code"] * 4 + [BAD_CODE]),
+    cpus=st.sampled_from([0.5, 0.5, 1.0, 1.0, 3.0, 9.0]),
 )
 operations = st.one_of(
     st.tuples(st.just("deploy"), deploys),
+    st.tuples(st.just("deploy"), deploys),
+    st.tuples(st.just("deploy"), deploys),
     st.tuples(st.just("delete"), names),
     st.tuples(st.just("wait"), st.sampled_from([0.1, 0.1, 0.5, 2.0, 4.0, 12.0])),
+    st.tuples(st.just("settle"), st.just(4)),
+    st.tuples(st.just("settle"), st.just(8)),
     st.tuples(st.just("blind wait"), st.sampled_from([0.1, 2.0])),
     st.tuples(st.just("kill"), numbers),
     st.tuples(st.just("unhealthy"), numbers),
@@ -72,6 +76,8 @@ def happen(loop: Loop, kind: str, value: object) -> None:
             loop.command(DeleteDeployment(name=value))
         case "wait":
             loop.steps(2, value)
+        case "settle":
+            loop.steps(value, 0.2)
         case "blind wait":
             loop.now += value
         case "kill":

@@ -382,7 +382,8 @@ def _check_surge(before: Checkpoint, after: Checkpoint) -> None:
     for tag, backend in after.backends.items():
         now = sum(r.state in WANTED for r in after.replicas.get(tag, {}).values())
         was = sum(r.state in WANTED for r in before.replicas.get(tag, {}).values())
-        most = backend.num_wanted + budget_of(backend.num_wanted) if backend.num_wanted else 0
+        told = max(v.backend_config.num_replicas for v in backend.versions())
+        most = told + budget_of(told) if backend.num_wanted else 0
         assert now <= max(was, most), f"{now} replicas of {tag} for {backend.num_wanted} wanted"
 
 

@@ -244,3 +244,29 @@ def test_a_deleted_deployment_leaves_nothing() -> None:
     assert loop.running() == set()
     assert loop.checkpoint.backends == {}
     assert all(snapshot.content is None for snapshot in loop.bucket.values())
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (6, 2), (8, 3), (3, 1), (5, 0)])
+def test_a_new_version_with_far_fewer_replicas_gets_through(before: int, after: int) -> None:
+    """The many old ones are beyond the surge of the few new ones, and wait for a new one to serve."""
+    loop = Loop(PureHost("host-1", cpus=20))
+    loop.command(deploy(num=before))
+    loop.settle()
+    goal_id = loop.command(deploy(num=after, version="v2")).goal_id
+    while loop.goal_status(goal_id) is GoalStatus.PENDING and loop.now < 1_000_100.0:
+        loop.step()
+        assert len(loop.routed() & loop.running()) >= after
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    check_converged(loop)
+
+
+def test_a_bad_version_with_fewer_replicas_takes_none_of_the_old_ones_away() -> None:
+    loop = Loop(PureHost("host-1", cpus=20))
+    loop.command(deploy(num=4))
+    loop.settle()
+    old = loop.running()
+    goal_id = loop.command(deploy(num=1, version="v2", code=BAD_CODE)).goal_id
+    while loop.goal_status(goal_id) is GoalStatus.PENDING and loop.now < 1_000_100.0:
+        loop.step()
+        assert loop.running() >= old
+    assert loop.goal_status(goal_id) is GoalStatus.FAILED

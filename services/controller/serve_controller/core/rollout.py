@@ -87,7 +87,9 @@ def _start(draft: Draft, backend: Backend, now: float) -> None:
     wanted, current, old = backend.num_wanted, _current(draft, backend), _old(draft, backend)
     missing = wanted - len(current)
     if old:
-        missing = min(missing, wanted + budget_of(wanted) - len(current) - len(old))
+        surge = wanted + budget_of(wanted) - len(current) - len(old)
+        # Where far fewer are wanted than run, all of the old ones wait for a first new one to serve.
+        missing = min(missing, max(surge, budget_of(wanted) - len(current)))
     if missing <= 0 or now < backend.retry_at:
         return
     for _ in range(missing):
