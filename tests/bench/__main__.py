@@ -25,7 +25,7 @@ from tests.bench.wrk import WrkFailed, WrkFigures, find_wrk, run_wrk
 
 CONNECTIONS = (1, 16, 64)
 MUSTER = "Muster"
-BUSY_LOAD = 0.5
+BUSY_LOAD = 1.0
 """Processes that run beside us on average, above which a warning is due."""
 
 

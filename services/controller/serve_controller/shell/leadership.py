@@ -49,8 +49,8 @@ class Leadership:
             self.epoch = epoch
             try:
                 await self._lead_while_renewed(epoch, checkpoint)
-            except* FencedOut as lost:
-                _log.warning("leadership_lost", epoch=self.epoch, reason=str(lost.exceptions[0]))
+            except FencedOut as lost:
+                _log.warning("leadership_lost", epoch=self.epoch, reason=str(lost))
             finally:
                 self.epoch = None
 
@@ -83,14 +83,27 @@ class Leadership:
                 await asyncio.sleep(STORE_RETRY_S)
 
     async def _lead_while_renewed(self, epoch: int, checkpoint: Checkpoint) -> None:
+        lost: list[FencedOut] = []
+        parts: list[asyncio.Task[None]] = []
+
+        async def until_lost(part: Callable[[], Awaitable[None]]) -> None:
+            # No error to the task group: one that ends with an error keeps a cancellation from outside to itself.
+            try:
+                await part()
+            except FencedOut as error:
+                lost.append(error)
+                for other in parts:
+                    other.cancel()
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                renewing = tasks.create_task(self._renew(), name="renew_leadership")
-                leading = tasks.create_task(_awaited(self._lead(epoch, checkpoint)), name="lead")
-                del renewing, leading  # the group owns both and ends both when one raises
+                parts.append(tasks.create_task(until_lost(self._renew), name="renew_leadership"))
+                parts.append(tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead"))
         except asyncio.CancelledError:
             await self._release()
             raise
+        if lost:
+            raise lost[0]
 
     async def _renew(self) -> None:
         while True:
@@ -112,7 +125,3 @@ class Leadership:
                 await self._store.release_leadership(self._controller_id, epoch)
         except (StoreUnavailable, TimeoutError) as error:
             _log.warning("leadership_not_released", epoch=epoch, error=repr(error))
-
-
-async def _awaited(leading: Awaitable[None]) -> None:
-    await leading

@@ -103,6 +103,7 @@ class ControllerService:
             telemetry=self._telemetry,
             regain=self._leadership.regain,
         )
+        self._newest_epoch = 0  # the store has just said that this epoch is the newest
         term.on_change = self._wake.set
         term.on_recorded = self.admin.on_recorded
         if self._is_bus_away:

@@ -1,0 +1,113 @@
+"""What is heard: late and doubled reports undo nothing, and silence is judged fairly."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from serve_common.names import HostId, ProxyId
+from serve_common.wires.host import HostReport
+from serve_common.wires.proxy import ProxyReport
+from serve_controller.core.observed import (
+    FORGET_AFTER_S,
+    HOST_LOST_AFTER_S,
+    HOST_SUSPECT_AFTER_S,
+    PROXY_LOST_AFTER_S,
+    HostStatus,
+    ObservedState,
+    forget_silent,
+    host_status,
+    is_proxy_live,
+    observe_break,
+    observe_host,
+    observe_proxy,
+    observe_sent,
+    silent_at,
+)
+
+HOST = HostId("host-1")
+NOBODY = ObservedState(since=100.0)
+
+
+def report(sequence: int = 1, *, life: int = 1, leaving: bool = False) -> HostReport:
+    return HostReport(
+        host_id=HOST,
+        incarnation=str(life),
+        sequence=sequence,
+        started_at=float(life),
+        epoch=0,
+        generation=0,
+        resources={},
+        replicas=[],
+        leaving=leaving,
+    )
+
+
+def proxy(sequence: int = 1, *, leaving: bool = False) -> ProxyReport:
+    return ProxyReport(
+        proxy_id=ProxyId("p"), sequence=sequence, started_at=1.0, applied_snapshot_id=7, leaving=leaving
+    )
+
+
+def test_a_late_report_changes_nothing() -> None:
+    observed = observe_host(NOBODY, report(5), 101.0)
+    assert observe_host(observed, report(4), 102.0) is observed
+    assert observe_host(observed, report(9, life=0), 102.0) is observed
+    heard = observe_proxy(NOBODY, proxy(5), 101.0)
+    assert observe_proxy(heard, proxy(4), 102.0) is heard
+
+
+def test_a_new_life_of_a_host_has_been_sent_nothing() -> None:
+    observed = observe_sent(observe_host(NOBODY, report(5), 101.0), HOST, (1, 3), 101.0)
+    assert observe_host(observed, report(6), 102.0).hosts[HOST].sent == (1, 3)
+    assert observe_host(observed, report(1, life=2), 102.0).hosts[HOST].sent is None
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "status"),
+    [
+        (0.0, HostStatus.LIVE),
+        (HOST_SUSPECT_AFTER_S - 0.1, HostStatus.LIVE),
+        (HOST_SUSPECT_AFTER_S, HostStatus.SUSPECT),
+        (HOST_LOST_AFTER_S, HostStatus.LOST),
+    ],
+)
+def test_a_silent_host_is_suspect_and_then_lost(silent_s: float, status: HostStatus) -> None:
+    observed = observe_host(NOBODY, report(), 101.0)
+    assert host_status(observed, HOST, 101.0 + silent_s) is status
+
+
+def test_a_host_never_heard_of_has_a_whole_lease_from_the_leaders_begin() -> None:
+    assert host_status(NOBODY, HOST, 100.0) is HostStatus.SUSPECT
+    assert host_status(NOBODY, HOST, 99.9 + HOST_LOST_AFTER_S) is HostStatus.SUSPECT
+    assert host_status(NOBODY, HOST, 100.0 + HOST_LOST_AFTER_S) is HostStatus.LOST
+
+
+def test_while_the_bus_is_away_nobody_is_lost_and_afterwards_the_lease_begins_anew() -> None:
+    observed = observe_break(observe_host(NOBODY, report(), 101.0), None)
+    assert host_status(observed, HOST, 9e9) is HostStatus.LIVE
+    assert silent_at(observed, observed.hosts[HOST], HOST_LOST_AFTER_S) is None
+    observed = observe_break(observed, 500.0)
+    assert host_status(observed, HOST, 500.0 + HOST_LOST_AFTER_S - 0.1) is HostStatus.SUSPECT
+    assert host_status(observed, HOST, 500.0 + HOST_LOST_AFTER_S) is HostStatus.LOST
+    assert silent_at(observed, None, 3.0) == 503.0
+
+
+def test_a_host_that_leaves_takes_nothing_new() -> None:
+    observed = observe_host(NOBODY, report(leaving=True), 101.0)
+    assert host_status(observed, HOST, 101.0) is HostStatus.LEAVING
+
+
+def test_a_proxy_counts_until_it_leaves_or_is_lost() -> None:
+    tag = ProxyId("p")
+    assert is_proxy_live(NOBODY, tag, 100.0 + PROXY_LOST_AFTER_S - 0.1)
+    assert not is_proxy_live(NOBODY, tag, 100.0 + PROXY_LOST_AFTER_S)
+    assert not is_proxy_live(observe_proxy(NOBODY, proxy(leaving=True), 101.0), tag, 101.0)
+
+
+def test_what_is_silent_for_long_is_forgotten() -> None:
+    observed = observe_proxy(observe_host(NOBODY, report(), 101.0), proxy(), 101.0)
+    assert forget_silent(observed, 102.0) is observed
+    forgotten = forget_silent(observed, 101.0 + FORGET_AFTER_S)
+    assert (forgotten.hosts, forgotten.proxies) == ({}, {})
+    assert msgspec.structs.replace(forgotten, since=None).since is None

@@ -1,0 +1,113 @@
+"""The limits of what users configure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from serve_common.errors import BadField
+from serve_common.values import (
+    NESTING_MAX,
+    USER_CONFIG_BYTES_MAX,
+    BackendConfig,
+    RayActorOptions,
+    ReplicaConfig,
+    check_backend_config,
+    check_replica_config,
+)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+def test_the_defaults_are_valid() -> None:
+    assert check_backend_config(BackendConfig()) == BackendConfig()
+    config = ReplicaConfig(import_path="a.b:C.d")
+    assert check_replica_config(config) is config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_replicas", -1),
+        ("num_replicas", 10_001),
+        ("num_replicas", 10**400),
+        ("num_replicas", -(10**400)),
+        ("max_concurrent_queries", 0),
+        ("max_queued_requests", -2),
+        ("graceful_shutdown_timeout_s", -0.1),
+        ("graceful_shutdown_timeout_s", float("nan")),
+        ("health_check_period_s", 0.0),
+        ("health_check_timeout_s", float("inf")),
+        ("start_timeout_s", 0.5),
+        ("max_constructor_retry_count", 0),
+        ("user_config", "x" * USER_CONFIG_BYTES_MAX),
+        ("user_config", nested(NESTING_MAX + 1)),
+    ],
+)
+def test_a_backends_value_out_of_its_limits_is_refused_with_its_path(field: str, value: Any) -> None:
+    with pytest.raises(BadField) as refused:
+        check_backend_config(msgspec.structs.replace(BackendConfig(), **{field: value}))
+    assert refused.value.field == f"backend_config.{field}"
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("import_path", ""),
+        ("import_path", "digits"),
+        ("import_path", "digits:"),
+        ("import_path", ":Digits"),
+        ("import_path", "a b:C"),
+        ("import_path", "../x:C"),
+        ("import_path", "m:C()"),
+        ("import_path", "m:C:D"),
+        ("import_path", "m" * 600 + ":C"),
+        ("app_dir", "x" * 5000),
+        ("app_dir", "a\0"),
+        ("init_args", nested(NESTING_MAX + 1)),
+        ("init_kwargs", {"x": "y" * USER_CONFIG_BYTES_MAX}),
+    ],
+)
+def test_a_replicas_value_is_refused_with_its_path(field: str, value: Any) -> None:
+    config = msgspec.structs.replace(ReplicaConfig(import_path="m:C"), **{field: value})
+    with pytest.raises(BadField) as refused:
+        check_replica_config(config)
+    assert refused.value.field == f"replica_config.{field}"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"num_cpus": -1.0}, "num_cpus"),
+        ({"num_gpus": 1e9}, "num_gpus"),
+        ({"memory": float("nan")}, "memory"),
+        ({"resources": {"GPU": 1.0}}, "resources"),
+        ({"resources": {"": 1.0}}, "resources"),
+        ({"resources": {"x": -1.0}}, "resources.x"),
+        ({"resources": {f"r{n}": 1.0 for n in range(33)}}, "resources"),
+        ({"runtime_env": {"pip": []}}, "runtime_env.pip"),
+        ({"runtime_env": {"env_vars": []}}, "runtime_env.env_vars"),
+        ({"runtime_env": {"env_vars": {"A=B": "c"}}}, "runtime_env.env_vars"),
+        ({"runtime_env": {"env_vars": {"A": 1}}}, "runtime_env.env_vars.A"),
+        ({"runtime_env": {"env_vars": {"A": "\0"}}}, "runtime_env.env_vars.A"),
+    ],
+)
+def test_an_actors_option_is_refused_with_its_path(options: dict[str, Any], field: str) -> None:
+    config = ReplicaConfig(import_path="m:C", ray_actor_options=RayActorOptions(**options))
+    with pytest.raises(BadField) as refused:
+        check_replica_config(config)
+    assert refused.value.field == f"replica_config.ray_actor_options.{field}"
+
+
+def test_what_is_just_within_the_limits_is_accepted() -> None:
+    check_backend_config(BackendConfig(user_config=nested(NESTING_MAX)))
+    check_backend_config(BackendConfig(num_replicas=0, max_queued_requests=-1, graceful_shutdown_timeout_s=0))
+    check_backend_config(BackendConfig(user_config="x" * (USER_CONFIG_BYTES_MAX - 2)))
