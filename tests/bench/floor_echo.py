@@ -1,7 +1,7 @@
 """The other process of a floor: echoes requests. Run as ``python -m tests.bench.floor_echo KIND NATS_PORT``.
 
 Why a thread although the process does nothing else: a replica serves the bus from a thread of its own, beside the
-main thread that belongs to Ray. Ray itself is left out, its main thread waits outside Python and costs nothing.
+main thread that belongs to Ray. Ray itself is left out, so that a floor is up at once.
 """
 
 from __future__ import annotations

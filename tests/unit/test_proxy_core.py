@@ -212,7 +212,8 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         "serve_proxy_applied_snapshot_id 2.0",
     ):
         assert line in shown
-    routes.update({}, whole=True)
+    gone = Snapshot(snapshot_id=3, epoch=1, content=None)
+    routes.update({"endpoints.d.a": gone, "backends.d.a": gone}, whole=False)
     assert 'endpoint_tag="d/a"' not in generate_latest(registry).decode()
 
 

@@ -98,7 +98,9 @@ class Leadership:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts.append(tasks.create_task(until_lost(self._renew), name="renew_leadership"))
-                parts.append(tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead"))
+                parts.append(
+                    tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead")
+                )
         except asyncio.CancelledError:
             await self._release()
             raise
