@@ -56,7 +56,7 @@ operations = st.one_of(
     st.tuples(st.just("bus goes"), st.none()),
     st.tuples(st.just("bus comes"), st.none()),
 )
-stories = st.lists(operations, max_size=14)
+stories = st.lists(operations, min_size=4, max_size=20)
 
 
 def new_loop(is_checked: bool = True) -> Loop:
@@ -108,7 +108,7 @@ def happen(loop: Loop, kind: str, value: object) -> None:
     loop.cycle()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stories)
 def test_whatever_happens_every_plan_keeps_its_promises_and_comes_to_rest(story):
     loop = new_loop()
@@ -117,7 +117,7 @@ def test_whatever_happens_every_plan_keeps_its_promises_and_comes_to_rest(story)
         check_fixpoint(loop)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(stories)
 def test_after_any_story_the_calm_brings_what_is_wanted(story):
     loop = new_loop()
@@ -152,7 +152,7 @@ lies = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stories.map(lambda story: story[:6]), lies)
 def test_no_report_whatever_it_says_makes_a_plan_break_its_promises(story, told):
     loop = new_loop()

@@ -93,3 +93,15 @@ def test_a_larger_config_reaches_only_as_many_replicas_as_their_hosts_goal_has_r
     loop.command(deploy(num=40, config="y"))
     loop.settle()
     assert set(loop.user_configs()) == {"y"}
+
+
+def test_what_stops_holds_its_resources_also_after_the_goal_that_replaced_it_succeeded() -> None:
+    loop = Loop(PureHost("host-1", cpus=3))
+    loop.command(deploy("a", num=1, cpus=2))
+    loop.settle()
+    loop.hosts[0].is_up = False  # for a moment: it neither hears nor says anything
+    goal_id = loop.command(deploy("a", num=0, version="v2")).goal_id
+    loop.steps(3)
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
+    assert loop.states() == [ReplicaState.SHOULD_STOP]
+    assert ledger_of(loop).free[HostId("host-1")]["CPU"] == 1.0

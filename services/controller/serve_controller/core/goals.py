@@ -84,10 +84,20 @@ def succeed_where_reached(draft: Draft, observed: ObservedState, now: float) -> 
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
             backend = draft.backends.get(goal.backend_tag)
             if goal.kind is GoalKind.DEPLOY and backend is not None:
-                draft.put(msgspec.structs.replace(backend, last_good=backend.target, last_error=""))
+                draft.put(_proven(draft, backend))
                 endpoint = draft.endpoints.get(EndpointTag(goal.backend_tag))
                 if endpoint is not None:
                     draft.put(msgspec.structs.replace(endpoint, last_good=endpoint.target))
+
+
+def _proven(draft: Draft, backend: Backend) -> Backend:
+    """The backend with its target as what last succeeded."""
+    former, others = backend.last_good, backend.others
+    replicas = draft.replicas.get(backend.backend_tag, {}).values()
+    if former is not None and any(r.config_version == former.config_version for r in replicas):
+        # Its last replicas still stop: what they hold of their hosts must not be forgotten.
+        others = [*others, former]
+    return msgspec.structs.replace(backend, last_good=backend.target, last_error="", others=others)
 
 
 def waits_for(draft: Draft, observed: ObservedState, goal: Goal) -> str:

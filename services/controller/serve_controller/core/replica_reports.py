@@ -22,8 +22,10 @@ RETRY_WAIT_MAX_S = 30.0
 
 
 def retry_wait_s(start_failures: int) -> float:
-    """How long to wait after so many failed starts in a row: doubling, bounded."""
-    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures, 20), RETRY_WAIT_MAX_S)
+    """How long to wait after so many failed starts in a row: none after the first, then doubling, bounded."""
+    if start_failures <= 1:
+        return 0.0
+    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures - 2, 20), RETRY_WAIT_MAX_S)
 
 
 def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Replica | None:

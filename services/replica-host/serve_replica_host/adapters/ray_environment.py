@@ -17,10 +17,13 @@ from serve_common.errors import BadField
 TOKEN_FILE: Final = "auth_token"  # noqa: S105 - the name of the file
 SESSIONS_KEPT: Final = 4
 
-_QUIET: Final = {
+_DEFAULTS: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do by default; unset, it warns at each start
     "RAY_DEDUP_LOGS": "0",
+    # Ray starts workers at niceness 15, which is right for batch work. Replicas answer requests: below everything
+    # else on a busy machine they would start and serve several times slower.
+    "RAY_worker_niceness": "0",
 }
 
 
@@ -30,7 +33,7 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
     A local runtime gets token authentication with a token of its own below ``temp_dir``, readable by this user only:
     by default Ray would write one into the home directory, which a container may not have.
     """
-    for name, value in _QUIET.items():
+    for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if not is_local:
         return
