@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -25,6 +26,7 @@ from serve_common.settings import BusSettings
 from serve_common.values import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.adapters.ray_environment import remove_old_sessions
+from serve_replica_host.adapters.ray_lean import lean_ray
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
@@ -155,7 +157,8 @@ class RayRuntime:
             }
         untyped: Any = ray_worker
         untyped.print_to_stdstream = _log_what_ray_prints
-        ray.init(**options)
+        with nullcontext() if settings.address is not None else lean_ray():
+            ray.init(**options)
         self._actor_class = ray.remote(ReplicaActor)
         return {
             name: float(amount)
