@@ -1,4 +1,4 @@
-"""A real model to try Muster with: it reads handwritten digits, needs no download, and is ready in a second.
+"""A real model to try Muster with: it reads handwritten digits, needs no download, and is ready in a moment.
 
 Nothing here imports Muster: the class has the shape that Ray Serve made common (`__call__`, `reconfigure`,
 `check_health`), which is all that a deployment needs.
@@ -7,19 +7,14 @@ Nothing here imports Muster: the class has the shape that Ray Serve made common 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
-import joblib
 import numpy as np
-import sklearn
 from pixels import SIDE, BadInputError, pixels_from_body
-from sklearn.kernel_approximation import Nystroem
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import Pipeline, make_pipeline
-from split import training_part
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from threadpoolctl import threadpool_limits
+from weights import load
 
 UNSURE = "unsure"
 DEFAULT_THRESHOLD = 0.0
@@ -34,28 +29,22 @@ USAGE = {
 }
 
 
-def train() -> Pipeline:
-    """A classifier with about 98 % accuracy on the held-out part, fitted in a fraction of a second."""
-    part = training_part()
-    model = make_pipeline(
-        Nystroem(gamma=0.0005, n_components=600, random_state=0),
-        LogisticRegression(C=300, max_iter=1000),
-    )
-    return model.fit(part.pixels, part.labels)
-
-
 class Digits:
     """Answers which digit an image shows, or "unsure" below a confidence threshold."""
 
     def __init__(self, model_path: str | None = None) -> None:
-        """Trains, or loads what `joblib.dump(train(), path)` wrote (trusted files only: they can run code).
+        """Loads the weights that `training.py` wrote: those beside this file, or those at ``model_path``.
 
-        Raises OSError for a file that cannot be read and ValueError for a model of something else.
+        ``model_path="train"`` learns them anew, which takes some seconds and needs scikit-learn. Raises OSError for a
+        file that cannot be read and ValueError for one that holds something else.
         """
-        # One request uses one core: several replicas on a machine would otherwise fight over all of them.
-        threadpool_limits(limits=1)
         self._threshold = DEFAULT_THRESHOLD
-        self._model = train() if model_path is None else load(model_path)
+        if model_path == "train":
+            from training import train  # noqa: PLC0415 - seconds of CPU, which loading need not spend
+
+            self._weights = train()
+        else:
+            self._weights = load(Path(model_path) if model_path else Path(__file__).with_name("weights.npz"))
         self.check_health()
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -79,7 +68,7 @@ class Digits:
 
     def check_health(self) -> None:
         """Raises RuntimeError when the model no longer gives probabilities."""
-        probabilities = self._probabilities(np.zeros(SIDE * SIDE))
+        probabilities = self._weights.probabilities(np.zeros(SIDE * SIDE))
         if not math.isclose(probabilities.sum(), 1.0, abs_tol=1e-6):
             raise RuntimeError(f"the model's probabilities sum to {probabilities.sum()}, not 1")
 
@@ -100,29 +89,11 @@ class Digits:
         """The answer for 64 brightnesses of 0..16."""
         probabilities = {
             str(digit): round(float(probability), 6)
-            for digit, probability in zip(self._model.classes_, self._probabilities(pixels), strict=True)
+            for digit, probability in enumerate(self._weights.probabilities(pixels))
         }
         best, confidence = max(probabilities.items(), key=lambda item: item[1])
         digit = int(best) if confidence >= self._threshold else UNSURE
         return {"digit": digit, "confidence": confidence, "probabilities": probabilities}
-
-    def _probabilities(self, pixels: np.ndarray) -> np.ndarray:
-        # The input was checked already; checking it again in each step is a third of the time of a request.
-        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
-            return self._model.predict_proba(pixels.reshape(1, -1))[0]
-
-
-def load(model_path: str) -> Any:
-    """A saved classifier of 64 numbers into the digits 0..9."""
-    model = joblib.load(model_path)
-    if not hasattr(model, "predict_proba"):
-        raise ValueError(f"model_path: {model_path} holds a {type(model).__name__}, not a classifier")
-    inputs, classes = getattr(model, "n_features_in_", None), list(getattr(model, "classes_", []))
-    if inputs != SIDE * SIDE or classes != list(range(10)):
-        raise ValueError(
-            f"model_path: {model_path} maps {inputs} numbers to {classes}, not {SIDE * SIDE} to 0..9"
-        )
-    return model
 
 
 def _refusal(status: int, code: str, message: str, headers: dict[str, str] | None = None) -> JSONResponse:

@@ -11,9 +11,9 @@ import struct
 import sys
 import uuid
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
-import joblib
 import numpy as np
 import pytest
 from aiohttp import web
@@ -238,27 +238,38 @@ def test_a_bad_user_config_is_refused_by_field_and_changes_nothing(model, user_c
     assert model.classify(np.zeros(64))["digit"] == "unsure"
 
 
-def test_a_saved_model_is_loaded_and_answers_as_the_trained_one(digits, model, held_out, tmp_path):
-    joblib.dump(model._model, tmp_path / "model.joblib")
-    loaded = digits.Digits(model_path=str(tmp_path / "model.joblib"))
+def test_the_weights_in_the_repository_are_what_training_makes(digits, model, held_out):
+    trained = digits.Digits(model_path="train")
+    for pixels in held_out.pixels[:50]:
+        bundled, fresh = (m.classify(pixels)["probabilities"] for m in (model, trained))
+        assert bundled == pytest.approx(fresh, abs=1e-3)
+
+
+def test_saved_weights_are_loaded_and_answer_alike(digits, model, held_out, tmp_path):
+    model._weights.save(tmp_path / "weights.npz")
+    loaded = digits.Digits(model_path=str(tmp_path / "weights.npz"))
     assert loaded.classify(held_out.pixels[0]) == model.classify(held_out.pixels[0])
 
 
-def test_a_missing_file_and_a_file_of_something_else_fail_the_constructor(digits, tmp_path):
+def test_a_missing_file_and_a_file_of_something_else_fail_the_constructor(digits, model, tmp_path):
     with pytest.raises(FileNotFoundError):
         digits.Digits(model_path=str(tmp_path / "absent"))
-    joblib.dump({"not": "a model"}, tmp_path / "other.joblib")
-    with pytest.raises(ValueError, match=r"model_path: .* holds a dict"):
-        digits.Digits(model_path=str(tmp_path / "other.joblib"))
-    three = digits.LogisticRegression().fit([[0.0], [1.0]], [0, 1])
-    joblib.dump(three, tmp_path / "small.joblib")
-    with pytest.raises(ValueError, match="maps 1 numbers"):
-        digits.Digits(model_path=str(tmp_path / "small.joblib"))
+    (tmp_path / "text.npz").write_text("not weights")
+    with pytest.raises(ValueError, match="holds no weights"):
+        digits.Digits(model_path=str(tmp_path / "text.npz"))
+    np.savez(tmp_path / "other.npz", something=np.zeros(3))
+    with pytest.raises(ValueError, match="holds no weights"):
+        digits.Digits(model_path=str(tmp_path / "other.npz"))
+    w = model._weights
+    shapes = {"examples": w.examples[:, :9], "matrix": w.matrix, "bias": w.bias, "gamma": w.gamma}
+    np.savez(tmp_path / "small.npz", **shapes)
+    with pytest.raises(ValueError, match="are not of 64 inputs"):
+        digits.Digits(model_path=str(tmp_path / "small.npz"))
 
 
 def test_check_health_passes_and_fails_when_the_model_gives_nonsense(digits, model, monkeypatch):
     model.check_health()
-    monkeypatch.setattr(model, "_probabilities", lambda _pixels: np.full(10, np.nan))
+    monkeypatch.setattr(model, "_weights", replace(model._weights, examples=model._weights.examples * np.nan))
     with pytest.raises(RuntimeError, match="probabilities"):
         model.check_health()
 
