@@ -121,7 +121,7 @@ def _reconcile_backends(
         mark = draft.mark()
         try:
             part(draft.backends[tag])
-        except Exception:  # noqa: BLE001 - any defect in one backend's part; the shell logs and counts it
+        except Exception:  # noqa: BLE001 - any defect in one backend's part; the shell logs it
             draft.roll_back(mark)
             faults.append(Fault(tag, traceback.format_exc()))
 
@@ -205,7 +205,7 @@ def _host_actions(
         times.append(now + GOAL_RESEND_AFTER_S)
         try:
             goal = _host_goal(checkpoint, host_id, wanted, by_host.get(host_id, []))
-        except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs and counts it
+        except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs it
             # No goal at all: one that lacks a replica would end it.
             faults.append(Fault(host_id, traceback.format_exc()))
             continue

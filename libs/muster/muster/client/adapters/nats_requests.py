@@ -18,6 +18,7 @@ from nats.errors import MaxPayloadError, NoRespondersError
 
 from muster.client.address import StackAddress
 from muster.client.ports import Answer, NoAnswer, NobodyListens
+from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
 
 _CONNECT_S: Final = 2
@@ -61,11 +62,7 @@ class NatsRequests:
         """Let go of the connection; requests under way end with `NoAnswer`."""
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
-            try:
-                async with asyncio.timeout(_CONNECT_S):
-                    await client.close()
-            except (NatsError, OSError, TimeoutError):
-                return  # it is lost anyway, and the process is about to end
+            await close_nats(client)
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
@@ -132,7 +129,7 @@ class NatsRequests:
                 )
         except (NatsError, OSError, TimeoutError) as error:
             if not client.is_closed:
-                await client.close()
+                await close_nats(client)
             if "authorization" in f"{error} {self._last_error}".lower():
                 raise BusAuthorizationFailed(self._refusal()) from error
             reason = str(self._last_error or error) or type(error).__name__
