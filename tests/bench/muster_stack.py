@@ -15,7 +15,8 @@ from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions,
 from muster.embedded.logfiles import last_lines
 from muster.secrets import Secrets
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.admin import Deploy, GoalStatus
+from serve_common.wires.commands import Deploy
+from serve_common.wires.views import GoalStatus
 from tests.bench.probes import answers_http
 
 _ROUTE = "/noop"

@@ -34,7 +34,9 @@ from serve_common.errors import (
 from serve_common.names import EndpointTag, GoalId
 from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.admin import Deploy, DeployReply, ErrorView, GoalStatus, GoalView
+from serve_common.wires.admin import ErrorView
+from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.views import GoalStatus, GoalView
 
 pytestmark = pytest.mark.integration
 
@@ -149,7 +151,7 @@ async def test_values_and_errors_travel_through_a_real_micro_service(server: Nat
     async with (
         controller(
             server,
-            deploy=lambda body: DeployReply(
+            deploy=lambda body: ChangeReply(
                 goal_id=GoalId(msgspec.json.decode(body, type=Deploy).request_id or "none"), updating=True
             ),
             wait_for_goal=lambda _body: done,
@@ -158,7 +160,7 @@ async def test_values_and_errors_travel_through_a_real_micro_service(server: Nat
         reach(server) as stack,
     ):
         reply = await stack.admin.deploy(msgspec.structs.replace(DEPLOY, request_id="mine"))
-        assert reply == DeployReply(goal_id=GoalId("mine"), updating=True)
+        assert reply == ChangeReply(goal_id=GoalId("mine"), updating=True)
         assert await stack.admin.wait_for_goal(GoalId("goal-1"), deadline_s=5) == done
         with pytest.raises(NotFound) as caught:
             await stack.admin.get_deployment_info("x")
@@ -178,7 +180,7 @@ async def test_no_controller_is_known_at_once_and_said_with_the_address(server: 
 async def test_a_deploy_survives_the_death_of_nats_and_a_controller_that_comes_late(
     server: NatsServer,
 ) -> None:
-    reply = DeployReply(goal_id=GoalId("goal-1"), updating=True)
+    reply = ChangeReply(goal_id=GoalId("goal-1"), updating=True)
     troubles: asyncio.Queue[str] = asyncio.Queue()
 
     async def heal() -> None:
@@ -239,7 +241,7 @@ async def test_a_wrong_password_is_told_as_such(server: NatsServer) -> None:
 
 
 async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
-    async with controller(server, deploy=lambda _body: DeployReply(goal_id=GoalId("g"), updating=True)):
+    async with controller(server, deploy=lambda _body: ChangeReply(goal_id=GoalId("g"), updating=True)):
         begun = time.monotonic()
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:

@@ -29,9 +29,10 @@ from serve_common.names import BackendTag, ControllerId, HostId, replica_tag
 from serve_common.settings import BusSettings
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.wires.admin import VERBS, ErrorView, GoalStatus
+from serve_common.wires.admin import VERBS, ErrorView
 from serve_common.wires.host import HostReport
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
+from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary

@@ -12,7 +12,7 @@ import pytest
 
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.core.checkpoint import Changes, Checkpoint, Kind, key_of
 from serve_controller.core.objects import (

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.wires.admin import GoalStatus
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import dump, dump_changes, load, load_checkpoint
 from serve_controller.core.checkpoint import COUNTERS_KEY, Changes, Checkpoint, Draft, key_of
 from serve_controller.core.objects import (

@@ -8,8 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, HostId
-from serve_common.wires.admin import DeleteDeployment, GoalStatus
+from serve_common.wires.commands import DeleteDeployment
 from serve_common.wires.host import ReplicaReport, ReplicaStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.observed import observe_break, observe_host, observe_proxy
 from serve_controller.core.reconcile import reconcile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_common.names import BackendTag
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import load_checkpoint
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import GoalKind, ReplicaState

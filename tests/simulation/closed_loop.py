@@ -10,10 +10,11 @@ import msgspec
 
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.wires.admin import DeleteDeployment, Deploy, GoalStatus
+from serve_common.wires.commands import DeleteDeployment, Deploy
 from serve_common.wires.host import HostGoal, HostReport, ReplicaReport, ReplicaStatus
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.decide import Accepted, decide
 from serve_controller.core.objects import Backend, Replica, ReplicaState

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.wires.admin import DeleteDeployment, DeleteReply, Deploy, DeployReply, GoalStatus
+from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.decide import Command
 from serve_controller.shell.term import Term
 from tests.simulation.checks import (
@@ -128,9 +129,9 @@ def _acknowledged(world: World, command: Command) -> str | None:
     for _ in range(200):
         reply = world.execute(command)
         match reply:
-            case DeployReply():
+            case ChangeReply():
                 return reply.goal_id
-            case DeleteReply():
+            case ChangeReply():
                 return reply.goal_id
             case None:
                 world.run_until(lambda: False, 0.3)

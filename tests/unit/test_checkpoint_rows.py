@@ -11,7 +11,7 @@ import pytest
 
 from serve_common.errors import CheckpointUnreadable
 from serve_common.names import BackendTag, GoalId, HostId
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import (
     SCHEMA_VERSION,
     Row,

@@ -32,12 +32,10 @@ from serve_common.errors import (
 )
 from serve_common.names import GoalId
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.admin import (
-    DeleteReply,
-    Deploy,
+from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.views import (
     DeploymentStatus,
     DeploymentView,
-    DeployReply,
     GoalStatus,
     GoalView,
     HostView,
@@ -108,14 +106,14 @@ class PlayedStack:
         if self.raises is not None:
             raise self.raises
 
-    async def deploy(self, request: Deploy) -> DeployReply:
+    async def deploy(self, request: Deploy) -> ChangeReply:
         self._raise()
         self.deployed.append(request)
-        return DeployReply(goal_id=self.goal.goal_id, updating=self.is_updating)
+        return ChangeReply(goal_id=self.goal.goal_id, updating=self.is_updating)
 
-    async def delete_deployment(self, name: str) -> DeleteReply:
+    async def delete_deployment(self, name: str) -> ChangeReply:
         self._raise()
-        return DeleteReply(goal_id=self.delete_goal)
+        return ChangeReply(goal_id=self.delete_goal)
 
     async def get_deployment_info(self, name: str) -> DeploymentView:
         self._raise()

@@ -26,15 +26,8 @@ from muster.secrets import generate
 from serve_common.errors import NotFound, TransientError
 from serve_common.names import GoalId
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.admin import (
-    Deploy,
-    DeploymentStatus,
-    DeploymentView,
-    DeployReply,
-    GoalStatus,
-    GoalView,
-    StatusView,
-)
+from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
 
 
 def digits(status: DeploymentStatus, goal_status: GoalStatus = GoalStatus.SUCCEEDED) -> DeploymentView:
@@ -126,11 +119,11 @@ class PlayedStack:
         assert address.password
         yield self
 
-    async def deploy(self, request: Deploy) -> DeployReply:
+    async def deploy(self, request: Deploy) -> ChangeReply:
         if self.admin_fails is not None:
             raise self.admin_fails
         self.deployed.append(request)
-        return DeployReply(goal_id=GoalId("goal-1"), updating=True)
+        return ChangeReply(goal_id=GoalId("goal-1"), updating=True)
 
     async def wait_for_goal(self, goal_id: GoalId, **_: Any) -> GoalView:
         return self.goal

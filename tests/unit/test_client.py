@@ -33,17 +33,10 @@ from serve_common.errors import (
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
 from serve_common.values import ReplicaConfig
-from serve_common.wires.admin import (
-    VERBS,
-    DeleteReply,
-    Deploy,
-    DeployReply,
-    ErrorView,
-    GoalStatus,
-    GoalView,
-    StatusView,
-    WaitForGoal,
-)
+from serve_common.wires.admin import VERBS, ErrorView
+from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.queries import WaitForGoal
+from serve_common.wires.views import GoalStatus, GoalView, StatusView
 
 Reply = Answer | Exception
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
@@ -87,7 +80,7 @@ def client(bus: PlayedBus, **options: Any) -> AdminClient:
 
 
 async def test_a_deploy_is_sent_again_with_the_same_request_id_while_no_controller_answers() -> None:
-    reply = DeployReply(goal_id=GoalId("g1"), updating=True)
+    reply = ChangeReply(goal_id=GoalId("g1"), updating=True)
     bus = PlayedBus(
         NobodyListens("nobody"),
         NoAnswer("nothing came"),
@@ -110,7 +103,7 @@ async def test_a_deploy_is_sent_again_with_the_same_request_id_while_no_controll
 
 
 async def test_each_deploy_has_a_request_id_of_its_own_unless_the_caller_gives_one() -> None:
-    bus = PlayedBus(ok(DeployReply(goal_id=GoalId("g1"), updating=True)))
+    bus = PlayedBus(ok(ChangeReply(goal_id=GoalId("g1"), updating=True)))
     admin = client(bus)
     await admin.deploy(DEPLOY)
     await admin.deploy(DEPLOY)
@@ -228,8 +221,8 @@ async def test_every_verb_is_sent_to_its_subject_and_its_reply_is_read() -> None
     )
     goal = GoalView(goal_id=GoalId("g1"), status=GoalStatus.FAILED, error="why")
     calls: dict[str, tuple[Any, Callable[[AdminClient], Any]]] = {
-        "deploy": (DeployReply(goal_id=GoalId("g1"), updating=False), lambda admin: admin.deploy(DEPLOY)),
-        "delete_deployment": (DeleteReply(goal_id=None), lambda admin: admin.delete_deployment("digits")),
+        "deploy": (ChangeReply(goal_id=GoalId("g1"), updating=False), lambda admin: admin.deploy(DEPLOY)),
+        "delete_deployment": (ChangeReply(goal_id=None), lambda admin: admin.delete_deployment("digits")),
         "list_deployments": ([], lambda admin: admin.list_deployments()),
         "get_all_backends": ([], lambda admin: admin.get_all_backends()),
         "get_all_endpoints": ([], lambda admin: admin.get_all_endpoints()),

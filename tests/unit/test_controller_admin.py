@@ -6,7 +6,9 @@ import msgspec
 import pytest
 
 from serve_common.errors import BadField, Conflict
-from serve_common.wires.admin import VERBS, Deploy, ListDeployments
+from serve_common.wires.admin import VERBS
+from serve_common.wires.commands import Deploy
+from serve_common.wires.queries import ListDeployments
 from serve_controller.shell.admin import error_view, parse_request
 from tests.simulation.closed_loop import deploy
 

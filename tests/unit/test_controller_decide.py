@@ -7,7 +7,8 @@ import pytest
 
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag
-from serve_common.wires.admin import DeleteDeployment, GoalStatus
+from serve_common.wires.commands import DeleteDeployment
+from serve_common.wires.views import GoalStatus
 from serve_controller.core import decide as deciding
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.decide import decide

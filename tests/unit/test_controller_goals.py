@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from serve_common.names import BackendTag, GoalId
-from serve_common.wires.admin import DeleteDeployment, GoalStatus
+from serve_common.wires.commands import DeleteDeployment
+from serve_common.wires.views import GoalStatus
 from serve_controller.core import goals
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals import end_goal, forget_finished, number_of, waits_for

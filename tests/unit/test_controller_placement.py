@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import HostId
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.observed import HOST_SUSPECT_AFTER_S, observe_host
 from serve_controller.core.placement import GOAL_BYTES, GOAL_BYTES_MAX, Ledger, fits, needs_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.wires.admin import DeleteDeployment, GoalStatus
+from serve_common.wires.commands import DeleteDeployment
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.rollout import budget_of
 from tests.simulation.closed_loop import BAD_CODE, Loop, PureHost, check_converged, deploy

@@ -19,10 +19,10 @@ from serve_common.errors import (
 )
 from serve_common.names import ControllerId, HostId
 from serve_common.tasks import TaskOwner
-from serve_common.wires.admin import GoalStatus
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.observed import HOST_LOST_AFTER_S
 from serve_controller.shell import leadership, service
 from serve_controller.shell.boundary import OpenBoundary

@@ -6,7 +6,7 @@ import pytest
 
 from serve_common.names import BackendTag
 from serve_common.subjects import backend_key, endpoint_key
-from serve_common.wires.admin import DeleteDeployment
+from serve_common.wires.commands import DeleteDeployment
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot
 from serve_controller.core import snapshots
 from serve_controller.core.checkpoint import Checkpoint

@@ -7,7 +7,8 @@ import pytest
 
 from serve_common.errors import BadField, NotFound
 from serve_common.names import GoalId
-from serve_common.wires.admin import DeleteDeployment, DeploymentStatus, DeploymentView, GoalStatus
+from serve_common.wires.commands import DeleteDeployment
+from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus
 from serve_controller.core import views
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.observed import PROXY_LOST_AFTER_S

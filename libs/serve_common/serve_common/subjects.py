@@ -19,6 +19,9 @@ GATEWAY_QUEUE: Final = "gateways"
 
 ENDPOINTS: Final = "endpoints"
 BACKENDS: Final = "backends"
+HTTP: Final = "http"
+HTTP_KEY: Final = "http.options"
+"""The bucket key of what all proxies apply to every request."""
 
 
 def _tokens(tag: str) -> str:
@@ -34,6 +37,8 @@ class Subjects:
         self.bucket: Final = f"{prefix}-snapshots"
         """Name of the key-value bucket that carries snapshots."""
         self.admin_group: Final = f"{prefix}.admin"
+        self.event_stream: Final = f"{prefix}-events"
+        """Name of the stream that keeps events for a while."""
 
     def admin(self, verb: str) -> str:
         """Where the command or query ``verb`` is sent."""
@@ -79,6 +84,15 @@ class Subjects:
         """Where one proxy publishes what it has applied."""
         return f"{self.prefix}.report.proxy.{proxy_id}"
 
+    def event(self, kind: str, subject: str) -> str:
+        """Where an event of a kind about something is published: ``serve.event.goal.g7``."""
+        return f"{self.prefix}.event.{kind}.{_tokens(subject)}"
+
+    @property
+    def events(self) -> str:
+        """All events."""
+        return f"{self.prefix}.event.>"
+
     @property
     def proxy_reports(self) -> str:
         """All proxies' reports."""
@@ -96,11 +110,11 @@ def backend_key(backend_tag: BackendTag) -> str:
 
 
 def parse_key(key: str) -> tuple[str, str]:
-    """The kind (`ENDPOINTS` or `BACKENDS`) and the tag that a bucket key names.
+    """The kind (`ENDPOINTS`, `BACKENDS` or `HTTP`) and the tag that a bucket key names.
 
     Raises `BadField` for a key that is none of ours.
     """
     kind, dot, rest = key.partition(".")
-    if kind not in (ENDPOINTS, BACKENDS) or not dot or not rest:
+    if kind not in (ENDPOINTS, BACKENDS, HTTP) or not dot or not rest:
         raise BadField("key", f"{key[:100]!r} is not a snapshot key")
     return kind, rest.replace(".", "/")

@@ -6,7 +6,9 @@ A value that exists is valid: `check_backend_config` and its siblings run where 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -44,6 +46,24 @@ class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ray_actor_options: RayActorOptions = RayActorOptions()
 
 
+class Placement(Enum):
+    """Which host a replica is placed on, of those that have room."""
+
+    SPREAD = "spread"
+    """The one with the fewest replicas: the loss of a host costs little."""
+    PACK = "pack"
+    """The one with the least room left: whole hosts stay free for what is large."""
+
+
+class OnFailure(Enum):
+    """What becomes of an update whose new version does not come up as often as is allowed."""
+
+    KEEP = "keep"
+    """It stops where it is: the old version stays what is wanted, and replicas of the new one that serve are kept."""
+    GO_BACK = "go_back"
+    """Replicas of the new version are replaced by the old one too."""
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many replicas run and how they are treated. No change of it replaces a replica."""
 
@@ -58,18 +78,37 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long a replica that is stopped may finish what is in flight before it is killed."""
     health_check_period_s: float = 10.0
     health_check_timeout_s: float = 30.0
+    health_check_failure_threshold: int = 3
+    """Checks in a row that must fail before the replica is replaced."""
     start_timeout_s: float = 300.0
     """How long import and constructor may take together before the replica counts as stuck."""
     max_constructor_retry_count: int = 3
     """Starts of one version that may fail before its goal fails."""
+    on_failure: OnFailure = OnFailure.KEEP
+    """What a failed update leaves behind."""
+    max_surge_percent: float = 25.0
+    """How many replicas more than `num_replicas` may run during an update; rounded up."""
+    max_unavailable_percent: float = 25.0
+    """How many replicas fewer may serve during an update where there is no room for more; rounded up."""
+    placement: Placement = Placement.SPREAD
+    max_replicas_per_host: int | None = None
+    """Of this backend; None: as many as fit."""
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What proxies apply to every request."""
 
     request_timeout_s: float = 60.0
+    """How long a request may take from its arrival to its answer."""
     body_bytes_max: int = 10 * 1024 * 1024
+    middlewares: list[str] = []
+    """``module:attribute`` each, imported by the proxies; the first is the outermost."""
 
+
+MIDDLEWARES_MAX = 32
+
+
+Merged = TypeVar("Merged", BackendConfig, HttpOptions)
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -95,21 +134,50 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
     _between(config.graceful_shutdown_timeout_s, 0, 3600, f"{field}.graceful_shutdown_timeout_s")
     _between(config.health_check_period_s, 0.1, 3600, f"{field}.health_check_period_s")
     _between(config.health_check_timeout_s, 0.1, 3600, f"{field}.health_check_timeout_s")
+    _between(config.health_check_failure_threshold, 1, 1000, f"{field}.health_check_failure_threshold")
     _between(config.start_timeout_s, 1, 86_400, f"{field}.start_timeout_s")
     _between(config.max_constructor_retry_count, 1, 100, f"{field}.max_constructor_retry_count")
+    _between(config.max_surge_percent, 0, 100, f"{field}.max_surge_percent")
+    _between(config.max_unavailable_percent, 0, 100, f"{field}.max_unavailable_percent")
+    if config.max_surge_percent == 0 == config.max_unavailable_percent:
+        raise BadField(f"{field}.max_surge_percent", "and max_unavailable_percent must not both be 0")
+    if config.max_replicas_per_host is not None:
+        _between(config.max_replicas_per_host, 1, NUM_REPLICAS_MAX, f"{field}.max_replicas_per_host")
     _check_size(config.user_config, f"{field}.user_config")
     return config
 
 
+def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
+    """``config`` with the given fields changed, of the right types but not checked any further.
+
+    Raises `BadField` with the path of a field that is unknown or of another type.
+    """
+    known = type(config).__struct_fields__
+    for name in partial:
+        if name not in known:
+            raise BadField(f"{field}.{name[:80]}", "is unknown")
+    whole = {name: getattr(config, name) for name in known}
+    try:
+        return msgspec.convert({**msgspec.to_builtins(whole), **partial}, type(config))
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        raise BadField(f"{field}.{path.rstrip('`')}" if path else field, text) from error
+
+
+def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
+    """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
+    _between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
+    _between(options.body_bytes_max, 1, 2**40, f"{field}.body_bytes_max")
+    if len(options.middlewares) > MIDDLEWARES_MAX:
+        raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
+    for index, path in enumerate(options.middlewares):
+        _check_import_path(path, f"{field}.middlewares[{index}]")
+    return options
+
+
 def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
     """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
-    module, colon, attribute = config.import_path.partition(":")
-    named = [*module.split("."), *attribute.split(".")]
-    if len(config.import_path) > 512 or not colon or not all(part.isidentifier() for part in named):
-        raise BadField(
-            f"{field}.import_path",
-            f"{config.import_path[:100]!r} must read module:attribute, such as digits:Digits",
-        )
+    _check_import_path(config.import_path, f"{field}.import_path")
     if len(config.app_dir) > 4096 or "\0" in config.app_dir:
         raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
     options, at = config.ray_actor_options, f"{field}.ray_actor_options"
@@ -126,6 +194,13 @@ def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -
     _check_size(config.init_args, f"{field}.init_args")
     _check_size(config.init_kwargs, f"{field}.init_kwargs")
     return config
+
+
+def _check_import_path(path: str, field: str) -> None:
+    module, colon, attribute = path.partition(":")
+    named = [*module.split("."), *attribute.split(".")]
+    if len(path) > 512 or not colon or not all(part.isidentifier() for part in named):
+        raise BadField(field, f"{path[:100]!r} must read module:attribute, such as digits:Digits")
 
 
 def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:

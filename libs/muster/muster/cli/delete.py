@@ -22,7 +22,7 @@ from muster.cli.options import (
 )
 from muster.cli.session import Session, session_of
 from serve_common.names import BackendTag, GoalId, deployment_tag
-from serve_common.wires.admin import GoalStatus, GoalView
+from serve_common.wires.views import GoalStatus, GoalView
 
 
 class DeleteOutcome(msgspec.Struct, frozen=True, kw_only=True):

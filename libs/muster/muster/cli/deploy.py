@@ -29,7 +29,7 @@ from serve_common.values import (
     check_backend_config,
     check_replica_config,
 )
-from serve_common.wires.admin import Deploy
+from serve_common.wires.commands import Deploy
 
 _CODE, _SIZE, _LIFE = "Code", "Size", "Life of a replica"
 

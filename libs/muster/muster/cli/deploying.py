@@ -13,7 +13,8 @@ from muster.cli.output import Progress, short_name
 from muster.cli.ports import AdminPort
 from serve_common.errors import NotFound, ServeError
 from serve_common.names import GoalId
-from serve_common.wires.admin import Deploy, DeploymentView, GoalStatus, GoalView, StatusView
+from serve_common.wires.commands import Deploy
+from serve_common.wires.views import DeploymentView, GoalStatus, GoalView, StatusView
 
 _WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
 _SERVING = frozenset({"running", "updating"})
@@ -52,7 +53,7 @@ class DeployOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is known at the end of a deploy."""
 
     result: DeployResult
-    goal_id: GoalId
+    goal_id: GoalId | None
     error: str = ""
     """Of a failed one the user's traceback or the reason; of a superseded one what replaced it."""
     message: str = ""

@@ -16,7 +16,8 @@ from muster.embedded.options import CHECKOUT
 from serve_common.errors import NotFound, PermanentError
 from serve_common.names import deployment_tag
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.wires.admin import Deploy, DeploymentStatus, DeploymentView, GoalStatus
+from serve_common.wires.commands import Deploy
+from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus
 
 _ROUTE: Final = "/digits"
 _DEPLOY_TIMEOUT_S: Final = 180.0

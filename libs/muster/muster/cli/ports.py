@@ -13,24 +13,18 @@ from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
 from serve_common.names import GoalId
-from serve_common.wires.admin import (
-    DeleteReply,
-    Deploy,
-    DeploymentView,
-    DeployReply,
-    GoalView,
-    StatusView,
-)
+from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.views import DeploymentView, GoalView, StatusView
 
 
 class AdminPort(Protocol):
     """The admin verbs that commands use; see `muster.client.AdminClient`."""
 
-    async def deploy(self, request: Deploy) -> DeployReply:
+    async def deploy(self, request: Deploy) -> ChangeReply:
         """See `AdminClient.deploy`."""
         ...
 
-    async def delete_deployment(self, name: str) -> DeleteReply:
+    async def delete_deployment(self, name: str) -> ChangeReply:
         """See `AdminClient.delete_deployment`."""
         ...
 

@@ -12,7 +12,7 @@ from muster.cli.connection import StackChoice
 from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import Session, session_of
 from serve_common.names import deployment_tag
-from serve_common.wires.admin import DeploymentView, StatusView
+from serve_common.wires.views import DeploymentView, StatusView
 
 _RETRY_S = 15.0
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.cli import output
-from serve_common.wires.admin import DeploymentStatus, DeploymentView, HostView, ProxyView, StatusView
+from serve_common.wires.views import DeploymentStatus, DeploymentView, HostView, ProxyView, StatusView
 
 _STYLES = {
     "healthy": "green",

@@ -18,25 +18,23 @@ from muster.client.replies import read_reply
 from serve_common.errors import FencedOut, ServeError, TransientError
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
-from serve_common.wires.admin import (
-    VERBS,
-    BackendView,
-    DeleteDeployment,
-    DeleteReply,
-    Deploy,
-    DeploymentView,
-    DeployReply,
-    EndpointView,
+from serve_common.wires.admin import VERBS
+from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy, Request
+from serve_common.wires.queries import (
     GetAllBackends,
     GetAllEndpoints,
     GetDeploymentInfo,
     GetStatus,
+    ListDeployments,
+    WaitForGoal,
+)
+from serve_common.wires.views import (
+    BackendView,
+    DeploymentView,
+    EndpointView,
     GoalStatus,
     GoalView,
-    ListDeployments,
-    Request,
     StatusView,
-    WaitForGoal,
 )
 
 ATTEMPT_S: Final = 5.0
@@ -71,16 +69,16 @@ class AdminClient:
         self._retry_pause_s = retry_pause_s
         self._on_retry = on_retry
 
-    async def deploy(self, request: Deploy) -> DeployReply:
+    async def deploy(self, request: Deploy) -> ChangeReply:
         """Make a deployment be as given; returns when that is recorded, not when it serves."""
         if request.request_id is None:
             request = msgspec.structs.replace(request, request_id=uuid.uuid4().hex)
-        reply: DeployReply = await self._ask(request)
+        reply: ChangeReply = await self._ask(request)
         return reply
 
-    async def delete_deployment(self, name: str) -> DeleteReply:
+    async def delete_deployment(self, name: str) -> ChangeReply:
         """Make a deployment not exist; an unknown name is a success without a goal."""
-        reply: DeleteReply = await self._ask(DeleteDeployment(name=name))
+        reply: ChangeReply = await self._ask(DeleteDeployment(name=name))
         return reply
 
     async def get_deployment_info(self, name: str) -> DeploymentView:

@@ -14,7 +14,13 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.subjects import BACKENDS, ENDPOINTS, parse_key
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot, SnapshotContent
+from serve_common.wires.snapshots import (
+    BackendSnapshot,
+    EndpointSnapshot,
+    HttpSnapshot,
+    Snapshot,
+    SnapshotContent,
+)
 
 
 class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +113,12 @@ def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
         return
     if not isinstance(content, _CONTENT_OF[kind]):
         raise BadField("content", f"is of another kind than {kind}")
-    named = content.endpoint_tag if isinstance(content, EndpointSnapshot) else content.backend_tag
+    match content:
+        case EndpointSnapshot():
+            named: str = content.endpoint_tag
+        case BackendSnapshot():
+            named = content.backend_tag
+        case HttpSnapshot():
+            named = tag
     if named != tag:
         raise BadField("content", f"is about {named[:100]!r}")

@@ -46,6 +46,7 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     health_check_period_s: float
     health_check_timeout_s: float
     start_timeout_s: float
+    health_check_failure_threshold: int = 3
 
 
 class HostGoal(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,8 @@ class HostGoal(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     """Rises with every change of this host's goal. A lower (epoch, generation) is refused by the host."""
     replicas: list[ReplicaGoal]
+    kill: list[ReplicaTag] = []
+    """Of those that are not in ``replicas``: to be ended without draining."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

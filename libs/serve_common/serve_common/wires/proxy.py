@@ -22,6 +22,10 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
     address: str = ""
     """Where it listens, as host:port."""
+    http_error: str = ""
+    """Why the newest `HttpSnapshot` is not in force (a middleware cannot be imported); empty when it is."""
+    http_error_snapshot_id: int = 0
+    """Of that snapshot; 0 for none."""
     leaving: bool = False
     """It drains and takes no new requests; goals no longer wait for it."""
 

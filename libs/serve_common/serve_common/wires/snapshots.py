@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.values import HttpOptions
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"):
@@ -20,6 +21,8 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     methods: list[str]
     traffic: dict[BackendTag, float]
     """Weight of each backend; the sum is 1."""
+    shadows: dict[BackendTag, float] = {}
+    """Proportion of requests, 0 to 1, that is copied to each of these backends; their answers are dropped."""
 
 
 class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
@@ -34,7 +37,13 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
     max_queued_requests: int
 
 
-SnapshotContent = EndpointSnapshot | BackendSnapshot
+class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http"):
+    """What proxies apply to every request; changes while they run."""
+
+    options: HttpOptions
+
+
+SnapshotContent = EndpointSnapshot | BackendSnapshot | HttpSnapshot
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):

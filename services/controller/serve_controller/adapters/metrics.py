@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import Goal
 from serve_controller.core.views import count_replicas
 from serve_controller.shell.term import Term

@@ -11,7 +11,8 @@ import msgspec
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
 from serve_common.values import METHODS, BackendConfig, check_backend_config, check_replica_config
-from serve_common.wires.admin import DeleteDeployment, DeleteReply, Deploy, DeployReply, GoalStatus
+from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Changes, Checkpoint, Draft, Kind
 from serve_controller.core.objects import (
     Backend,
@@ -26,7 +27,7 @@ NUM_BACKENDS_MAX = 10_000
 GOALS_PENDING_MAX = 10_000
 
 Command = Deploy | DeleteDeployment
-CommandReply = DeployReply | DeleteReply
+CommandReply = ChangeReply | ChangeReply
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ def _deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     if command.request_id is not None:
         for goal in checkpoint.goals.values():
             if goal.request_id == command.request_id and goal.backend_tag == tag:
-                return _nothing_to_do(tag, DeployReply(goal_id=goal.goal_id, updating=True))
+                return _nothing_to_do(tag, ChangeReply(goal_id=goal.goal_id, updating=True))
     config = EndpointConfig(
         route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
         methods=sorted(set(command.methods)),
@@ -69,7 +70,7 @@ def _deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     )
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
     if existing is not None and _is_same(checkpoint, existing, endpoint, command, config):
-        return _nothing_to_do(tag, DeployReply(goal_id=existing.goal_id, updating=False))
+        return _nothing_to_do(tag, ChangeReply(goal_id=existing.goal_id, updating=False))
 
     draft = Draft(checkpoint)
     goal_id = _new_goal(draft, GoalKind.DEPLOY, tag, now, request_id=command.request_id)
@@ -85,7 +86,7 @@ def _deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     )
     return Accepted(
         changes=draft.changes(),
-        reply=DeployReply(goal_id=goal_id, updating=True),
+        reply=ChangeReply(goal_id=goal_id, updating=True),
         subject=tag,
         goal_id=goal_id,
     )
@@ -240,11 +241,11 @@ def _delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: f
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        return _nothing_to_do(tag, DeleteReply(goal_id=None))
+        return _nothing_to_do(tag, ChangeReply(goal_id=None, updating=False))
     if existing.deleting:
-        return _nothing_to_do(tag, DeleteReply(goal_id=existing.goal_id))
+        return _nothing_to_do(tag, ChangeReply(goal_id=existing.goal_id, updating=False))
     draft = Draft(checkpoint)
     goal_id = _new_goal(draft, GoalKind.DELETE, tag, now, request_id=None)
     draft.put(msgspec.structs.replace(existing, goal_id=goal_id, deleting=True))
     draft.delete((Kind.ENDPOINT, tag))
-    return Accepted(changes=draft.changes(), reply=DeleteReply(goal_id=goal_id), subject=tag, goal_id=goal_id)
+    return Accepted(changes=draft.changes(), reply=ChangeReply(goal_id=goal_id, updating=True), subject=tag, goal_id=goal_id)

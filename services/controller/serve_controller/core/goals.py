@@ -11,7 +11,7 @@ import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId
 from serve_common.subjects import backend_key, endpoint_key
-from serve_common.wires.admin import GoalStatus
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Draft, Kind
 from serve_controller.core.objects import Backend, Goal, GoalKind, ReplicaState
 from serve_controller.core.observed import ObservedState

@@ -12,8 +12,8 @@ import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.admin import GoalStatus
 from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.views import GoalStatus
 
 
 class ReplicaState(Enum):

@@ -6,7 +6,7 @@ import msgspec
 
 from serve_common.errors import NotFound
 from serve_common.names import EndpointTag, GoalId, deployment_tag
-from serve_common.wires.admin import (
+from serve_common.wires.views import (
     BackendView,
     DeploymentStatus,
     DeploymentView,

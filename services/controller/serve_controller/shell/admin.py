@@ -14,23 +14,18 @@ import msgspec
 
 from serve_common.errors import BadField, FencedOut, NotLeading, ServeError
 from serve_common.ports import Clock
-from serve_common.wires.admin import (
-    VERBS,
+from serve_common.wires.admin import VERBS, ErrorView
+from serve_common.wires.commands import DeleteDeployment, Deploy, Request
+from serve_common.wires.queries import (
     WAIT_TIMEOUT_S_MAX,
-    DeleteDeployment,
-    Deploy,
-    ErrorView,
     GetAllBackends,
     GetAllEndpoints,
     GetDeploymentInfo,
     GetStatus,
-    GoalStatus,
-    GoalView,
     ListDeployments,
-    Request,
-    StatusView,
     WaitForGoal,
 )
+from serve_common.wires.views import GoalStatus, GoalView, StatusView
 from serve_controller.core import views
 from serve_controller.core.decide import Command, CommandReply
 from serve_controller.shell.term import Term
