@@ -4,7 +4,8 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-quick check format bench simulate compose-up compose-down secrets lock clean
+.PHONY: help install run test test-quick check format simulate bench bench-lifecycle bench-peers bench-scale compose-up \
+	compose-down secrets lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +42,20 @@ simulate: $(STAMP) ## Run the simulation alone
 bench: $(STAMP) ## Measure the data plane next to its floors, in one run
 	$(PY) -m tests.bench
 
+bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to bare Ray
+	$(PY) -m tests.bench.lifecycle
+
+.bench-peers/.installed: $(STAMP)
+	.venv/bin/uv venv --quiet --python $(PY) .bench-peers
+	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0'
+	touch $@
+
+bench-peers: .bench-peers/.installed ## The same beside Ray Serve 2.60, in a virtual environment of its own
+	$(PY) -m tests.bench.lifecycle --peers
+
+bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
+	$(PY) -m tests.bench.scale
+
 secrets: $(STAMP) ## Generate the passwords that compose needs, into secrets/ (kept when present)
 	.venv/bin/muster secrets --directory secrets
 
@@ -60,4 +75,4 @@ lock: $(STAMP) ## Make requirements.lock anew
 	.venv/bin/uv pip compile --quiet --no-emit-index-url --no-header --group dev pyproject.toml --python-version 3.11 --upgrade -o requirements.lock
 
 clean: ## Remove .venv and all state of the embedded stack
-	rm -rf .venv .muster
+	rm -rf .venv .muster .bench-peers

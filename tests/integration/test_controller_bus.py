@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
-import subprocess
-import sysconfig
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,10 +20,9 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import NotFoundError
 
 from serve_common.adapters import bucket_watch
-from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import LimitReached
 from serve_common.names import BackendTag, ControllerId, HostId, replica_tag
-from serve_common.settings import BusSettings
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.wires.admin import VERBS, ErrorView
@@ -37,58 +33,24 @@ from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary
 from serve_controller.shell.service import ControllerService
+from tests.integration.nats_server import NatsServer, connected
 from tests.simulation.twins.memory_store import MemoryStore
 from tests.simulation.world import SilentTelemetry
 
 pytestmark = pytest.mark.integration
 
 
-class Server:
-    """A nats-server with JetStream, on a port of the system's choice that it keeps over a restart."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.port = -1
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
-        arguments = ["-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self.directory / "js"]
-        with (self.directory / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [binary, *arguments, "--ports_file_dir", self.directory], stderr=log, stdout=log
-            )
-        self.process = process
-        ports_file = self.directory / f"nats-server_{process.pid}.ports"
-        give_up_at = time.monotonic() + 10
-        while not ports_file.exists() or not ports_file.read_text():
-            assert process.poll() is None, (self.directory / "log").read_text()
-            assert time.monotonic() < give_up_at, (self.directory / "log").read_text()
-            time.sleep(0.01)  # the server has no other way to tell its port
-        self.port = int(json.loads(ports_file.read_text())["nats"][0].rpartition(":")[2])
-
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
-        self.process = None
-
-    @property
-    def url(self) -> str:
-        return f"nats://127.0.0.1:{self.port}"
-
-
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("nats"))
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
     server.start()
     yield server
     server.kill()
 
 
 @pytest.fixture
-def own_server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
     server.start()
     yield server
     if server.process is not None:
@@ -109,7 +71,7 @@ class LoopClock:
 class Controller:
     """A whole controller process' parts in this process, joined as `serve_controller.wiring` does."""
 
-    def __init__(self, server: Server, subjects: Subjects, store: MemoryStore, name: str) -> None:
+    def __init__(self, server: NatsServer, subjects: Subjects, store: MemoryStore, name: str) -> None:
         self.server, self.subjects, self.store = server, subjects, store
         self.name = ControllerId(name)
         self.failures: list[BaseException] = []
@@ -148,17 +110,6 @@ class Controller:
         assert len(self.tasks) == 0, "the controller did not stop in time"
         await self.bus.close()
         await close_nats(self.client)
-
-
-async def connected(server: Server, subjects: Subjects, **callbacks: Callable[[], None]) -> Client:
-    settings = BusSettings(
-        servers=[server.url],
-        user="",
-        password="",
-        inbox_prefix="_INBOX_test",
-        subject_prefix=subjects.prefix,
-    )
-    return await connect_nats(settings, name="test", deadline_s=5.0, **callbacks)
 
 
 class Caller:
@@ -205,7 +156,7 @@ async def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> None:
 class Stack:
     """One controller and one caller on a subject prefix of their own."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: NatsServer) -> None:
         self.server = server
         self.subjects = Subjects(f"t{uuid.uuid4().hex[:10]}")
         self.store = MemoryStore(time.monotonic)
@@ -253,7 +204,7 @@ class Stack:
 
 
 @pytest.fixture
-async def stack(shared_server: Server) -> AsyncIterator[Stack]:
+async def stack(shared_server: NatsServer) -> AsyncIterator[Stack]:
     async with Stack(shared_server) as stack:
         yield stack
         assert stack.controller.failures == []
@@ -602,7 +553,7 @@ async def test_terms_one_after_another_leave_nothing_behind(stack: Stack) -> Non
     assert len(await service_answers(stack, "PING")) == 1
 
 
-async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_server: Server) -> None:
+async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_server: NatsServer) -> None:
     async with Stack(own_server) as stack:
         await stack.deploy("a")
         own_server.kill()
@@ -620,7 +571,7 @@ async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_serv
         assert stack.controller.failures == []
 
 
-async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_server: Server) -> None:
+async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_server: NatsServer) -> None:
     async with Stack(own_server) as stack:
         first = stack.controller
         own_server.kill()
@@ -643,7 +594,7 @@ async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_serv
         assert first.failures == []
 
 
-async def test_stopping_while_nats_is_away_takes_little_time(own_server: Server) -> None:
+async def test_stopping_while_nats_is_away_takes_little_time(own_server: NatsServer) -> None:
     async with Stack(own_server) as stack:
         own_server.kill()
         async with asyncio.timeout(10):

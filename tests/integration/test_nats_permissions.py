@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import nats
 import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
-from nats.js.api import KeyValueConfig, StorageType, StreamConfig
+from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import APIError
 from nats.micro import ServiceConfig, add_service
 from nats.micro.request import Request
@@ -29,6 +30,8 @@ from serve_common.adapters.nats_client import connect_nats
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
 from serve_common.settings import BusSettings
 from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
+from serve_common.wires.views import EventView
+from serve_controller.adapters.event_stream import EventStream, recent_events
 
 pytestmark = pytest.mark.integration
 
@@ -41,7 +44,7 @@ HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
 HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
-EVENT = f"{SUBJECTS.prefix}.event.goal"
+EVENT = SUBJECTS.event("goal", "g7")
 
 Connect = Callable[[str], Awaitable[Client]]
 
@@ -160,6 +163,9 @@ ALLOWED = [
     ("controller", "PUB", EVENT),
     ("controller", "PUB", KEY),
     ("controller", "PUB", f"$JS.API.STREAM.CREATE.{STREAM}"),
+    ("controller", "PUB", f"$JS.API.STREAM.CREATE.{SUBJECTS.event_stream}"),
+    ("controller", "PUB", f"$JS.API.STREAM.INFO.{SUBJECTS.event_stream}"),
+    ("controller", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("controller", "PUB", "_INBOX.abc"),
     ("controller", "PUB", inbox("admin")),
     ("controller", "PUB", inbox("host")),
@@ -190,6 +196,8 @@ ALLOWED = [
     ("admin", "PUB", SUBJECTS.call(ENDPOINT)),
     ("admin", "PUB", "$SRV.PING"),
     ("admin", "SUB", EVENT),
+    ("admin", "SUB", SUBJECTS.events),
+    ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("admin", "SUB", "_INBOX.abc.*"),
     *((role, "SUB", f"_INBOX_{role}.>") for role in ("controller", "proxy", "host", "replica", "admin")),
 ]
@@ -203,10 +211,18 @@ DENIED = [
     *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "admin")),
     *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "admin")),
     *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "admin")),
+    # only the controller tells what happened, and only the admin hears it
+    *((role, "PUB", EVENT) for role in ("proxy", "host", "replica", "admin")),
+    *((role, "SUB", EVENT) for role in ("proxy", "host", "replica")),
+    *(
+        (role, "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x")
+        for role in ("proxy", "host", "replica")
+    ),
     # only the controller manages streams
     *(
-        (role, "PUB", f"$JS.API.STREAM.{verb}.{STREAM}")
+        (role, "PUB", f"$JS.API.STREAM.{verb}.{stream}")
         for role in ("proxy", "host", "replica", "admin")
+        for stream in (STREAM, SUBJECTS.event_stream)
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE")
     ),
     *(
@@ -233,7 +249,6 @@ DENIED = [
     ("replica", "PUB", inbox("host")),
     ("replica", "PUB", inbox("admin")),
     ("replica", "PUB", "_INBOX.abc"),
-    ("replica", "PUB", EVENT),
     ("replica", "PUB", "$SRV.PING"),
     ("replica", "SUB", "$SRV.PING"),
     # nobody hears everything, and nobody but the system user sees the system
@@ -397,14 +412,26 @@ async def test_who_may_ask_gets_the_answer(
 
 async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:
     controller, admin = await connect("controller"), await connect("admin")
-    heard = await admin.subscribe(f"{SUBJECTS.prefix}.event.>")
+    heard = await admin.subscribe(SUBJECTS.events)
     await admin.flush()
-    stream = StreamConfig(name="serve-events", subjects=[f"{SUBJECTS.prefix}.event.>"], max_bytes=1 << 20)
-    await controller.jetstream().add_stream(stream)
-    await controller.jetstream().publish(EVENT, b"{}")
-    assert (await heard.next_msg(timeout=2)).data == b"{}"
+    events = EventStream(controller, SUBJECTS)
+    events.start()
+    view = EventView(at=1.0, kind="host", subject="host-1", message="came")
+    events.publish_event("host", "host-1", msgspec.json.encode(view))
+    assert msgspec.json.decode((await heard.next_msg(timeout=2)).data, type=EventView) == view
+    await events.close()
+    assert await recent_events(controller, SUBJECTS, 10) == [view]
+
+    # Who came too late for it still finds it in the stream.
+    late = await admin.jetstream(timeout=2).subscribe(
+        SUBJECTS.events, stream=SUBJECTS.event_stream, ordered_consumer=True
+    )
+    assert msgspec.json.decode((await late.next_msg(timeout=2)).data, type=EventView) == view
+    await late.unsubscribe()
+    assert controller.last_error is None
+    assert admin.last_error is None
     with pytest.raises((nats.errors.TimeoutError, APIError)):
-        await admin.jetstream(timeout=0.3).delete_stream("serve-events")
+        await admin.jetstream(timeout=0.3).delete_stream(SUBJECTS.event_stream)
 
 
 async def test_the_system_user_sees_the_server_and_not_the_instance(server: Server, connect: Connect) -> None:

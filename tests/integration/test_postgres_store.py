@@ -15,7 +15,7 @@ from serve_common.names import ControllerId, HostId
 from serve_controller.adapters import postgres_pool, postgres_store
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.sql import MIGRATIONS, Migration
-from serve_controller.core.checkpoint import Changes
+from serve_controller.core.changes import Changes
 from serve_controller.core.objects import HostRecord
 from serve_controller.ports import HistoryEntry
 from tests.integration.postgres_server import PostgresServer
@@ -111,24 +111,49 @@ async def test_controllers_that_migrate_at_the_same_moment_do_it_once(database: 
 
 
 async def test_a_database_newer_than_the_code_is_refused(store: PostgresStore, observer: asyncpg.Connection):
-    await observer.execute("INSERT INTO schema_migrations (version, name) VALUES (7, 'future')")
-    with pytest.raises(PermanentError, match="schema version 7; this controller knows up to 1"):
+    await observer.execute("INSERT INTO schema_migrations (version, name) VALUES (97, 'future')")
+    with pytest.raises(
+        PermanentError, match=rf"schema version 97; this controller knows up to {len(MIGRATIONS)}"
+    ):
         await store.migrate()
 
 
 async def test_a_migration_that_fails_leaves_nothing_of_itself(
     store: PostgresStore, database: tuple[str, str], observer: asyncpg.Connection
 ):
-    broken = Migration(2, "broken", "CREATE TABLE muster.half (); SELECT 1/0")
+    next_version = len(MIGRATIONS) + 1
+    broken = Migration(next_version, "broken", "CREATE TABLE muster.half (); SELECT 1/0")
     later = PostgresStore(*database, application_name=NAME, migrations=[*MIGRATIONS, broken])
     with pytest.raises(asyncpg.DivisionByZeroError):
         await later.migrate()
     assert await observer.fetchval("SELECT to_regclass('half')") is None
     await store.migrate()
 
-    fixed = Migration(2, "fixed", "CREATE TABLE muster.half ()")
+    fixed = Migration(next_version, "fixed", "CREATE TABLE muster.half ()")
     await PostgresStore(*database, application_name=NAME, migrations=[*MIGRATIONS, fixed]).migrate()
-    assert await observer.fetchval("SELECT max(version) FROM schema_migrations") == 2
+    assert await observer.fetchval("SELECT max(version) FROM schema_migrations") == next_version
+
+
+async def test_history_from_before_it_had_values_is_read(database: tuple[str, str]):
+    first = PostgresStore(*database, application_name=NAME, migrations=MIGRATIONS[:1])
+    await first.migrate()
+    await first.close()
+    async with connected(*database) as connection:
+        await connection.execute(
+            "INSERT INTO history (at, epoch, verb, subject, goal_id, request) "
+            "VALUES (to_timestamp(5.5), 1, 'deploy', 'default/a', 'g1', '{}')"
+        )
+    async with store_on(*database) as store:
+        await store.migrate()
+        [view] = await store.read_history(10, "default/a", None)
+    assert (view.at, view.who, view.verb, view.request, view.old, view.new) == (
+        5.5,
+        "",
+        "deploy",
+        {},
+        None,
+        None,
+    )
 
 
 # -- the fence

@@ -7,178 +7,21 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
-import msgspec
 import nats
 import pytest
-from nats.js.api import KeyValueConfig
 
-from serve_common.names import BackendTag, EndpointTag, ProxyId
-from serve_common.settings import BusSettings, OperationsSettings
-from serve_common.subjects import Subjects, backend_key, endpoint_key
-from serve_common.values import HttpOptions
+from serve_common.names import EndpointTag
+from serve_common.subjects import endpoint_key
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_proxy.settings import ProxySettings
-from serve_proxy.wiring import Proxy
-from tests.integration.fake_replica import FakeReplica
+from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
-
-TAG = "default/echo"
-R0, R1 = f"{TAG}#0", f"{TAG}#1"
-MIB = 1024 * 1024
-
-
-class NatsServer:
-    """A nats-server with JetStream that can be killed and started again on its port."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        binary = shutil.which("nats-server") or str(Path(sys.executable).parent / "nats-server")
-        command = [binary, "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._directory)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-
-class Stack:
-    """NATS, a bucket that the test writes as a controller would, replicas, and one proxy in this process."""
-
-    def __init__(self, server: NatsServer) -> None:
-        self.server = server
-        self.subjects = Subjects()
-        self.snapshot_id = 0
-        self.replicas: list[FakeReplica] = []
-        self.reports: list[ProxyReport] = []
-        self._reported = asyncio.Event()
-        self.is_failed = False
-
-    async def start(self, **options) -> None:
-        self.client = await nats.connect(self.server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
-        await self.client.subscribe(self.subjects.proxy_reports, cb=self._hear)
-        self.http_options = HttpOptions(
-            request_timeout_s=options.pop("request_timeout_s", 10.0), body_bytes_max=10 * MIB
-        )
-        self.proxy = Proxy(make_settings(self.server, self.http_options, **options), on_failure=self._fail)
-        self.url = f"http://{await self.proxy.start()}"
-        self.session = aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
-
-    def _fail(self) -> None:
-        self.is_failed = True
-
-    async def close(self) -> None:
-        await self.session.close()
-        await self.proxy.close()
-        for replica in self.replicas:
-            await replica.close()
-        await self.client.close()
-
-    async def create_bucket(self) -> None:
-        self.bucket = await self.client.jetstream().create_key_value(
-            KeyValueConfig(bucket=self.subjects.bucket)
-        )
-
-    async def put(self, key: str, content) -> int:
-        self.snapshot_id += 1
-        value = Snapshot(snapshot_id=self.snapshot_id, epoch=1, content=content)
-        await self.bucket.put(key, msgspec.json.encode(value))
-        return self.snapshot_id
-
-    async def put_endpoint(
-        self, tag: str = TAG, route: str | None = "/echo", methods=("GET", "POST", "HEAD")
-    ) -> int:
-        content = EndpointSnapshot(
-            endpoint_tag=EndpointTag(tag), route=route, methods=list(methods), traffic={BackendTag(TAG): 1.0}
-        )
-        return await self.put(endpoint_key(EndpointTag(tag)), content)
-
-    async def put_backend(self, *replicas: str, draining=(), limit: int = 100, queue: int = 1000) -> int:
-        content = BackendSnapshot(
-            backend_tag=BackendTag(TAG),
-            replicas=list(replicas),
-            draining=list(draining),
-            max_concurrent_queries=limit,
-            max_queued_requests=queue,
-        )
-        return await self.put(backend_key(BackendTag(TAG)), content)
-
-    async def add_replica(self, tag: str, **options) -> FakeReplica:
-        replica = await FakeReplica(self.server.url, tag, **options).start()
-        self.replicas.append(replica)
-        return replica
-
-    async def _hear(self, message) -> None:
-        self.reports.append(msgspec.json.decode(message.data, type=ProxyReport))
-        self._reported.set()
-
-    async def report(self, is_wanted) -> ProxyReport:
-        """The first report, past or future, that ``is_wanted``."""
-        async with asyncio.timeout(15):
-            while True:
-                for report in self.reports:
-                    if is_wanted(report):
-                        return report
-                self._reported.clear()
-                await self._reported.wait()
-
-    async def queued(self) -> None:
-        """Until a request waits in the proxy; its queue tells nobody, so it is looked at."""
-        router = self.proxy._ingress.routes.routers[BackendTag(TAG)]
-        async with asyncio.timeout(5):
-            while not router.queue_depth:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
-    async def applied(self, snapshot_id: int) -> None:
-        await self.report(lambda report: report.applied_snapshot_id >= snapshot_id)
-
-    async def serve(self, *replicas: str, **backend) -> list[FakeReplica]:
-        """Everything up: bucket, one endpoint, the given replicas, and the proxy knows."""
-        started = [await self.add_replica(tag) for tag in replicas]
-        await self.create_bucket()
-        await self.put_endpoint()
-        await self.applied(await self.put_backend(*replicas, **backend))
-        return started
-
-    async def get(self, path: str, method: str = "GET", **options):
-        async with self.session.request(method, self.url + path, **options) as response:
-            return response.status, await response.read(), response.headers
-
-
-def make_settings(server: NatsServer, http: HttpOptions, **options) -> ProxySettings:
-    return ProxySettings(
-        proxy_id=ProxyId("p1"),
-        bus=BusSettings(
-            servers=[server.url], user="", password="", inbox_prefix="_INBOX_proxy", subject_prefix="serve"
-        ),
-        operations=OperationsSettings(host="127.0.0.1", port=0),
-        http_host="127.0.0.1",
-        http_port=0,
-        http=http,
-        drain_timeout_s=options.pop("drain_timeout_s", 5.0),
-        bus_wait_s=options.pop("bus_wait_s", 5.0),
-        **options,
-    )
 
 
 @pytest.fixture
@@ -191,18 +34,8 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 
 @pytest.fixture
 async def stack(server: NatsServer) -> AsyncIterator[Stack]:
-    stack = Stack(server)
-    async with asyncio.timeout(10):
-        while True:
-            try:
-                await stack.start()
-                break
-            except nats.errors.NoServersError:
-                await asyncio.sleep(0.05)
-    yield stack
-    await stack.close()
-    assert not stack.is_failed
-    assert not stack.proxy._dispatcher.calls
+    async with running_stack(server) as stack:
+        yield stack
 
 
 async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
@@ -480,16 +313,11 @@ async def test_what_is_no_http_gets_a_json_400_and_large_headers_431(stack: Stac
 
 
 async def test_a_slow_replica_is_a_504_and_is_told(server: NatsServer) -> None:
-    stack = Stack(server)
-    await asyncio.sleep(0.3)
-    await stack.start(request_timeout_s=0.5)
-    try:
+    async with running_stack(server, request_timeout_s=0.5) as stack:
         (replica,) = await stack.serve(R0)
         status, body, _ = await stack.get("/echo/hold")
         assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
         await replica.wait(lambda: replica.cancelled == ["/echo/hold"])
-    finally:
-        await stack.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -125,6 +125,14 @@ class Broken:
         raise RuntimeError("the model file is missing")
 
 
+class Stuck:
+    def __init__(self):
+        time.sleep(600)
+
+    def __call__(self, request):
+        return "never"
+
+
 class Sick:
     def check_health(self):
         raise RuntimeError("no disk")
@@ -221,6 +229,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SERVE_OPS_PORT": "0",
         "SERVE_RAY_TEMP_DIR": str(ray_dir),
         "SERVE_NUM_CPUS": "4",
+        "SERVE_SPARE_REPLICAS": "2",
         "SERVE_APP_ROOT": str(directory),
         "SERVE_DRAIN_TIMEOUT_S": "5",
     }
@@ -377,9 +386,17 @@ class Driver:
         }
         return ReplicaGoal(**(fields | changes))
 
-    async def goal(self, *replicas: ReplicaGoal, epoch: int = 1, generation: int | None = None) -> int:
+    async def goal(
+        self,
+        *replicas: ReplicaGoal,
+        epoch: int = 1,
+        generation: int | None = None,
+        kill: tuple[ReplicaTag, ...] = (),
+    ) -> int:
         generation = next(self._generation) if generation is None else generation
-        goal = HostGoal(host_id=HOST, epoch=epoch, generation=generation, replicas=list(replicas))
+        goal = HostGoal(
+            host_id=HOST, epoch=epoch, generation=generation, replicas=list(replicas), kill=list(kill)
+        )
         await self.controller.publish(SUBJECTS.host_goal(HOST), msgspec.json.encode(goal))
         return generation
 
@@ -423,6 +440,20 @@ class Driver:
 
     async def call(self, tag: ReplicaTag, path: str = "/app", **options: Any) -> tuple[Head, bytes]:
         return await self.request(tag, path, **options).answer()
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
+async def _alive(*pids: int) -> list[int]:
+    """Those that have not ended within some seconds; one that only waits to be reaped has."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 5)
+    return [process.pid for process in left if _title(process)]
 
 
 def _status(report: HostReport, tag: ReplicaTag) -> ReplicaStatus | None:
@@ -678,6 +709,101 @@ async def test_a_replica_without_room_waits_and_says_why_until_its_time_is_over(
 
     assert waiting.replicas[-1].status is ReplicaStatus.STARTING
     assert "longer than 3 s" in failed.error
+
+
+@pytest.mark.parametrize(("num_cpus", "fitting"), [(3.0, 1), (1.9, 2)])
+async def test_a_replica_that_was_given_up_before_it_was_placed_takes_no_room_later(
+    driver: Driver, num_cpus: float, fitting: int
+) -> None:
+    """Both by an actor of its own and by one that waits: neither may come late."""
+    options = RayActorOptions(num_cpus=num_cpus)
+    first = [driver.replica("Echo", ray_actor_options=options) for _ in range(fitting)]
+    await driver.run(*first)
+    late = driver.replica("Echo", ray_actor_options=options, start_timeout_s=3.0)
+    await driver.goal(*first, late)
+
+    waiting = await driver.until(lambda r: f"{num_cpus:g} CPU" in r.replicas[-1].error)
+    failed = await driver.until_status(late.replica_tag, ReplicaStatus.FAILED)
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+    await driver.run(*(driver.replica("Echo", ray_actor_options=options) for _ in range(fitting)))
+
+    assert _status(waiting, late.replica_tag) is ReplicaStatus.STARTING
+    assert "longer than 3 s" in failed.error
+
+
+async def test_a_stuck_constructor_keeps_no_other_replica_waiting_and_is_killed_when_its_time_is_over(
+    driver: Driver,
+) -> None:
+    stuck = driver.replica("Stuck", start_timeout_s=600.0)
+    short = driver.replica("Stuck", start_timeout_s=1.0)
+    echo = driver.replica("Echo")
+    await driver.goal(stuck, short, echo)
+
+    report = await driver.until(lambda r: _status(r, echo.replica_tag) is ReplicaStatus.RUNNING)
+    failed = await driver.until_status(short.replica_tag, ReplicaStatus.FAILED)
+
+    assert _status(report, stuck.replica_tag) is ReplicaStatus.STARTING
+    assert "longer than 1 s" in failed.error
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+    assert await _alive(failed.pid) == []
+
+
+async def test_a_replica_that_does_not_stop_keeps_no_other_waiting_and_is_killed_by_force(
+    driver: Driver,
+) -> None:
+    patient = driver.replica("Echo", graceful_shutdown_timeout_s=600.0)
+    hasty = driver.replica("Echo", graceful_shutdown_timeout_s=0.5)
+    await driver.run(patient, hasty)
+    report = await driver.until(lambda r: all(x.pid for x in r.replicas))
+    pids = [replica.pid for replica in report.replicas]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    echo = driver.replica("Echo")
+
+    await driver.goal(echo)
+    started = await driver.until(lambda r: _status(r, echo.replica_tag) is ReplicaStatus.RUNNING)
+    ended = await driver.until(lambda r: _status(r, hasty.replica_tag) is None)
+
+    assert _status(started, patient.replica_tag) is ReplicaStatus.DRAINING
+    assert _status(ended, patient.replica_tag) is ReplicaStatus.DRAINING
+    await driver.goal(echo, kill=(patient.replica_tag,))
+    await driver.until(lambda r: _status(r, patient.replica_tag) is None)
+    assert await _alive(*pids) == []
+
+
+async def test_a_replica_to_be_killed_is_not_waited_for(driver: Driver) -> None:
+    echo = driver.replica("Echo", graceful_shutdown_timeout_s=60.0)
+    await driver.run(echo)
+    driver.request(echo.replica_tag, "/app/slow", query="s=50")
+    await driver.connection.flush(2)
+    await driver.goal()
+    await driver.until_status(echo.replica_tag, ReplicaStatus.DRAINING)
+
+    await driver.goal(kill=(echo.replica_tag,))
+
+    await driver.until(lambda report: not report.replicas, 20)
+
+
+async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_killed(
+    driver: Driver, stack: Stack
+) -> None:
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
+    spares = [
+        child
+        for child in psutil.Process(stack.host.pid).children(recursive=True)
+        if "ReplicaActor" in _title(child)
+    ]
+    for spare in spares:
+        spare.kill()
+    await asyncio.to_thread(psutil.wait_procs, spares, 5)
+    await driver.until(lambda report: True)
+
+    await driver.run(*(driver.replica("Echo") for _ in range(3)))
+
+    assert spares
 
 
 async def test_environment_variables_of_a_replica_are_set(driver: Driver) -> None:

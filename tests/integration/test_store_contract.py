@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import asyncpg
+import msgspec
 import pytest
 
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
-from serve_common.wires.views import GoalStatus
+from serve_common.wires.views import GoalStatus, HistoryView
+from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row
 from serve_controller.adapters.postgres_store import PostgresStore
-from serve_controller.core.checkpoint import Changes, Checkpoint, Kind, key_of
+from serve_controller.core.changes import Changes, Kind, key_of
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Counters,
     Goal,
@@ -50,6 +54,12 @@ class World(Protocol):
     async def spoil_rows(self, kind: str) -> None:
         """Give the rows of a kind a schema version from the future."""
 
+    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
+        """Add rows (kind, key, schema version, JSON) as an older controller did."""
+
+    async def schema_versions(self) -> set[int]:
+        """Of all rows."""
+
 
 class MemoryWorld:
     def __init__(self) -> None:
@@ -71,6 +81,12 @@ class MemoryWorld:
     async def spoil_rows(self, kind: str) -> None:
         rows = self.store.rows
         rows.update({k: type(r)(r.kind, r.key, 99, r.value) for k, r in rows.items() if r.kind == kind})
+
+    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
+        self.store.rows.update({row[:2]: Row(*row) for row in rows})
+
+    async def schema_versions(self) -> set[int]:
+        return {row.schema_version for row in self.store.rows.values()}
 
 
 class PostgresWorld:
@@ -106,6 +122,13 @@ class PostgresWorld:
     async def spoil_rows(self, kind: str) -> None:
         await self.sql("UPDATE checkpoint_rows SET schema_version = 99 WHERE kind = $1", kind)
 
+    async def put_rows(self, rows: list[tuple[str, str, int, str]]) -> None:
+        for row in rows:
+            await self.sql("INSERT INTO checkpoint_rows VALUES ($1, $2, $3, $4, 1, clock_timestamp())", *row)
+
+    async def schema_versions(self) -> set[int]:
+        return {version for (version,) in await self.sql("SELECT schema_version FROM checkpoint_rows")}
+
     async def close(self) -> None:
         for store in self._stores:
             await store.close()
@@ -129,7 +152,8 @@ def goal(number: int, error: str = "") -> Goal:
     return Goal(
         goal_id=GoalId(f"g{number}"),
         kind=GoalKind.DEPLOY,
-        backend_tag=BackendTag("default/a"),
+        subject="default/a",
+        owns=["backends.default.a"],
         status=GoalStatus.FAILED if error else GoalStatus.PENDING,
         created_at=1763700000.123456,
         error=error,
@@ -153,6 +177,21 @@ def put(*values: Any) -> Changes:
 
 def entry(verb: str, request: str = "{}", goal_id: str | None = "g1") -> HistoryEntry:
     return HistoryEntry(at=1763700000.5, verb=verb, subject="default/a", goal_id=goal_id, request=request)
+
+
+def noted(
+    who: str, subject: str = "default/a", old: str | None = None, new: str | None = None
+) -> HistoryEntry:
+    return HistoryEntry(
+        at=1763700000.25,
+        who=who,
+        verb="deploy",
+        subject=subject,
+        goal_id="g1",
+        request='{"name":"a"}',
+        old=old,
+        new=new,
+    )
 
 
 def contents(checkpoint: Checkpoint) -> dict[object, object]:
@@ -243,6 +282,118 @@ async def test_history_is_written_with_its_change_and_in_order(world: World):
         ("delete_deployment", "default/a", None, {}),
         ("deploy", "default/a", "g1", [1]),
     ]
+
+
+async def test_history_is_read_as_it_was_written(world: World):
+    epoch = await lead(world.store)
+    await world.store.record(epoch, Changes(), [noted("ann", new='{"n":[1,2.5,null]}')])
+    await world.store.record(epoch, Changes(), [noted("", old="[]", new="{}"), entry("delete", goal_id=None)])
+    views = await world.another().read_history(10, None, None)
+    assert [view.id for view in views] == sorted({view.id for view in views}, reverse=True)
+    third, second, first = views
+    assert first == HistoryView(
+        id=first.id,
+        at=1763700000.25,
+        who="ann",
+        epoch=epoch,
+        verb="deploy",
+        subject="default/a",
+        goal_id=GoalId("g1"),
+        request={"name": "a"},
+        old=None,
+        new={"n": [1, 2.5, None]},
+    )
+    assert (second.who, second.old, second.new) == ("", [], {})
+    assert (third.verb, third.at, third.goal_id, third.old, third.new) == (
+        "delete",
+        1763700000.5,
+        None,
+        None,
+        None,
+    )
+
+
+async def test_history_is_read_page_by_page_and_by_subject(world: World):
+    epoch = await lead(world.store)
+    notes = [noted(f"w{number}", subject=f"default/{'ab'[number % 2]}") for number in range(7)]
+    for note in notes:
+        await world.store.record(epoch, Changes(), [note])
+    read = world.store.read_history
+
+    newest = await read(3, None, None)
+    assert [view.who for view in newest] == ["w6", "w5", "w4"]
+    assert [view.who for view in await read(3, None, newest[-1].id)] == ["w3", "w2", "w1"]
+    of_b = await read(2, "default/b", None)
+    assert [view.who for view in of_b] == ["w5", "w3"]
+    assert [view.who for view in await read(2, "default/b", of_b[-1].id)] == ["w1"]
+    assert await read(5, "default/nobody", None) == []
+    assert await read(5, None, (await read(7, None, None))[-1].id) == []
+    assert len(await read(500, None, 2**63 - 1)) == 7
+
+
+async def test_a_page_of_history_fits_one_message_and_the_next_goes_on(world: World):
+    epoch = await lead(world.store)
+    large = json.dumps("x" * 300_000)
+    notes = [noted("w0", old=large), noted("w1", new=large), noted("w2", old=large, new=large)]
+    giant = [noted("giant", old=json.dumps("y" * 900_000))]
+    await world.store.record(epoch, Changes(), [*notes, *giant])
+    seen, before = [], None
+    while views := await world.store.read_history(500, None, before):
+        seen.append([view.who for view in views])
+        before = views[-1].id
+    assert seen == [["giant"], ["w2"], ["w1", "w0"]]
+
+
+async def test_history_that_no_json_can_hold_is_read_with_escapes(world: World):
+    epoch = await lead(world.store)
+    await world.store.record(epoch, Changes(), [entry("deploy", '{"a\\udcff":"nul \\u0000 \\ud83d\\ude00"}')])
+    [view] = await world.store.read_history(1, None, None)
+    assert view.request == {"a\\udcff": "nul \0 \U0001f600"}
+    msgspec.json.encode(view)
+
+
+async def test_a_fenced_record_notes_nothing(world: World):
+    epoch = await lead(world.store)
+    with pytest.raises(FencedOut):
+        await world.store.record(epoch + 1, Changes(), [noted("ann")])
+    assert await world.store.read_history(10, None, None) == []
+
+
+def rows_of_version_1() -> list[tuple[str, str, int, str]]:
+    path = Path(__file__).parents[1] / "data" / "checkpoints" / "v1.json"
+    return [
+        (row["kind"], row["key"], row["schema_version"], json.dumps(row["value"]))
+        for row in json.loads(path.read_text(encoding="utf-8"))
+    ]
+
+
+async def test_what_an_older_version_wrote_is_rewritten_by_the_first_record(world: World):
+    await world.put_rows(rows_of_version_1())
+    epoch = await lead(world.store)
+    loaded = await world.store.load()
+    assert BackendTag("default/digits") in loaded.deployments
+    assert await world.schema_versions() == {1}, "nothing is written before there is a leader's record"
+
+    changes = Changes(puts=(Counters(goal=99),), deletes=((Kind.PROXY, "proxy-1"),))
+    await world.store.record(epoch, changes)
+    assert await world.schema_versions() == {SCHEMA_VERSION}
+    assert contents(await world.another().load()) == contents(loaded.applied(changes))
+
+    before = await world.row_versions()
+    await world.store.record(epoch, put(Counters(goal=100)))
+    after = await world.row_versions()
+    assert {key for key in after if after[key] != before[key]} == {("counters", "counters")}
+
+
+async def test_a_fenced_out_controller_upgrades_nothing(world: World):
+    await world.put_rows(rows_of_version_1())
+    epoch = await lead(world.store)
+    await world.store.load()
+    with pytest.raises(FencedOut):
+        await world.store.record(epoch - 1, put(Counters(goal=99)))
+    assert await world.schema_versions() == {1}
+    await world.store.record(epoch, put(Counters(goal=99)))
+    assert await world.schema_versions() == {SCHEMA_VERSION}
 
 
 async def test_a_fenced_record_writes_nothing(world: World):
@@ -365,6 +516,7 @@ def every_call(store: Store) -> Sequence[Any]:
         store.release_leadership(A, 1),
         store.load(),
         store.record(1, put(goal(2))),
+        store.read_history(1, None, None),
     ]
 
 

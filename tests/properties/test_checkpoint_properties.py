@@ -7,24 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.values import (
+    BackendConfig,
+    HttpOptions,
+    OnFailure,
+    Placement,
+    RayActorOptions,
+    ReplicaConfig,
+)
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import dump, dump_changes, load, load_checkpoint
-from serve_controller.core.checkpoint import COUNTERS_KEY, Changes, Checkpoint, Draft, key_of
+from serve_controller.core.changes import COUNTERS_KEY, Changes, Key, key_of
+from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
+    Application,
+    ApplicationVersion,
     Backend,
     BackendVersion,
     CheckpointObject,
     Counters,
+    Deployment,
     Endpoint,
     EndpointConfig,
     Goal,
     GoalKind,
     HostRecord,
+    HttpRecord,
     ProxyRecord,
     Replica,
     ReplicaState,
+    Revision,
     SnapshotRecord,
 )
 
@@ -58,7 +71,14 @@ versions = st.builds(
     config_version=counts,
     version=st.none() | texts,
     replica_config=replica_configs,
-    backend_config=st.builds(BackendConfig, num_replicas=counts, user_config=json_values),
+    backend_config=st.builds(
+        BackendConfig,
+        num_replicas=counts,
+        user_config=json_values,
+        on_failure=st.sampled_from(OnFailure),
+        placement=st.sampled_from(Placement),
+        max_replicas_per_host=st.none() | counts,
+    ),
 )
 backends = st.builds(
     Backend,
@@ -66,7 +86,10 @@ backends = st.builds(
     goal_id=texts.map(GoalId),
     target=versions,
     last_good=st.none() | versions,
+    kept=st.none() | versions,
     others=st.lists(versions, max_size=1),
+    newest_revision=counts,
+    force_kill=st.booleans(),
     newest_code_version=counts,
     newest_config_version=counts,
     deleting=st.booleans(),
@@ -77,15 +100,46 @@ backends = st.builds(
 )
 endpoint_configs = st.builds(
     EndpointConfig,
-    route=st.none() | texts,
+    route=st.none() | st.sampled_from(["/a", "/b"]) | texts,
     methods=st.lists(texts, max_size=3),
     traffic=st.dictionaries(backend_tags, reals, max_size=3),
+    shadows=st.dictionaries(backend_tags, reals, max_size=2),
 )
 endpoints = st.builds(
     Endpoint,
     endpoint_tag=backend_tags.map(EndpointTag),
     target=endpoint_configs,
     last_good=st.none() | endpoint_configs,
+    goal_id=texts.map(GoalId),
+)
+deployments = st.builds(
+    Deployment,
+    tag=backend_tags,
+    application=texts,
+    started_at=times,
+    ended_at=st.none() | times,
+    ended_as=st.none() | versions,
+    ended_route=st.none() | texts,
+)
+application_versions = st.builds(
+    ApplicationVersion, ingress=backend_tags, deployments=st.lists(backend_tags, max_size=3)
+)
+applications = st.builds(
+    Application,
+    name=st.sampled_from(["shop", "bank"]),
+    goal_id=texts.map(GoalId),
+    target=application_versions,
+    last_good=st.none() | application_versions,
+    deleting=st.booleans(),
+)
+revisions = st.builds(
+    Revision,
+    backend_tag=backend_tags,
+    revision=st.integers(1, 3),
+    at=times,
+    goal_id=texts.map(GoalId),
+    version=versions,
+    endpoint=st.none() | endpoint_configs,
 )
 
 
@@ -99,9 +153,12 @@ def replicas(draw: st.DrawFn) -> Replica:
         config_version=draw(counts),
         state=draw(st.sampled_from(ReplicaState)),
         since=draw(times),
-        host_id=draw(st.none() | texts.map(HostId)),
+        host_id=draw(st.none() | st.sampled_from(["h1", "h2"]).map(HostId)),
         generation=draw(counts),
         message=draw(texts),
+        needs=draw(st.dictionaries(st.sampled_from(["CPU", "GPU"]), st.floats(0, 1e6), max_size=2)),
+        goal_bytes=draw(st.integers(0, 2**20)),
+        force_kill=draw(st.booleans()),
     )
 
 
@@ -109,14 +166,27 @@ goals = st.builds(
     Goal,
     goal_id=st.sampled_from(["g1", "g2", "g3"]).map(GoalId),
     kind=st.sampled_from(GoalKind),
-    backend_tag=backend_tags,
+    subject=texts,
+    owns=st.lists(st.sampled_from(["backends.a", "endpoints.a", "hosts.h1"]), unique=True, max_size=3),
     status=st.sampled_from(GoalStatus),
     created_at=times,
     request_id=st.none() | texts,
     error=texts,
     finished_at=st.none() | times,
 )
-hosts = st.builds(HostRecord, host_id=st.sampled_from(["h1", "h2"]).map(HostId), generation=counts)
+hosts = st.builds(
+    HostRecord,
+    host_id=st.sampled_from(["h1", "h2"]).map(HostId),
+    generation=counts,
+    draining=st.booleans(),
+    goal_id=texts.map(GoalId),
+)
+http_options = st.builds(
+    HttpOptions, request_timeout_s=reals, body_bytes_max=counts, middlewares=st.lists(texts, max_size=2)
+)
+https = st.builds(
+    HttpRecord, target=http_options, last_good=st.none() | http_options, goal_id=texts.map(GoalId)
+)
 proxies = st.builds(ProxyRecord, proxy_id=st.sampled_from(["p1", "p2"]).map(ProxyId))
 replica_tags = st.builds(replica_tag, backend_tags, st.integers(1, 4))
 snapshots = st.builds(
@@ -133,6 +203,7 @@ snapshots = st.builds(
             route=st.none() | texts,
             methods=st.lists(texts, max_size=2),
             traffic=st.dictionaries(backend_tags, reals, max_size=2),
+            shadows=st.dictionaries(backend_tags, reals, max_size=2),
         )
         | st.builds(
             BackendSnapshot,
@@ -141,12 +212,24 @@ snapshots = st.builds(
             draining=st.lists(replica_tags, max_size=2),
             max_concurrent_queries=counts,
             max_queued_requests=counts,
-        ),
+        )
+        | st.builds(HttpSnapshot, options=http_options),
     ),
 )
 counters = st.builds(Counters, goal=counts, ordinal=counts, generation=counts, snapshot=counts)
 objects: st.SearchStrategy[CheckpointObject] = (
-    backends | endpoints | replicas() | goals | hosts | proxies | snapshots | counters
+    backends
+    | endpoints
+    | deployments
+    | applications
+    | revisions
+    | replicas()
+    | goals
+    | hosts
+    | proxies
+    | https
+    | snapshots
+    | counters
 )
 few_objects = st.lists(objects, max_size=6)
 steps = st.lists(st.tuples(st.sampled_from(["put", "delete"]), objects), max_size=8)
@@ -158,6 +241,7 @@ def checkpoint_of(values: list[CheckpointObject]) -> Checkpoint:
 
 def contents(checkpoint: Checkpoint) -> dict[object, object]:
     assert all(checkpoint.replicas.values()), "a backend without replicas has no entry"
+    assert all(checkpoint.revisions.values()), "a backend without revisions has no entry"
     return {key_of(value): value for value in checkpoint.all_objects()}
 
 
@@ -184,6 +268,56 @@ def test_a_checkpoint_comes_back_from_its_rows_as_it_was(values):
     assert contents(load_checkpoint(dump(value) for value in checkpoint.all_objects())) == contents(
         checkpoint
     )
+
+
+INDICES = ("by_host", "loads", "pending", "owners", "requests", "routes", "used_by", "unplaced")
+
+
+def claims(value: CheckpointObject) -> set[tuple[str, str]]:
+    """What an object has that no other may have; the core sees to that."""
+    match value:
+        case Endpoint():
+            return {("route", config.route) for config in value.configs() if config.route is not None}
+        case Goal(request_id=str(request_id)):
+            return {("request", request_id)}
+        case _:
+            return set()
+
+
+@st.composite
+def consistent_objects(draw: st.DrawFn) -> list[CheckpointObject]:
+    by_key: dict[Key, CheckpointObject] = {}
+    claimed: set[tuple[str, str]] = set()
+    for value in draw(st.lists(objects, max_size=12)):
+        if key_of(value) not in by_key and not claims(value) & claimed:
+            by_key[key_of(value)] = value
+            claimed |= claims(value)
+    return list(by_key.values())
+
+
+@given(consistent_objects(), st.data())
+def test_rows_make_the_same_checkpoint_in_whatever_order_they_come(values, data):
+    rows = [dump(value) for value in values]
+    shuffled = data.draw(st.permutations(rows))
+    one, other = load_checkpoint(rows), load_checkpoint(shuffled)
+    assert contents(one) == contents(other)
+    assert [getattr(one, name) for name in INDICES] == [getattr(other, name) for name in INDICES]
+
+
+@given(consistent_objects(), steps)
+def test_indices_of_a_changed_checkpoint_are_those_of_one_that_is_loaded(values, moves):
+    draft = Draft(checkpoint_of(values))
+    for verb, value in moves:
+        if verb == "delete" and not isinstance(value, Counters):
+            draft.delete(key_of(value))
+        elif verb == "put" and not any(
+            claims(value) & claims(other) for other in draft.all_objects() if key_of(other) != key_of(value)
+        ):
+            draft.put(value)
+    loaded = load_checkpoint(dump(value) for value in draft.all_objects())
+    assert {name: getattr(draft, name) for name in INDICES} == {
+        name: getattr(loaded, name) for name in INDICES
+    }
 
 
 @given(few_objects, steps)

@@ -21,6 +21,7 @@ from serve_replica_host.core.events import (
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
+    KILL_WITHIN_S,
     CheckReplica,
     DrainReplica,
     KillReplica,
@@ -59,6 +60,7 @@ class HostMachine(RuleBasedStateMachine):
         self.started: list[ReplicaTag] = []
         self.alive: set[ReplicaTag] = set()
         self.killed: set[ReplicaTag] = set()
+        self.killed_at: dict[ReplicaTag, float] = {}
         self.reconfiguring: dict[ReplicaTag, int] = {}
         self.draining: set[ReplicaTag] = set()
         self.checking: set[ReplicaTag] = set()
@@ -82,9 +84,13 @@ class HostMachine(RuleBasedStateMachine):
                 case DrainReplica(tag):
                     assert tag not in self.draining, "drained twice"
                     self.draining.add(tag)
+                case KillReplica(tag, is_forced=True):
+                    assert tag in self.killed, "force comes second"
+                    assert self.now >= self.killed_at[tag] + KILL_WITHIN_S
                 case KillReplica(tag):
                     assert tag not in self.killed, "killed twice"
                     self.killed.add(tag)
+                    self.killed_at[tag] = self.now
         again = reconcile_host(self.state, self.now)
         assert again.actions == []
         assert again.state == self.state
@@ -95,14 +101,20 @@ class HostMachine(RuleBasedStateMachine):
         self.state = apply_event(self.state, event, self.now)
         self.look()
 
-    @rule(ordinals=st.sets(st.sampled_from(ORDINALS)), version=st.integers(1, 4), step=st.integers(-1, 2))
-    def goal_comes(self, ordinals: set[int], version: int, step: int) -> None:
+    @rule(
+        ordinals=st.sets(st.sampled_from(ORDINALS)),
+        kill=st.sets(st.sampled_from(ORDINALS)),
+        version=st.integers(1, 4),
+        step=st.integers(-1, 2),
+    )
+    def goal_comes(self, ordinals: set[int], kill: set[int], version: int, step: int) -> None:
         generation = self.state.generation + step
         wanted = HostGoal(
             host_id=HOST,
             epoch=1,
             generation=generation,
             replicas=[replica(ordinal, version) for ordinal in sorted(ordinals)],
+            kill=[replica_tag(BACKEND, ordinal) for ordinal in sorted(kill)],
         )
         accepted = accept_goal(self.state, wanted)
         if isinstance(accepted, Refused):
@@ -155,6 +167,14 @@ class HostMachine(RuleBasedStateMachine):
         wanted = {goal.replica_tag for goal in self.state.goal.replicas} if self.state.goal else set()
         for tag in self.alive - wanted:
             assert tag in self.killed or self.state.replicas[tag].status is ReplicaStatus.DRAINING
+
+    @invariant()
+    def what_is_to_be_killed_is_killed_at_once_and_nothing_that_is_wanted(self) -> None:
+        if self.state.goal is None:
+            return
+        wanted = {goal.replica_tag for goal in self.state.goal.replicas}
+        for tag in set(self.state.goal.kill) & self.alive:
+            assert tag in wanted or tag in self.killed
 
     @invariant()
     def what_is_not_alive_is_never_said_to_serve(self) -> None:

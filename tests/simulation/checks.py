@@ -55,23 +55,24 @@ class SuccessIsTrue:
             if goal.status is not GoalStatus.SUCCEEDED or goal.goal_id in self.seen:
                 continue
             self.seen.add(goal.goal_id)
-            backend = checkpoint.backends.get(goal.backend_tag)
+            tag = BackendTag(goal.subject)
+            backend = checkpoint.backends.get(tag)
             if backend is not None and backend.goal_id != goal.goal_id:
                 continue
-            replicas = checkpoint.replicas.get(goal.backend_tag, {})
+            replicas = checkpoint.replicas.get(tag, {})
             if goal.kind is GoalKind.DELETE:
-                left = running_by_backend(self.world, goal.backend_tag)
-                self.world.check(not left, f"{goal.goal_id} deleted {goal.backend_tag} but {left} run")
+                left = running_by_backend(self.world, tag)
+                self.world.check(not left, f"{goal.goal_id} deleted {tag} but {left} run")
                 continue
             assert backend is not None
             of_target = {
                 r.replica_tag for r in replicas.values() if r.code_version == backend.target.code_version
             }
-            running = running_by_backend(self.world, goal.backend_tag) & of_target
+            running = running_by_backend(self.world, tag) & of_target
             wanted = backend.target.backend_config.num_replicas
             self.world.check(len(running) >= wanted, f"{goal.goal_id} succeeded with {running} of {wanted}")
             for proxy in self.world.proxies:
-                routed = proxy.routed(goal.backend_tag)
+                routed = proxy.routed(tag)
                 self.world.check(
                     routed <= of_target and len(routed) == wanted,
                     f"{goal.goal_id} succeeded while {proxy.proxy_id} routes to {sorted(routed)}",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.wires.commands import AnyCommand as Command
 from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
 from serve_common.wires.views import GoalStatus
-from serve_controller.core.decide import Command
 from serve_controller.shell.term import Term
 from tests.simulation.checks import (
     FailureLeavesOld,
@@ -129,8 +129,6 @@ def _acknowledged(world: World, command: Command) -> str | None:
     for _ in range(200):
         reply = world.execute(command)
         match reply:
-            case ChangeReply():
-                return reply.goal_id
             case ChangeReply():
                 return reply.goal_id
             case None:

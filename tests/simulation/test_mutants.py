@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from serve_common.errors import StoreUnavailable
+from serve_common.wires.commands import AnyCommand as Command
+from serve_common.wires.commands import CommandReply
 from serve_controller.core import goals, observed, reconcile, replica_reports, rollout
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.decide import Command, CommandReply, decide
+from serve_controller.core.commands import decide
 from serve_controller.core.objects import HostRecord
 from serve_controller.shell.term import Term
 from tests.simulation.scenario import build_world, deploy, play

@@ -16,11 +16,13 @@ import msgspec
 
 from serve_common.errors import BusUnavailable, CommandRefused, FencedOut, TransientError
 from serve_common.names import ControllerId, HostId, ProxyId
+from serve_common.wires.commands import AnyCommand as Command
+from serve_common.wires.commands import CommandReply
 from serve_common.wires.host import HostGoal, HostReport, ReplicaReport, ReplicaStatus
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.wires.views import EventView
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.decide import Command, CommandReply
 from serve_controller.shell.leadership import LEASE_TTL_S
 from serve_controller.shell.term import Term
 from tests.simulation.crashes import Crash, CrashingBoundary
@@ -250,6 +252,12 @@ class SimBus:
             self.world.deliver_in_order(proxy, key, snapshot)
         return self.revision
 
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """Nothing depends on events."""
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        return []
+
     def go(self) -> None:
         """The bus is away; its clients notice."""
         self.available = False
@@ -299,6 +307,7 @@ class SimController:
             store=store,
             host_link=self.world.bus,
             publisher=self.world.bus,
+            events=self.world.bus,
             clock=self.world,
             boundary=self.world.boundary,
             telemetry=SilentTelemetry(),

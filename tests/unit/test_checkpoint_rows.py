@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serve_common.errors import CheckpointUnreadable
-from serve_common.names import BackendTag, GoalId, HostId
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag
 from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import (
     SCHEMA_VERSION,
@@ -19,9 +19,21 @@ from serve_controller.adapters.checkpoint_rows import (
     dump_changes,
     load,
     load_checkpoint,
+    load_rows,
 )
-from serve_controller.core.checkpoint import Changes, Kind
-from serve_controller.core.objects import Counters, Goal, GoalKind, HostRecord
+from serve_controller.adapters.upgrade_v1 import KINDS_V1
+from serve_controller.core.changes import Changes, Kind, key_of
+from serve_controller.core.objects import (
+    Backend,
+    Counters,
+    Deployment,
+    Goal,
+    GoalKind,
+    HostRecord,
+    Replica,
+    Revision,
+)
+from serve_controller.core.placement import goal_bytes_of, needs_of
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "checkpoints"
 
@@ -35,7 +47,8 @@ def goal(error: str) -> Goal:
     return Goal(
         goal_id=GoalId("g1"),
         kind=GoalKind.DEPLOY,
-        backend_tag=BackendTag("default/a"),
+        subject="default/a",
+        owns=["backends.default.a"],
         status=GoalStatus.FAILED,
         created_at=1.0,
         error=error,
@@ -45,12 +58,125 @@ def goal(error: str) -> Goal:
 HOST = dump(HostRecord(host_id=HostId("h1"), generation=3))
 
 
+TAG = BackendTag("default/digits")
+KINDS = {1: set(KINDS_V1), SCHEMA_VERSION: set(Kind)}
+
+
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
 def test_rows_of_every_version_ever_written_are_read(version):
     rows = example_rows(version)
-    assert {row.kind for row in rows} == {kind.value for kind in Kind}, "an example of each kind"
+    assert {row.kind for row in rows} == {kind.value for kind in KINDS[version]}, "an example of each kind"
+    assert {row.schema_version for row in rows} == {version}
+    loaded = load_rows(rows)
+    keys = {(kind.value, key) for kind, key in map(key_of, loaded.checkpoint.all_objects())}
+    assert keys >= {(row.kind, row.key) for row in rows}
+
+
+def test_rows_of_the_current_version_are_read_as_they_are():
+    loaded = load_rows(example_rows(SCHEMA_VERSION))
+    assert loaded.upgraded == ()
+    assert len(list(loaded.checkpoint.all_objects())) == len(example_rows(SCHEMA_VERSION))
+
+
+def test_a_version_1_goal_owns_the_backend_and_the_endpoint_of_its_deployment():
+    loaded = load_checkpoint(example_rows(1)).goals[GoalId("g7")]
+    assert loaded == Goal(
+        goal_id=GoalId("g7"),
+        kind=GoalKind.DEPLOY,
+        subject=TAG,
+        owns=["backends.default.digits", "endpoints.default.digits"],
+        status=GoalStatus.FAILED,
+        created_at=1763700000.0,
+        request_id="r-1",
+        error="Traceback",
+        finished_at=1763700009.75,
+    )
+
+
+def test_a_version_1_replica_takes_what_its_version_of_the_backend_needs():
+    checkpoint = load_checkpoint(example_rows(1))
+    backend, replica = checkpoint.backends[TAG], checkpoint.replicas[TAG][ReplicaTag("default/digits#4")]
+    assert replica.needs == needs_of(backend.target)
+    assert replica.needs["CPU"] == 0.5
+    assert replica.goal_bytes == goal_bytes_of(backend.target) > 0
+    assert checkpoint.load_of(HostId("host-1")).goal_bytes == replica.goal_bytes
+
+
+def test_a_version_1_replica_of_an_older_version_takes_what_that_one_needs():
+    rows = [changed(row, config_version=8) if row.kind == "replica" else row for row in example_rows(1)]
+    rows = [with_last_good_cpus(row, 3.0) if row.kind == "backend" else row for row in rows]
+    replica = load_checkpoint(rows).replicas[TAG][ReplicaTag("default/digits#4")]
+    assert replica.needs["CPU"] == 3.0
+
+
+def test_a_version_1_replica_without_its_backend_is_read_too():
+    rows = [row for row in example_rows(1) if row.kind != "backend"]
+    assert load_checkpoint(rows).replicas[TAG][ReplicaTag("default/digits#4")].needs == {}
+
+
+def test_every_version_1_backend_was_a_deployment_since_its_first_goal():
+    goal_row = next(row for row in example_rows(1) if row.kind == "goal")
+    older = msgspec.structs.replace(
+        changed(goal_row, goal_id="g2", created_at=5.5, request_id=None), key="g2"
+    )
+    assert load_checkpoint(example_rows(1)).deployments[TAG] == Deployment(tag=TAG, started_at=1763700000.0)
+    assert load_checkpoint([*example_rows(1), older]).deployments[TAG].started_at == 5.5
+
+
+def test_what_a_version_1_goal_made_can_be_rolled_back_to():
+    rows = [changed(row, status="succeeded") if row.kind == "goal" else row for row in example_rows(1)]
     checkpoint = load_checkpoint(rows)
-    assert len(list(checkpoint.all_objects())) == len(rows)
+    backend = checkpoint.backends[TAG]
+    assert backend.last_good is not None
+    assert checkpoint.revisions[TAG][1] == Revision(
+        backend_tag=TAG,
+        revision=1,
+        at=1763700009.75,
+        goal_id=GoalId("g7"),
+        version=backend.last_good,
+        endpoint=checkpoint.endpoints[EndpointTag(TAG)].last_good,
+    )
+    assert backend.newest_revision == 1
+    assert TAG not in load_checkpoint(example_rows(1)).revisions, "its goal failed"
+
+
+def test_what_was_upgraded_is_written_with_the_next_change_and_then_current():
+    loaded = load_rows(example_rows(1))
+    assert {type(value) for value in loaded.upgraded} >= {Backend, Deployment, Goal, Replica}
+    newer = HostRecord(host_id=HostId("host-1"), generation=13)
+    gone = (Kind.GOAL, "g7")
+    written = dump_changes(Changes(puts=(newer,), deletes=(gone,)), loaded.upgraded)
+    assert dump(newer) in written.puts
+    assert [row for row in written.puts if row.kind == "goal"] == []
+    again = load_rows(written.puts)
+    assert again.upgraded == ()
+    changes = Changes(puts=(newer,), deletes=(gone,))
+    assert objects_of(again.checkpoint) == objects_of(loaded.checkpoint.applied(changes))
+
+
+def test_a_version_1_row_beside_what_was_already_written_of_it_makes_nothing_twice():
+    ended = Deployment(tag=TAG, started_at=1.0, ended_at=2.0)
+    assert load_checkpoint([*example_rows(1), dump(ended)]).deployments[TAG] == ended
+
+
+def test_a_kind_that_version_1_did_not_have_is_refused_in_it():
+    row = dump(Deployment(tag=TAG, started_at=1.0))
+    with pytest.raises(CheckpointUnreadable, match=r"row deployment 'default/digits': .*no such kind"):
+        load(msgspec.structs.replace(row, schema_version=1))
+
+
+def objects_of(checkpoint):
+    return {key_of(value): value for value in checkpoint.all_objects()}
+
+
+def changed(row, **fields):
+    return msgspec.structs.replace(row, value=json.dumps({**json.loads(row.value), **fields}))
+
+
+def with_last_good_cpus(row, cpus):
+    last_good = json.loads(row.value)["last_good"]
+    last_good["replica_config"]["ray_actor_options"]["num_cpus"] = cpus
+    return changed(row, last_good=last_good)
 
 
 def test_the_examples_show_the_current_format_to_the_letter():

@@ -23,6 +23,7 @@ from serve_common.errors import (
     BusUnavailable,
     Conflict,
     DeadlineExceeded,
+    LimitReached,
     NotFound,
     PermanentError,
     ServeError,
@@ -32,7 +33,8 @@ from serve_common.errors import (
 )
 from serve_common.names import GoalId
 from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
+from serve_common.wires.queries import GetDeploymentInfo, GetStatus
 from serve_common.wires.views import (
     DeploymentStatus,
     DeploymentView,
@@ -83,6 +85,7 @@ class PlayedStack:
         self.deployment: DeploymentView | None = deployment()
         self.proxy_address = "0.0.0.0:8000"
         self.answer = Answer(b"7")
+        self.is_too_large = False
         self.raises: BaseException | None = None
 
     @property
@@ -106,23 +109,26 @@ class PlayedStack:
         if self.raises is not None:
             raise self.raises
 
-    async def deploy(self, request: Deploy) -> ChangeReply:
+    async def change(self, request: Deploy | DeleteDeployment) -> ChangeReply:
         self._raise()
+        if isinstance(request, DeleteDeployment):
+            return ChangeReply(goal_id=self.delete_goal, updating=self.delete_goal is not None)
         self.deployed.append(request)
         return ChangeReply(goal_id=self.goal.goal_id, updating=self.is_updating)
 
-    async def delete_deployment(self, name: str) -> ChangeReply:
-        self._raise()
-        return ChangeReply(goal_id=self.delete_goal)
-
-    async def get_deployment_info(self, name: str) -> DeploymentView:
+    async def get_deployment_info(self, request: GetDeploymentInfo) -> DeploymentView:
         self._raise()
         if self.deployment is None:
-            raise NotFound(f"name: there is no deployment {name!r}")
+            raise NotFound(f"name: there is no deployment {request.name!r}")
         return self.deployment
 
-    async def get_status(self) -> StatusView:
+    async def get_http_proxies(self) -> list[ProxyView]:
+        return (await self.get_status(GetStatus())).proxies
+
+    async def get_status(self, request: GetStatus) -> StatusView:
         self._raise()
+        if self.is_too_large and request.replicas:
+            raise LimitReached("the answer has 2000000 bytes and NATS carries 1048576 in one message")
         return StatusView(
             controller_id="controller-1",
             epoch=3,
@@ -153,6 +159,8 @@ class PlayedStack:
         self, goal_id: GoalId, *, deadline_s: float, on_progress: Callable[[GoalView], None]
     ) -> GoalView:
         for message in self.progress:
+            if deadline_s == 0:
+                return GoalView(goal_id=goal_id, status=GoalStatus.PENDING, message=message)
             on_progress(GoalView(goal_id=goal_id, status=GoalStatus.PENDING, message=message))
         return self.goal
 
@@ -255,7 +263,7 @@ def test_a_missing_module_without_app_dir_earns_a_hint(muster: Muster, stack: Pl
     ("status", "code", "text"),
     [
         (GoalStatus.SUPERSEDED, 1, "another change of digits came after this one: replaced by goal-2"),
-        (GoalStatus.PENDING, 5, "digits was not ready after"),
+        (GoalStatus.PENDING, 5, "digits: not done after"),
     ],
 )
 def test_a_deploy_that_did_not_end_well_says_so(
@@ -301,7 +309,7 @@ def test_no_wait_returns_with_the_goal(muster: Muster, stack: PlayedStack) -> No
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (("--num-replicas", "-1"), "backend_config.num_replicas"),
+        (("--num-replicas", "-1"), "--num-replicas: is -1"),
         (("--route-prefix", "digits"), "--route-prefix"),
         (("--user-config", "{"), "--user-config"),
         (("--user-config", "@absent.yaml"), "absent.yaml"),
@@ -415,6 +423,18 @@ def test_status_shows_deployments_hosts_and_proxies(muster: Muster, stack: Playe
     assert "controller-1 leads in term 3" in result.stdout
 
 
+def test_a_status_too_large_for_one_message_is_shown_without_its_replicas(
+    muster: Muster, stack: PlayedStack
+) -> None:
+    stack.is_too_large = True
+    stack.deployment = deployment(replicas=[])
+    result = muster("status")
+    assert result.exit_code == 0
+    row = next(line for line in result.stdout.splitlines() if line.startswith("digits"))
+    assert row.split() == ["digits", "healthy", "1", "/digits", "2"]
+    assert "too many replicas" in result.stderr
+
+
 def test_status_as_json_is_the_whole_view(muster: Muster) -> None:
     result = muster("status", "--json")
     view = msgspec.json.decode(result.stdout, type=StatusView)
@@ -441,9 +461,9 @@ def test_status_of_one_deployment_shows_its_replicas_and_its_whole_message(
     ("status", "code", "text"),
     [
         (GoalStatus.SUCCEEDED, 0, "digits is deleted"),
-        (GoalStatus.FAILED, 1, "could not be deleted: why"),
+        (GoalStatus.FAILED, 1, "digits: the change failed:\nwhy"),
         (GoalStatus.SUPERSEDED, 1, "another change of digits"),
-        (GoalStatus.PENDING, 5, "digits is not gone yet: 1 replica still stops"),
+        (GoalStatus.PENDING, 5, "digits: not done after 0 s: 1 replica still stops"),
     ],
 )
 def test_a_delete_waits_and_tells_how_it_ended(
@@ -455,14 +475,14 @@ def test_a_delete_waits_and_tells_how_it_ended(
     result = muster("delete", "digits")
     assert result.exit_code == code
     assert text in result.output
-    assert json.loads(muster("delete", "digits", "--json").stdout)["status"] == status.value
+    assert json.loads(muster("delete", "digits", "--json").stdout)["result"] == status.value
 
 
 def test_deleting_what_is_not_there_is_a_success(muster: Muster, stack: PlayedStack) -> None:
     stack.delete_goal = None
     result = muster("delete", "digits")
     assert result.exit_code == 0
-    assert "there is no deployment digits" in result.stdout
+    assert "nothing to do: digits does not exist" in result.stdout
 
 
 def test_a_call_prints_the_answer_as_it_came(muster: Muster, stack: PlayedStack, tmp_path: Path) -> None:

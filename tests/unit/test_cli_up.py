@@ -27,7 +27,8 @@ from serve_common.errors import NotFound, TransientError
 from serve_common.names import GoalId
 from serve_common.values import BackendConfig, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, StatusView
+from serve_common.wires.queries import GetDeploymentInfo
+from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, ProxyView
 
 
 def digits(status: DeploymentStatus, goal_status: GoalStatus = GoalStatus.SUCCEEDED) -> DeploymentView:
@@ -119,7 +120,7 @@ class PlayedStack:
         assert address.password
         yield self
 
-    async def deploy(self, request: Deploy) -> ChangeReply:
+    async def change(self, request: Deploy) -> ChangeReply:
         if self.admin_fails is not None:
             raise self.admin_fails
         self.deployed.append(request)
@@ -128,16 +129,13 @@ class PlayedStack:
     async def wait_for_goal(self, goal_id: GoalId, **_: Any) -> GoalView:
         return self.goal
 
-    async def get_deployment_info(self, name: str) -> DeploymentView:
+    async def get_deployment_info(self, request: GetDeploymentInfo) -> DeploymentView:
         found = self.found.pop(0) if len(self.found) > 1 else self.found[0]
         if found is None:
             raise NotFound("name: there is none")
         return found
 
-    async def delete_deployment(self, name: str) -> Any:
-        raise AssertionError("nothing is deleted")
-
-    async def get_status(self) -> StatusView:
+    async def get_http_proxies(self) -> list[ProxyView]:
         raise TransientError("only a convenience")
 
 

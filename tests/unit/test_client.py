@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from enum import Enum
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -14,6 +18,7 @@ from muster.client.admin import AdminClient
 from muster.client.calls import Caller
 from muster.client.ports import Answer, NoAnswer, NobodyListens
 from muster.client.replies import ERRORS_BY_CODE, UnknownError, error_from_view
+from muster.client.who import who_am_i
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -33,10 +38,10 @@ from serve_common.errors import (
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
 from serve_common.values import ReplicaConfig
-from serve_common.wires.admin import VERBS, ErrorView
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.queries import WaitForGoal
-from serve_common.wires.views import GoalStatus, GoalView, StatusView
+from serve_common.wires.admin import COMMANDS, VERBS, WHO_LENGTH_MAX, ErrorView
+from serve_common.wires.commands import ChangeReply, Deploy, SetTraffic
+from serve_common.wires.queries import GetHosts, PagedQuery, WaitForGoal
+from serve_common.wires.views import GoalStatus, GoalView, HostView, PlanView
 
 Reply = Answer | Exception
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
@@ -48,6 +53,7 @@ class PlayedBus:
     def __init__(self, *replies: Reply | Callable[[bytes], Reply]) -> None:
         self._replies = list(replies)
         self.sent: list[tuple[str, bytes, float]] = []
+        self.headers: list[Mapping[str, str] | None] = []
 
     @property
     def where(self) -> str:
@@ -57,6 +63,7 @@ class PlayedBus:
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Answer:
         self.sent.append((subject, body, timeout_s))
+        self.headers.append(headers)
         reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
         await asyncio.sleep(0)
         answer = reply if isinstance(reply, Answer | Exception) else reply(body)
@@ -209,32 +216,150 @@ async def test_waiting_ends_pending_when_the_deadline_has_passed() -> None:
     assert view.message == "needs 4 CPU"
 
 
-async def test_every_verb_is_sent_to_its_subject_and_its_reply_is_read() -> None:
-    status = StatusView(
-        controller_id="c",
-        epoch=1,
-        store_available=True,
-        snapshot_id=0,
-        deployments=[],
-        hosts=[],
-        proxies=[],
-    )
-    goal = GoalView(goal_id=GoalId("g1"), status=GoalStatus.FAILED, error="why")
-    calls: dict[str, tuple[Any, Callable[[AdminClient], Any]]] = {
-        "deploy": (ChangeReply(goal_id=GoalId("g1"), updating=False), lambda admin: admin.deploy(DEPLOY)),
-        "delete_deployment": (ChangeReply(goal_id=None), lambda admin: admin.delete_deployment("digits")),
-        "list_deployments": ([], lambda admin: admin.list_deployments()),
-        "get_all_backends": ([], lambda admin: admin.get_all_backends()),
-        "get_all_endpoints": ([], lambda admin: admin.get_all_endpoints()),
-        "get_status": (status, lambda admin: admin.get_status()),
-        "wait_for_goal": (goal, lambda admin: admin.wait_for_goal(GoalId("g1"), deadline_s=1)),
+def sample(kind: Any) -> Any:
+    """A value of a request's or reply's type, made of what JSON needs at least."""
+    simple: dict[Any, Any] = {str: "x", int: 1, float: 0.5, bool: True, Any: None}
+    if kind in simple or is_named_text(kind):
+        return simple.get(kind, "x")
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next(iter(kind))
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return [sample(inner[0])]
+    if origin is dict:
+        return {"x": sample(inner[1])}
+    if origin in (Union, UnionType):
+        return None if type(None) in inner else sample(inner[0])
+    required = [field for field in msgspec.structs.fields(kind) if field.required]
+    return kind(**{field.name: sample(field.type) for field in required})
+
+
+def is_named_text(kind: Any) -> bool:
+    return getattr(kind, "__supertype__", None) is str
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"wait_for_goal"}))
+async def test_every_verb_has_a_method_that_takes_its_request_and_returns_its_reply(verb: str) -> None:
+    request_type, reply_type = VERBS[verb]
+    method = getattr(AdminClient, verb)
+    hints = get_type_hints(method)
+    assert hints["return"] == reply_type
+    taken = hints["request"]
+    assert taken is request_type or request_type in get_args(taken)
+
+    request, reply = sample(request_type), sample(reply_type)
+    bus = PlayedBus(ok(reply))
+    assert await getattr(client(bus), verb)(request) == reply
+    [(subject, body, _timeout)] = bus.sent
+    assert subject == f"serve.admin.{verb}"
+    sent = msgspec.json.decode(body, type=request_type)
+    if getattr(sent, "request_id", None):
+        sent = msgspec.structs.replace(sent, request_id=None)
+    expected = request if verb not in LISTS else msgspec.structs.replace(request, limit=500)
+    assert sent == expected
+
+
+LISTS = {verb for verb, (request_type, _reply) in VERBS.items() if issubclass(request_type, PagedQuery)}
+
+
+def test_the_client_has_no_method_that_the_table_lacks() -> None:
+    methods = {name for name, _ in inspect.getmembers(AdminClient, inspect.isfunction) if name[0] != "_"}
+    assert methods - VERBS.keys() == {"change"}
+    assert VERBS.keys() <= methods
+
+
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+async def test_every_command_says_who_sends_it_and_keeps_its_id_over_retries(verb: str) -> None:
+    request_type, reply_type = COMMANDS[verb]
+    bus = PlayedBus(NobodyListens("nobody"), ok(sample(reply_type)))
+    await getattr(client(bus, who="ada@desk"), verb)(sample(request_type))
+    assert bus.headers == [{"Muster-Who": "ada@desk"}] * 2
+    first, second = (body for _subject, body, _timeout in bus.sent)
+    assert first == second
+    if "request_id" in request_type.__struct_fields__:
+        assert msgspec.json.decode(first)["request_id"]
+
+
+async def test_queries_say_nothing_of_who_asks() -> None:
+    bus = PlayedBus(ok([]))
+    await client(bus, who="ada@desk").get_hosts()
+    assert bus.headers == [None]
+
+
+def test_who_we_are_fits_into_a_header() -> None:
+    user, _, host = who_am_i().partition("@")
+    assert user
+    assert host
+    assert len(who_am_i()) <= WHO_LENGTH_MAX
+    assert who_am_i().isascii()
+
+
+def test_a_user_without_a_name_is_known_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr("socket.gethostname", lambda: "h\u00e9\n" + "x" * 300)
+    assert who_am_i().startswith(f"uid-{os.getuid()}@h??xxx")
+    assert len(who_am_i()) == WHO_LENGTH_MAX
+
+
+def hosts_after(bus_limit: int, count: int) -> Callable[[bytes], Reply]:
+    """A controller with ``count`` hosts, whose bus carries ``bus_limit`` of them at once."""
+    names = [f"host-{number:05}" for number in range(count)]
+
+    def answer(body: bytes) -> Reply:
+        query = msgspec.json.decode(body, type=GetHosts)
+        page = [name for name in names if name > query.after][: query.limit]
+        if len(page) > bus_limit:
+            return failed("limit_reached", "the answer is too large")
+        return ok([msgspec.structs.replace(sample(HostView), host_id=name) for name in page])
+
+    return answer
+
+
+@pytest.mark.parametrize(("count", "requests"), [(0, 1), (499, 1), (500, 2), (1234, 3)])
+async def test_a_long_list_is_fetched_page_by_page(count: int, requests: int) -> None:
+    bus = PlayedBus(hosts_after(500, count))
+    hosts = await client(bus).get_hosts()
+    assert [host.host_id for host in hosts] == [f"host-{number:05}" for number in range(count)]
+    assert len(bus.sent) == requests
+
+
+async def test_pages_that_are_too_large_are_asked_for_in_smaller_ones() -> None:
+    bus = PlayedBus(hosts_after(40, 100))
+    assert len(await client(bus).get_hosts()) == 100
+    with pytest.raises(LimitReached):
+        await client(PlayedBus(hosts_after(0, 100))).get_hosts()
+
+
+async def test_one_page_is_fetched_when_one_is_asked_for() -> None:
+    bus = PlayedBus(hosts_after(500, 1234))
+    hosts = await client(bus).get_hosts(GetHosts(limit=2, after="host-00010"))
+    assert [host.host_id for host in hosts] == ["host-00011", "host-00012"]
+    assert len(bus.sent) == 1
+
+
+async def test_a_controller_that_repeats_its_pages_is_not_asked_for_ever() -> None:
+    page = [sample(HostView)] * 500
+    with pytest.raises(ServeError, match="get_hosts repeats itself"):
+        await client(PlayedBus(ok(page))).get_hosts()
+
+
+async def test_a_plan_carries_the_command_as_it_would_be_sent() -> None:
+    bus = PlayedBus(ok(PlanView(updating=False, replicas=[], notes=[])))
+    await client(bus).plan(SetTraffic(endpoint="e", weights={"b": 1.0}))
+    [(_subject, body, _timeout)] = bus.sent
+    assert msgspec.json.decode(body) == {
+        "verb": "set_traffic",
+        "request": {"endpoint": "e", "weights": {"b": 1.0}},
     }
-    assert calls.keys() == VERBS.keys() - {"get_deployment_info"}
-    for verb, (reply, call) in calls.items():
-        bus = PlayedBus(ok(reply))
-        assert await call(client(bus)) == reply
-        assert bus.sent[0][0] == f"serve.admin.{verb}"
-        msgspec.json.decode(bus.sent[0][1], type=VERBS[verb][0])
+
+
+async def test_a_name_alone_is_enough_to_ask_for_a_deployment_or_delete_it() -> None:
+    bus = PlayedBus(ok(ChangeReply(goal_id=None, updating=False)))
+    await client(bus).delete_deployment("digits")
+    assert msgspec.json.decode(bus.sent[0][1]) == {"name": "digits"}
 
 
 def caller(bus: PlayedBus) -> Caller:

@@ -11,7 +11,7 @@ from serve_common.wires.commands import DeleteDeployment
 from serve_common.wires.views import GoalStatus
 from serve_controller.core import decide as deciding
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.decide import decide
+from serve_controller.core.commands import decide
 from tests.simulation.closed_loop import BAD_CODE, Loop, PureHost, check_converged, deploy
 
 

@@ -7,8 +7,10 @@ import pytest
 from serve_common.wires.commands import DeleteDeployment
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
-from serve_controller.core.rollout import budget_of
-from tests.simulation.closed_loop import BAD_CODE, Loop, PureHost, check_converged, deploy
+from serve_controller.core.rollout import surge_of, unavailable_of
+from tests.simulation.closed_loop import Loop, check_converged
+from tests.simulation.orders import BAD_CODE, backend_config, deploy
+from tests.simulation.pure_host import PureHost
 
 
 def serving(**options: object) -> Loop:
@@ -23,7 +25,55 @@ def serving(**options: object) -> Loop:
 
 @pytest.mark.parametrize(("wanted", "budget"), [(0, 1), (1, 1), (4, 1), (5, 2), (8, 2), (100, 25)])
 def test_the_budget_is_a_quarter_and_at_least_one(wanted: int, budget: int) -> None:
-    assert budget_of(wanted) == budget
+    config = backend_config(wanted)
+    assert (surge_of(config), unavailable_of(config)) == (budget, budget)
+
+
+@pytest.mark.parametrize(
+    ("percent", "surge"), [(0.0, 0), (1.0, 1), (25.0, 2), (50.0, 4), (51.0, 5), (100.0, 8)]
+)
+def test_surge_and_unavailable_are_percentages_rounded_up(percent: float, surge: int) -> None:
+    assert surge_of(backend_config(8, max_surge_percent=percent)) == surge
+    assert unavailable_of(backend_config(8, max_unavailable_percent=percent)) == surge
+
+
+@pytest.mark.parametrize(
+    ("options", "running_max", "serving_min"),
+    [
+        ({}, 10, 8),
+        ({"max_surge_percent": 100.0}, 16, 8),
+        ({"max_surge_percent": 0.0, "max_unavailable_percent": 25.0}, 8, 6),
+        ({"max_surge_percent": 0.0, "max_unavailable_percent": 100.0}, 8, 0),
+        ({"max_surge_percent": 25.0, "max_unavailable_percent": 0.0}, 10, 8),
+    ],
+)
+def test_an_update_stays_within_its_budgets(
+    options: dict[str, object], running_max: int, serving_min: int
+) -> None:
+    loop = Loop(PureHost("host-1", cpus=20))
+    loop.done(deploy(num=8, **options))
+    goal_id = loop.command(deploy(num=8, version="v2", **options)).goal_id
+    most, least = 0, 8
+    while loop.goal_status(goal_id) is GoalStatus.PENDING:
+        loop.step()
+        most, least = max(most, len(loop.running())), min(least, len(loop.routed() & loop.running()))
+    assert most <= running_max
+    assert least >= serving_min
+    assert most > 8 or not surge_of(backend_config(8, **options)), "it uses what it may"
+    check_converged(loop)
+
+
+def test_without_an_unavailable_budget_an_update_that_finds_no_room_waits_and_says_so() -> None:
+    loop = Loop(PureHost("host-1", cpus=4))
+    loop.done(deploy(num=4))
+    goal_id = loop.command(deploy(num=4, version="v2", max_unavailable_percent=0.0)).goal_id
+    loop.steps(20)
+    assert loop.goal_status(goal_id) is GoalStatus.PENDING
+    assert len(loop.routed() & loop.running()) == 4
+    assert "needs 1 CPU (the freest host has 0)" in loop.waiting_for(goal_id)
+    loop.hosts.append(PureHost("host-2", cpus=1))
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
 
 
 def test_a_new_version_is_routed_before_the_old_one_stops() -> None:
@@ -180,7 +230,7 @@ def test_a_reconfigured_replica_that_was_unhealthy_in_between_counts_only_with_t
     assert loop.states() == [ReplicaState.UPDATING]
     host.is_unhealthy.add(tag)
     loop.step()
-    assert loop.states() == [ReplicaState.UNHEALTHY]
+    assert loop.states()[0] is ReplicaState.SHOULD_STOP
     host.is_unhealthy.clear()
     loop.steps(3)
     assert loop.goal_status(goal_id) is GoalStatus.PENDING, "it still runs the old one"
@@ -188,6 +238,7 @@ def test_a_reconfigured_replica_that_was_unhealthy_in_between_counts_only_with_t
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
     assert loop.user_configs() == ["two"]
+    assert tag not in loop.running()
 
 
 def test_a_refused_config_fails_the_goal_also_while_the_replica_is_unhealthy() -> None:
@@ -243,7 +294,7 @@ def test_a_deleted_deployment_leaves_nothing() -> None:
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
     assert loop.running() == set()
-    assert loop.checkpoint.backends == {}
+    assert not loop.checkpoint.backends
     assert all(snapshot.content is None for snapshot in loop.bucket.values())
 
 

@@ -13,6 +13,7 @@ from serve_common.errors import (
     BusUnavailable,
     FencedOut,
     LimitReached,
+    NotFound,
     NotLeading,
     PermanentError,
     StoreUnavailable,
@@ -22,12 +23,14 @@ from serve_common.tasks import TaskOwner
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.wires.views import EventView, GoalStatus, GoalView
 from serve_controller.core.observed import HOST_LOST_AFTER_S
 from serve_controller.shell import leadership, service
 from serve_controller.shell.boundary import OpenBoundary
+from serve_controller.shell.hearing import INBOX_MAX
 from serve_controller.shell.service import ControllerService
-from tests.simulation.closed_loop import PureHost, deploy
+from tests.simulation.orders import deploy
+from tests.simulation.pure_host import PureHost
 from tests.simulation.twins.memory_store import MemoryStore
 from tests.simulation.world import SilentTelemetry
 
@@ -61,6 +64,10 @@ class FakeBus:
         self.goals: list[HostGoal] = []
         self.too_large: set[str] = set()
         self.available = True
+        self.events: list[tuple[str, str, bytes]] = []
+        """Kind, subject and payload of each."""
+        self.kept: list[EventView] = []
+        """What the stream still has of earlier terms."""
         self.swallows_cancellation = asyncio.Event()
         self.is_publishing = asyncio.Event()
 
@@ -92,6 +99,12 @@ class FakeBus:
 
     async def send_goal(self, goal: HostGoal) -> None:
         self.goals.append(goal)
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        self.events.append((subject_kind, subject, payload))
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        return self.kept[-limit:]
 
 
 class World:
@@ -351,15 +364,75 @@ async def test_what_trying_again_cannot_help_ends_the_controller_aloud(
         assert world.bus.ended == 1
 
 
-async def test_a_burst_of_reports_is_taken_together_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_of_reports_is_taken_together_and_bounded() -> None:
     async with running() as world:
         host = PureHost("host-1")
         reports: list[HostReport] = [host.report() for _ in range(2000)]
         for report in reports:
             world.service.hear(report)
-        await world.until(lambda: world.service.term is not None and not world.service.term._inbox)
         term = world.service.term
         assert term is not None
-        assert term.observed.hosts[HostId("host-1")].report.sequence == 2000
-        assert term._inbox.maxlen is not None
-    assert monkeypatch is not None
+        await world.until(lambda: HostId("host-1") in term.observed.hosts)
+        assert term.observed.hosts[HostId("host-1")].report.sequence == 2000, "one plan took them all"
+        assert term._hearing._inbox.maxlen == INBOX_MAX
+
+
+async def test_who_changed_what_stands_in_the_history_and_goals_tell_their_progress() -> None:
+    async with running() as world:
+        goal_id = await world.deploy(num=0)
+        assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
+        told = [msgspec.json.decode(p, type=GoalView) for kind, subject, p in world.bus.events if kind == "goal"]
+        assert {subject for kind, subject, _ in world.bus.events if kind == "goal"} == {goal_id}
+        assert told[0].status is GoalStatus.PENDING
+        assert told[-1].status is GoalStatus.SUCCEEDED
+        assert [subject for kind, subject, _ in world.bus.events if kind == "audit"] == ["default/a"]
+        payload = msgspec.json.encode({"name": "a"})
+        await world.service.admin.answer("delete_deployment", payload, "somebody")
+        (entry, _) = msgspec.json.decode(await world.service.admin.answer("get_history", b""))
+        assert (entry["who"], entry["verb"], entry["request"]) == ("somebody", "delete_deployment", {"name": "a"})
+        assert entry["old"] is not None
+
+
+async def test_what_changes_nothing_stands_in_no_history() -> None:
+    async with running() as world:
+        await world.deploy(num=0)
+        await world.deploy(num=0)
+        assert len(world.store.history) == 1
+
+
+async def test_events_of_earlier_terms_come_before_those_of_this_one() -> None:
+    world = World()
+    world.bus.kept = [EventView(at=1.0, kind="host", subject="host-9", message="was lost")]
+    world.tasks.start(world.service.run(), "run")
+    await world.until_leading()
+    await world.deploy(num=0)
+    await world.until(lambda: world.service.term is not None and world.service.term.events[0].subject == "host-9")
+    await world.tasks.close(timeout_s=5.0)
+
+
+async def test_goals_survive_their_controller() -> None:
+    """The next leader knows how each one ended, and goes on with those that are pending."""
+    async with running() as world:
+        done = await world.deploy(num=0)
+        assert await world.wait_for(done) is GoalStatus.SUCCEEDED
+        pending = await world.deploy("b", num=1)
+        world.lose()
+        await world.until(lambda: world.service.term is None)
+        world.store.lease_expires_at = float("-inf")
+        await world.until_leading(epoch=3)
+        assert await world.wait_for(done) is GoalStatus.SUCCEEDED
+        assert await world.wait_for(pending, 0.05) is GoalStatus.PENDING
+        host = PureHost("host-1")
+        world.service.hear(host.report())
+        await world.until(lambda: world.bus.goals)
+        host.hear(world.bus.goals[-1])
+        world.service.hear(host.report())
+        assert await world.wait_for(pending) is GoalStatus.SUCCEEDED
+
+
+async def test_a_goal_that_never_was_is_told_from_one_that_ended() -> None:
+    async with running() as world:
+        goal_id = await world.deploy(num=0)
+        assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
+        with pytest.raises(NotFound, match="never given"):
+            await world.wait_for("g77")

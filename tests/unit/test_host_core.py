@@ -23,6 +23,8 @@ from serve_replica_host.core.events import (
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
+    KILL_AGAIN_S,
+    KILL_WITHIN_S,
     Action,
     CheckReplica,
     DrainReplica,
@@ -64,8 +66,16 @@ def replica(ordinal: int, **changes: Any) -> ReplicaGoal:
     return ReplicaGoal(**(fields | changes))
 
 
-def goal(*replicas: ReplicaGoal, generation: int = 1, epoch: int = 1, host: HostId = HOST) -> HostGoal:
-    return HostGoal(host_id=host, epoch=epoch, generation=generation, replicas=list(replicas))
+def goal(
+    *replicas: ReplicaGoal,
+    generation: int = 1,
+    epoch: int = 1,
+    host: HostId = HOST,
+    kill: tuple[ReplicaTag, ...] = (),
+) -> HostGoal:
+    return HostGoal(
+        host_id=host, epoch=epoch, generation=generation, replicas=list(replicas), kill=list(kill)
+    )
 
 
 class World:
@@ -76,8 +86,8 @@ class World:
         self.now = 1000.0
         self.look_again_at: float | None = None
 
-    def want(self, *replicas: ReplicaGoal) -> list[Action]:
-        accepted = accept_goal(self.state, goal(*replicas, generation=self.state.generation + 1))
+    def want(self, *replicas: ReplicaGoal, kill: tuple[ReplicaTag, ...] = ()) -> list[Action]:
+        accepted = accept_goal(self.state, goal(*replicas, generation=self.state.generation + 1, kill=kill))
         assert isinstance(accepted, HostState)
         self.state = accepted
         return self.look()
@@ -225,14 +235,90 @@ def test_an_omitted_replica_is_drained_then_killed_then_gone() -> None:
     assert world.state.replicas == {}
 
 
-def test_a_drain_that_takes_too_long_ends_by_force() -> None:
+def test_a_drain_that_takes_too_long_is_killed_and_said_so() -> None:
     world = World()
     world.run(ONE)
     world.want()
 
     assert world.look(19.9) == []
     assert world.look(0.2) == [KillReplica(TAG)]
-    assert world.look(100.0) == []
+    assert world.held(TAG).error == "what was in flight did not finish in time"
+
+
+def test_a_process_that_survives_its_kill_is_killed_by_force_until_it_is_gone() -> None:
+    world = World()
+    world.run(ONE)
+    world.want()
+    world.hear(Drained(TAG))
+    assert world.look_again_at == world.now + KILL_WITHIN_S
+
+    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert "process 11 was killed and is still there" in world.held(TAG).error
+    assert world.look() == []
+    assert world.look_again_at == world.now + KILL_AGAIN_S
+    assert world.look(KILL_AGAIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert world.hear(ProcessEnded(TAG, "killed")) == []
+    assert world.state.replicas == {}
+
+
+def test_a_stuck_start_or_stop_keeps_no_other_replica_waiting() -> None:
+    world = World()
+    two, three = replica(2, start_timeout_s=5.0), replica(3)
+    world.run(ONE)
+    world.want()
+    world.look(21.0)
+
+    assert world.want(two) == [StartReplica(two)]
+    assert KillReplica(two.replica_tag) in world.look(5.0)
+    assert world.want(three) == [StartReplica(three)]
+    world.hear(Constructed(three.replica_tag, 1))
+    statuses = {tag: held.status for tag, held in world.state.replicas.items()}
+    assert statuses == {
+        TAG: ReplicaStatus.DRAINING,
+        two.replica_tag: ReplicaStatus.FAILED,
+        three.replica_tag: ReplicaStatus.RUNNING,
+    }
+
+
+def test_a_failed_start_whose_process_is_still_there_is_not_forgotten() -> None:
+    world = World()
+    world.want(ONE)
+    assert world.look(60.0) == [KillReplica(TAG)]
+
+    assert world.want() == []
+    assert world.held(TAG).status is ReplicaStatus.FAILED
+    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True)]
+    assert "60 s" in world.held(TAG).error
+    world.hear(ProcessEnded(TAG, "killed"))
+    assert world.state.replicas == {}
+
+
+def test_a_replica_to_be_killed_is_not_drained() -> None:
+    world = World()
+    world.run(ONE)
+
+    assert world.want(kill=(TAG,)) == [KillReplica(TAG)]
+    assert world.held(TAG).status is ReplicaStatus.DRAINING
+    world.hear(ProcessEnded(TAG, "killed"))
+    assert world.state.replicas == {}
+
+
+def test_a_replica_that_drains_already_is_killed_when_asked_and_only_once() -> None:
+    world = World()
+    world.run(ONE)
+    assert world.want() == [DrainReplica(TAG)]
+
+    assert world.want(kill=(TAG,)) == [KillReplica(TAG)]
+    assert world.want(kill=(TAG,)) == []
+    assert world.hear(Drained(TAG)) == []
+
+
+def test_a_replica_that_is_wanted_is_not_killed_whatever_the_list_says() -> None:
+    world = World()
+    world.run(ONE)
+
+    assert world.want(ONE, kill=(TAG, ReplicaTag("default/app#99"))) == []
+    assert world.held(TAG).status is ReplicaStatus.RUNNING
 
 
 def test_a_replica_omitted_while_it_starts_is_killed_at_once() -> None:
@@ -299,11 +385,14 @@ def test_a_reconfigure_that_hangs_is_reported_once_and_a_late_success_still_coun
     assert (world.held(TAG).config_version, world.held(TAG).error) == (2, "")
 
 
-def test_three_failed_health_checks_in_a_row_make_a_replica_unhealthy_and_one_passed_heals_it() -> None:
+@pytest.mark.parametrize("threshold", [1, 3, 5])
+def test_failed_health_checks_in_a_row_make_a_replica_unhealthy_and_one_passed_heals_it(
+    threshold: int,
+) -> None:
     world = World()
-    world.run(ONE)
+    world.run(replica(1, health_check_failure_threshold=threshold))
 
-    for _ in range(2):
+    for _ in range(threshold - 1):
         assert world.look(10.0) == [CheckReplica(TAG)]
         world.hear(HealthChecked(TAG, "no disk"))
     assert world.held(TAG).status is ReplicaStatus.RUNNING

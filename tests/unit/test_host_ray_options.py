@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from serve_common.values import RayActorOptions
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
     describe_end,
     describe_needs,
+    fits_spare,
 )
 
 
@@ -24,6 +27,25 @@ def test_only_what_was_asked_for_reaches_ray() -> None:
         "resources": {"tpu": 2},
         "runtime_env": {"env_vars": {"A": "b"}},
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        (RayActorOptions(), True),
+        (RayActorOptions(num_cpus=0), True),
+        (RayActorOptions(num_cpus=1.5), True),
+        (RayActorOptions(num_cpus=2), False),
+        (RayActorOptions(num_gpus=0.1), False),
+        (RayActorOptions(memory=1), False),
+        (RayActorOptions(resources={"tpu": 1}), False),
+        (RayActorOptions(runtime_env={"env_vars": {"A": "b"}}), False),
+    ],
+)
+def test_only_a_replica_of_cpus_alone_can_be_an_actor_that_waits(
+    options: RayActorOptions, fits: bool
+) -> None:
+    assert fits_spare(options) is fits
 
 
 def test_needs_are_said_in_words() -> None:

@@ -15,7 +15,7 @@ from serve_replica_host.adapters.ray_environment import (
     prepare_ray_environment,
     remove_old_sessions,
 )
-from serve_replica_host.settings import read_host_settings
+from serve_replica_host.settings import SPARE_REPLICAS, read_host_settings
 
 MINIMAL = {"SERVE_NATS_PASSWORD": "h", "SERVE_REPLICA_NATS_PASSWORD": "r", "SERVE_HOST_ID": "host-1"}
 
@@ -27,6 +27,7 @@ def test_defaults_need_only_the_two_passwords() -> None:
     assert (settings.bus.password, settings.replica_bus.password) == ("h", "r")
     assert (settings.operations.port, settings.drain_timeout_s) == (9103, 20.0)
     assert settings.num_cpus is None
+    assert settings.spare_replicas == SPARE_REPLICAS
     assert settings.ray_address is None
     assert settings.app_root == str(Path.cwd())
     assert settings.metrics_dir.startswith(settings.ray_temp_dir)
@@ -38,6 +39,7 @@ def test_defaults_need_only_the_two_passwords() -> None:
         ("SERVE_RAY_TEMP_DIR", "relative/dir"),
         ("SERVE_RAY_TEMP_DIR", "/tmp/" + "x" * 80),
         ("SERVE_NUM_CPUS", "many"),
+        ("SERVE_SPARE_REPLICAS", "-1"),
         ("SERVE_HOST_ID", "no spaces"),
         ("SERVE_DRAIN_TIMEOUT_S", "-1"),
     ],

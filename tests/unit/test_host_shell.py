@@ -16,7 +16,7 @@ from serve_common.tasks import TaskOwner
 from serve_common.values import ReplicaConfig
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
 from serve_common.wires.proxy import LeaderNotice
-from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded
+from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, StartFailed
 from serve_replica_host.shell.host import HostShell
 
 HOST = HostId("h")
@@ -28,6 +28,7 @@ class Runtime:
     def __init__(self) -> None:
         self.told: list[tuple[str, ReplicaTag]] = []
         self.was_told = asyncio.Event()
+        self.was_forced = asyncio.Event()
         self.resources = {"CPU": 2.0}
 
     def start(self, goal: ReplicaGoal) -> None:
@@ -45,6 +46,10 @@ class Runtime:
 
     def kill(self, replica_tag: ReplicaTag) -> None:
         self.told.append(("kill", replica_tag))
+
+    def kill_by_force(self, replica_tag: ReplicaTag) -> None:
+        self.told.append(("kill_by_force", replica_tag))
+        self.was_forced.set()
 
 
 class Reports:
@@ -210,6 +215,19 @@ async def test_leaving_drains_and_the_last_report_says_that_nothing_is_left() ->
 
     assert world.reports.all[-1].leaving
     assert world.reports.all[-1].replicas == []
+
+
+async def test_what_survives_its_kill_is_killed_by_force_and_logged(world: World) -> None:
+    one = replica(1)
+    world.want(one, generation=1)
+    await world.reports.until(lambda r: r.generation == 1)
+
+    with capture_logs() as logs:
+        world.shell.take_event(StartFailed(one.replica_tag, "no model"))
+        await asyncio.wait_for(world.runtime.was_forced.wait(), 5)
+
+    assert world.runtime.told[-2:] == [("kill", one.replica_tag), ("kill_by_force", one.replica_tag)]
+    assert any(line["event"] == "replica_survives_kill" for line in logs)
 
 
 async def test_nothing_is_published_while_the_bus_is_away(world: World) -> None:

@@ -33,7 +33,7 @@ from serve_proxy.core.problems import (
     problem_of,
 )
 from serve_proxy.core.retry import LOSSES_MAX, can_repeat, may_send_again
-from serve_proxy.core.tallies import EndpointTally
+from serve_proxy.core.tallies import EndpointTally, ShadowOutcome
 from serve_proxy.settings import read_settings
 from serve_proxy.shell.routes import Routes
 
@@ -197,6 +197,9 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
     endpoint = routes.endpoints[EndpointTag("d/a")]
     endpoint.tally.add("GET", 200, 0.003)
     endpoint.tally.add("BREW", 200, 70.0)
+    endpoint.tally.add_shadow(BackendTag("d/new"), ShadowOutcome.SKIPPED)
+    routes.confirm("endpoints.d.a")
+    routes.confirm("backends.d.a")
     registry = CollectorRegistry()
     register_metrics(registry, routes, lambda: 3)
     shown = generate_latest(registry).decode()
@@ -208,6 +211,7 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="+Inf"} 2.0',
         'serve_proxy_in_flight_requests{backend_tag="d/a"} 0.0',
         'serve_proxy_queue_depth{backend_tag="d/a"} 0.0',
+        'serve_proxy_shadow_requests_total{backend_tag="d/new",endpoint_tag="d/a",outcome="skipped"} 1.0',
         "serve_proxy_nats_reconnects_total 3.0",
         "serve_proxy_applied_snapshot_id 2.0",
     ):
@@ -234,6 +238,6 @@ def test_settings_have_defaults_and_name_the_bad_variable() -> None:
     assert (settings.http_host, settings.http_port, settings.operations.port) == ("127.0.0.1", 8000, 9102)
     assert settings.http.request_timeout_s == 60
     assert settings.http.body_bytes_max == 10 * 1024 * 1024
-    assert (settings.drain_timeout_s, settings.bus_wait_s) == (30, 5)
+    assert (settings.drain_timeout_s, settings.bus_wait_s, settings.middleware_dir) == (30, 5, None)
     with pytest.raises(BadField, match="SERVE_REQUEST_TIMEOUT_S"):
         read_settings(Environment({"SERVE_NATS_PASSWORD": "p", "SERVE_REQUEST_TIMEOUT_S": "soon"}))

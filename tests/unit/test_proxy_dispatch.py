@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.bus.errors import NotConnected
 from serve_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -15,8 +15,6 @@ from serve_common.errors import (
     ReplicaDied,
     ServeError,
 )
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.subjects import Subjects
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     BodyHead,
@@ -27,137 +25,10 @@ from serve_common.wires.frames import (
     RefusedHead,
     RequestHead,
     ResponseHead,
-    decode_frame,
-    encode_frame,
 )
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_proxy.core.problems import AnswerUnusable, HeadTooLarge, ReplicaError
-from serve_proxy.shell.beat import PROBE_AFTER_S, Beat
-from serve_proxy.shell.calls import Ask
-from serve_proxy.shell.dispatch import Dispatcher
-from serve_proxy.shell.outgoing import Outgoing
-from serve_proxy.shell.routes import Routes
-
-BACKEND = BackendTag("d/a")
-R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
-TIMEOUT_S = 60.0
-
-
-class Bus:
-    """Bus and replies in one; remembers what was published until a test takes it."""
-
-    def __init__(self) -> None:
-        self.is_connected = True
-        self.is_full = False
-        self.sent: list[tuple[str, bytes, object, bytes]] = []
-        self.receivers: dict[int, tuple] = {}
-        self.tokens = 0
-
-    def publish(self, subject, payload, reply=b"", headers=None) -> None:
-        if not self.is_connected:
-            raise NotConnected("away")
-        if self.is_full:
-            raise OutboundFull("full")
-        head, body = decode_frame(payload)
-        self.sent.append((subject.decode(), reply, head, bytes(body)))
-
-    def new_reply(self, on_reply, on_no_responders):
-        self.tokens += 1
-        self.receivers[self.tokens] = (on_reply, on_no_responders)
-        return self.tokens, b"inbox.%d" % self.tokens
-
-    def forget(self, token) -> None:
-        self.receivers.pop(token, None)
-
-
-class World:
-    """A dispatcher with one endpoint whose backend has the given replicas."""
-
-    def __init__(self, *, limit: int = 1, queue: int = 10, bus_wait_s: float = 5.0) -> None:
-        self.bus = Bus()
-        self.routes = Routes(lambda: 0.0)
-        outgoing = Outgoing(self.bus, self.bus, Subjects())
-        self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=bus_wait_s)
-        self.beat = Beat(self.dispatcher, self.routes, outgoing)
-        self.limit, self.queue = limit, queue
-        self.snapshot_id = 0
-        self.tasks: list[asyncio.Task] = []
-        self.now = asyncio.get_running_loop().time()
-        self.put_endpoint()
-        self.put(R0)
-
-    def put_endpoint(self, content: EndpointSnapshot | str | None = "") -> None:
-        if content == "":
-            content = EndpointSnapshot(
-                endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET"], traffic={BACKEND: 1.0}
-            )
-        self._publish("endpoints.d.a", content)
-
-    def put(self, *replicas: ReplicaTag, draining=()) -> None:
-        self._publish(
-            "backends.d.a",
-            BackendSnapshot(
-                backend_tag=BACKEND,
-                replicas=list(replicas),
-                draining=list(draining),
-                max_concurrent_queries=self.limit,
-                max_queued_requests=self.queue,
-            ),
-        )
-
-    def _publish(self, key, content) -> None:
-        self.snapshot_id += 1
-        snapshot = Snapshot(snapshot_id=self.snapshot_id, epoch=1, content=content)
-        self.dispatcher.update({key: snapshot}, whole=False)
-
-    def drop_backend(self) -> None:
-        self._publish("backends.d.a", None)
-
-    async def ask(self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S):
-        ask = Ask(
-            endpoint=self.routes.endpoints[EndpointTag("d/a")],
-            method="GET",
-            path="/a",
-            route="/a",
-            query="",
-            headers=list(headers),
-            body=body,
-            request_id="id",
-            traceparent="",
-            is_repeatable=repeatable,
-            deadline=self.now + timeout_s,
-        )
-        task = asyncio.get_running_loop().create_task(self.dispatcher.ask(ask))
-        self.tasks.append(task)
-        await asyncio.sleep(0)
-        return task
-
-    def take(self, kind):
-        """The next published frame, which must be of ``kind``: its replica, reply, head and body."""
-        subject, reply, head, body = self.bus.sent.pop(0)
-        assert type(head) is kind, head
-        return subject.rpartition(".")[2], reply, head, body
-
-    def answer(self, reply: bytes, head, body: bytes = b"") -> None:
-        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
-        if receiver is not None:
-            receiver[0](encode_frame(head, body), b"", None)
-
-    def no_responders(self, reply: bytes) -> None:
-        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
-        if receiver is not None:
-            receiver[1]()
-
-    def ok(self, reply: bytes, body: bytes = b"ok") -> None:
-        self.answer(reply, ResponseHead(200, [], True, 0), body)
-
-    def look(self, after_s: float) -> None:
-        self.beat.look(self.now + after_s)
-
-    def assert_nothing_is_left(self) -> None:
-        assert not self.dispatcher.calls
-        assert not self.bus.receivers
-        assert all(router.in_flight == router.queue_depth == 0 for router in self.routes.routers.values())
+from serve_proxy.shell.beat import PROBE_AFTER_S
+from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
 
 
 @pytest.fixture
@@ -167,12 +38,6 @@ async def world():
     for task in world.tasks:
         assert task.done(), "a handler still waits"
     world.assert_nothing_is_left()
-
-
-async def failure(task) -> ServeError:
-    with pytest.raises(ServeError) as caught:
-        await task
-    return caught.value
 
 
 async def test_an_answer_comes_back_and_the_slot_is_free_again(world: World) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.routing.snapshot_table import SnapshotTable
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.subjects import HTTP_KEY
+from serve_common.values import HttpOptions
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 
 ENDPOINT, BACKEND = EndpointTag("d/a"), BackendTag("d/a")
 EKEY, BKEY = "endpoints.d.a", "backends.d.a"
@@ -28,13 +30,28 @@ def gone(snapshot_id: int) -> Snapshot:
     return Snapshot(snapshot_id=snapshot_id, epoch=1, content=None)
 
 
+def http(snapshot_id: int, timeout_s: float = 1.0) -> Snapshot:
+    return Snapshot(
+        snapshot_id=snapshot_id,
+        epoch=1,
+        content=HttpSnapshot(options=HttpOptions(request_timeout_s=timeout_s)),
+    )
+
+
+def confirm_all(table: SnapshotTable) -> None:
+    for key in (EKEY, BKEY, HTTP_KEY):
+        table.confirm(key)
+
+
 def test_nothing_counts_as_applied_before_the_bucket_was_read() -> None:
     table = SnapshotTable()
     table.update({EKEY: endpoint(5)}, whole=False)
     assert (table.is_filled, table.applied_snapshot_id) == (False, 0)
     table.update({EKEY: endpoint(5)}, whole=True)
+    table.confirm(EKEY)
     assert (table.is_filled, table.applied_snapshot_id) == (True, 5)
     table.update({BKEY: backend(9)}, whole=False)
+    table.confirm(BKEY)
     assert table.applied_snapshot_id == 9
 
 
@@ -53,12 +70,14 @@ def test_a_late_value_neither_replaces_a_newer_one_nor_revives_what_is_gone() ->
     assert not table.update({EKEY: endpoint(5, "/new")}, whole=True).endpoints
     assert table.endpoints() == {}
     assert table.is_gone(EKEY)
+    table.confirm(EKEY)
     assert table.applied_snapshot_id == 6
 
 
 def test_the_same_value_again_changes_nothing() -> None:
     table = SnapshotTable()
     table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    confirm_all(table)
     changes = table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
     assert not changes.endpoints
     assert not changes.backends
@@ -67,6 +86,7 @@ def test_the_same_value_again_changes_nothing() -> None:
 def test_a_lost_bucket_takes_nothing_away_but_a_deleted_key_does() -> None:
     table = SnapshotTable()
     table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    confirm_all(table)
     changes = table.update({BKEY: backend(6)}, whole=True)
     assert not changes.endpoints
     assert not changes.backends
@@ -90,3 +110,45 @@ def test_endpoints_come_in_the_order_of_their_changes() -> None:
     table = SnapshotTable()
     table.update({EKEY: endpoint(7), "endpoints.d.b": endpoint(3, tag="d/b")}, whole=True)
     assert list(table.endpoints()) == ["d/b", "d/a"]
+
+
+def test_applied_is_only_what_was_confirmed() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    assert table.applied_snapshot_id == 4
+    table.confirm(BKEY)
+    assert table.applied_snapshot_id == 4
+    table.confirm(EKEY)
+    assert table.applied_snapshot_id == 6
+
+
+def test_what_was_never_confirmed_is_handed_out_again_but_nothing_older() -> None:
+    table = SnapshotTable()
+    table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    table.confirm(EKEY)
+    changes = table.update({EKEY: endpoint(5), BKEY: backend(6)}, whole=True)
+    assert (list(changes.endpoints), list(changes.backends)) == ([], [BACKEND])
+    assert not table.update({BKEY: backend(5)}, whole=False).backends
+
+
+def test_options_for_http_are_told_with_their_id_and_confirmed_one_by_one() -> None:
+    table = SnapshotTable()
+    change = table.update({HTTP_KEY: http(3, 2.0)}, whole=True).http
+    assert change is not None
+    assert change.options is not None
+    assert (change.snapshot_id, change.options.request_timeout_s) == (3, 2.0)
+    table.update({HTTP_KEY: http(7)}, whole=False)
+    table.confirm(HTTP_KEY, 3)  # while the next one is under way
+    assert table.applied_snapshot_id == 6
+    table.confirm(HTTP_KEY, 7)
+    assert table.applied_snapshot_id == 7
+    assert table.update({HTTP_KEY: http(7)}, whole=True).http is None
+    change = table.update({HTTP_KEY: gone(8)}, whole=False).http
+    assert change is not None
+    assert (change.options, change.snapshot_id) == (None, 8)
+
+
+def test_only_the_one_key_of_http_is_known() -> None:
+    changes = SnapshotTable().update({"http.other": http(1), HTTP_KEY: endpoint(2)}, whole=True)
+    assert [key for key, _ in changes.ignored] == ["http.other", HTTP_KEY]
+    assert changes.http is None

@@ -11,7 +11,9 @@ from serve_common.names import ControllerId
 from serve_common.wires.host import HostGoal
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
-from serve_controller.core.checkpoint import Changes, Checkpoint
+from serve_common.wires.views import EventView, HistoryView
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,12 +21,18 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     at: float
     """Seconds since 1970."""
+    who: str = ""
+    """As the client says of itself; empty when it does not."""
     verb: str
     subject: str
     """What it was about, such as a backend tag."""
     goal_id: str | None
     request: str
     """The command as JSON."""
+    old: str | None = None
+    """What it changed, as it was, as JSON; None for what was not there."""
+    new: str | None = None
+    """The same as it is then; None for what is gone."""
 
 
 class Store(Protocol):
@@ -61,6 +69,14 @@ class Store(Protocol):
         """
         ...
 
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """A page of the audit log, the newest first: at most ``limit`` entries, 1 or more.
+
+        Only about ``subject`` and only with lower ids than ``before``, unless they are None. It is cut where an answer
+        could no longer be carried by one NATS message, so an empty page alone says that there is no more.
+        """
+        ...
+
 
 class HostLink(Protocol):
     """The way to hosts."""
@@ -82,7 +98,22 @@ class Publisher(Protocol):
         ...
 
 
-class Bus(HostLink, Publisher, Protocol):
+class EventSink(Protocol):
+    """Where it is told what happened. For people: nothing depends on an event, and any may be lost."""
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """Publish on ``serve.event.<subject_kind>.<subject>``, soon; returns at once and never raises.
+
+        ``subject`` may be a tag or an id. ``payload`` is JSON: a `GoalView` for the kind ``goal``, else an `EventView`.
+        """
+        ...
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        """The newest events that are still kept, the oldest first; empty when they cannot be had within 2 s."""
+        ...
+
+
+class Bus(HostLink, Publisher, EventSink, Protocol):
     """Everything the controller does on NATS."""
 
     async def begin_term(self, notice: LeaderNotice) -> None:

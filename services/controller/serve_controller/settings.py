@@ -12,6 +12,7 @@ from serve_common.settings import (
     read_bus_settings,
     read_operations_settings,
 )
+from serve_controller.shell.crash_mode import CrashMode, read_crash_mode
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +24,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     postgres_password: str
     bus: BusSettings
     operations: OperationsSettings
+    crash_mode: CrashMode | None = None
+    """For tests only: where this process kills itself."""
 
     def __repr__(self) -> str:
         return f"ControllerSettings(controller_id={self.controller_id!r})"
@@ -36,4 +39,5 @@ def read_settings(environment: Environment) -> ControllerSettings:
         postgres_password=environment.secret("SERVE_POSTGRES_PASSWORD"),
         bus=read_bus_settings(environment, "controller"),
         operations=read_operations_settings(environment, 9101),
+        crash_mode=read_crash_mode(environment),
     )

@@ -17,7 +17,8 @@ from serve_controller.adapters.metrics import ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.settings import ControllerSettings
-from serve_controller.shell.boundary import OpenBoundary
+from serve_controller.shell.boundary import Boundary, OpenBoundary
+from serve_controller.shell.crash_mode import CrashingBoundary
 from serve_controller.shell.service import ControllerService
 
 _log = structlog.get_logger()
@@ -75,12 +76,15 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
         settings.postgres_dsn, settings.postgres_password, application_name=f"muster-{settings.controller_id}"
     )
     bus = NatsBus(client, subjects, VERSION)
+    boundary: Boundary = OpenBoundary(metrics, time.monotonic)
+    if settings.crash_mode is not None:
+        boundary = CrashingBoundary(boundary, settings.crash_mode)
     service = ControllerService(
         controller_id=settings.controller_id,
         store=store,
         bus=bus,
         clock=SystemClock(),
-        boundary=OpenBoundary(metrics, time.monotonic),
+        boundary=boundary,
         telemetry=metrics,
     )
     try:

@@ -25,10 +25,13 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int
     """0 lets the system choose."""
     http: HttpOptions
+    """What holds until the controller has said something else."""
     drain_timeout_s: float
     """How long requests in flight may take to finish once the process was told to stop."""
     bus_wait_s: float
     """How long a request waits for NATS to come back before it is answered 503."""
+    middleware_dir: str | None = None
+    """Directory put last on ``sys.path``, for middlewares."""
 
 
 def read_settings(environment: Environment) -> ProxySettings:
@@ -50,4 +53,5 @@ def read_settings(environment: Environment) -> ProxySettings:
         ),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
         bus_wait_s=environment.seconds("SERVE_BUS_WAIT_S", 5.0, 0, 60),
+        middleware_dir=environment.optional("SERVE_MIDDLEWARE_DIR"),
     )

@@ -20,20 +20,26 @@ from serve_common.errors import BusUnavailable
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.control_plane import NatsControlPlane
+from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.http_server import HttpServer
 from serve_proxy.adapters.metrics import register_metrics
+from serve_proxy.adapters.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
 from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.beat import Beat
 from serve_proxy.shell.dispatch import Dispatcher
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.live_options import LiveOptions
 from serve_proxy.shell.outgoing import Outgoing
 from serve_proxy.shell.reports import Reports
 from serve_proxy.shell.routes import Routes
+from serve_proxy.shell.shadows import Shadows
 
 _log = structlog.get_logger(__name__)
 
 _CONNECT_ROUND_S: Final = 10.0
+_SETTLE_S: Final = 0.1
+"""How long a drain must be quiet before it ends: connections that were accepted last are not counted at once."""
 _LINGER_S: Final = 1.0
 """How long a kept-alive connection may be quiet in a drain before it is closed: its client may be about to send, and
 is told by the next answer to connect elsewhere."""
@@ -58,10 +64,22 @@ class Proxy:
         outgoing = Outgoing(self._bus, inbox, subjects)
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
         self._beat = Beat(self._dispatcher, routes, outgoing)
+        self._shadows = Shadows(self._dispatcher, chance.random, asyncio.get_running_loop().time)
+        if settings.middleware_dir is not None:
+            add_directory(settings.middleware_dir)
+        self._live = LiveOptions(
+            settings.http,
+            nothing=NO_MIDDLEWARES,
+            load=load_middlewares,
+            use=lambda options, loaded: requests.use(options, loaded),  # noqa: PLW0108 - made below
+            on_settled=lambda snapshot_id: self._ingress.http_settled(snapshot_id),  # noqa: PLW0108 - as above
+        )
         self._ingress = Ingress(
             routes,
             self._dispatcher,
             self._bus,
+            self._shadows,
+            self._live,
             on_applied=self._applied,
             bus_wait_s=settings.bus_wait_s,
         )
@@ -77,6 +95,7 @@ class Proxy:
             settings.proxy_id,
             started_at=SystemClock().now(),
             applied_snapshot_id=lambda: routes.applied_snapshot_id,
+            http_refusal=lambda: (self._live.error, self._live.error_snapshot_id),
         )
 
         def new_request_id() -> str:
@@ -86,10 +105,11 @@ class Proxy:
             self._ingress,
             self._bus,
             subjects,
-            request_timeout_s=settings.http.request_timeout_s,
+            request_timeout_s=lambda: self._live.options.request_timeout_s,
             new_request_id=new_request_id,
         )
-        self.http = HttpServer(self._ingress, settings.http, new_request_id=new_request_id)
+        requests = HttpRequests(self._ingress, settings.http, new_request_id=new_request_id)
+        self.http = HttpServer(requests)
         registry = CollectorRegistry()
         register_metrics(registry, routes, lambda: self._bus.reconnects + self._control_plane.reconnects)
         self.operations = OperationsServer(
@@ -115,7 +135,7 @@ class Proxy:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + self._settings.drain_timeout_s
         self._ingress.is_draining = True
-        self.http.stop_listening()
+        await self.http.stop_listening()
         self._reports.leave()
         _log.info("proxy_drains", in_flight=self._in_flight, connections=self.http.connections)
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
@@ -124,7 +144,9 @@ class Proxy:
             now = loop.time()
             if self._in_flight:
                 quiet_since = now
-            elif not self.http.connections or now - quiet_since >= _LINGER_S:
+            elif now - quiet_since >= _LINGER_S:
+                self.http.close_idle()
+            if not self.http.connections and now - quiet_since >= _SETTLE_S:
                 return
             await asyncio.sleep(0.02)
         _log.warning("drain_timed_out", in_flight=self._in_flight)
@@ -133,11 +155,13 @@ class Proxy:
         """End everything at once; requests that are still in flight get an error."""
         self._ingress.is_draining = True
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
+        await self._shadows.close(_CLOSE_TIMEOUT_S)
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
         await self._gateway.close(_CLOSE_TIMEOUT_S)
         self._reports.leave()
         await self._reports.send()
+        await self._live.close(_CLOSE_TIMEOUT_S)
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._control_plane.close()
         await self._bus.close()
@@ -149,7 +173,7 @@ class Proxy:
 
     def _applied(self) -> None:
         self._reports.wake()
-        if self._ingress.routes.is_filled and not self._ingress.is_draining:
+        if self._ingress.is_open and not self._ingress.is_draining:
             self._gateway.start()
 
     async def _connect_bus(self) -> None:

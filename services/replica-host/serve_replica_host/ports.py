@@ -40,6 +40,10 @@ class ReplicaRuntime(Protocol):
         """End its process now, also one that is still waiting to be placed."""
         ...
 
+    def kill_by_force(self, replica_tag: ReplicaTag) -> None:
+        """End a process that is still there after `kill`, without asking the runtime where that is possible."""
+        ...
+
 
 class ReportBus(Protocol):
     """Where reports go."""

@@ -19,6 +19,7 @@ from serve_common.settings import (
 )
 
 OPERATIONS_PORT: Final = 9103
+SPARE_REPLICAS: Final = 4
 RAY_TEMP_DIR_LENGTH_MAX: Final = 40
 """Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
 
@@ -41,6 +42,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where a relative app_dir begins."""
     metrics_dir: str
     """prometheus_client's multiprocess directory."""
+    spare_replicas: int
+    """Replica processes that a local runtime starts ahead."""
     drain_timeout_s: float
     """How long leaving may take."""
 
@@ -67,5 +70,6 @@ def read_host_settings(environment: Environment) -> HostSettings:
         metrics_dir=environment.text(
             "PROMETHEUS_MULTIPROC_DIR", str(Path(ray_temp_dir) / f"metrics-{host_id}")
         ),
+        spare_replicas=environment.integer("SERVE_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
     )

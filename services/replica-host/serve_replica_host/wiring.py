@@ -22,7 +22,8 @@ from serve_common.tasks import TaskOwner
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.adapters.ray_runtime import RayRuntime, RaySettings
+from serve_replica_host.adapters.ray_runtime import RayRuntime
+from serve_replica_host.adapters.ray_session import RaySettings
 from serve_replica_host.settings import HostSettings
 from serve_replica_host.shell.host import HostShell
 
@@ -120,4 +121,5 @@ def _ray_settings(settings: HostSettings) -> RaySettings:
         replica_bus=settings.replica_bus,
         app_root=settings.app_root,
         metrics_dir=settings.metrics_dir,
+        spare_replicas=settings.spare_replicas,
     )

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_controller.adapters.checkpoint_rows import (
+from serve_common.wires.views import HistoryView
+from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows
+from serve_controller.adapters.history_rows import (
+    HISTORY_PAGE_BYTES_MAX,
     HISTORY_ROWS_MAX,
-    Row,
-    dump_changes,
-    load_checkpoint,
+    HistoryRow,
+    first_page,
+    row_of,
+    view_of,
 )
-from serve_controller.core.checkpoint import Changes, Checkpoint
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import CheckpointObject
 from serve_controller.ports import HistoryEntry
 
 
@@ -34,10 +41,13 @@ class MemoryStore:
         """True: every method does its work and then raises `StoreUnavailable`, as when a connection breaks."""
         self.rows: dict[tuple[str, str], Row] = {}
         """What is stored, by kind and key."""
-        self.history: deque[HistoryEntry] = deque(maxlen=HISTORY_ROWS_MAX)
+        self.history: deque[HistoryRow] = deque(maxlen=HISTORY_ROWS_MAX)
+        """The audit log, the oldest first."""
         self.controller_id: ControllerId | None = None
         self.epoch = 0
         self.lease_expires_at = float("-inf")
+        self._history_id = 0
+        self._upgraded: tuple[CheckpointObject, ...] = ()
 
     async def migrate(self) -> None:
         """There is no schema to bring up."""
@@ -70,20 +80,35 @@ class MemoryStore:
 
     async def load(self) -> Checkpoint:
         self._begin()
-        checkpoint = load_checkpoint(self.rows.values())
+        loaded = load_rows(self.rows.values())
+        self._upgraded = loaded.upgraded
         self._end()
-        return checkpoint
+        return loaded.checkpoint
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         self._begin()
         if epoch != self.epoch:
             raise FencedOut(f"epoch {self.epoch} began after {epoch}")
-        rows = dump_changes(changes)
+        rows = dump_changes(changes, self._upgraded)
+        self._upgraded = ()
         self.rows.update({(row.kind, row.key): row for row in rows.puts})
         for key in rows.deletes:
             self.rows.pop(key, None)
-        self.history.extend(history)
+        for entry in history:
+            self._history_id += 1
+            self.history.append(row_of(entry, self._history_id, epoch))
         self._end()
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        self._begin()
+        found = (
+            row
+            for row in reversed(self.history)
+            if subject in (None, row.subject) and (before is None or row.id < before)
+        )
+        page = first_page(islice(found, limit), HISTORY_PAGE_BYTES_MAX)
+        self._end()
+        return [view_of(row) for row in page]
 
     def _is_term(self, controller_id: ControllerId, epoch: int) -> bool:
         return controller_id == self.controller_id and epoch == self.epoch

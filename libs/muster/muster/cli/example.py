@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from muster.cli.deploying import describe, run_deploy
+from muster.cli.deploy import intent_to_deploy
 from muster.cli.exit_codes import ExitCode
 from muster.cli.output import Progress, brief
+from muster.cli.perform import perform
 from muster.cli.ports import AdminPort
 from muster.cli.up_report import seen_from
+from muster.cli.wording import describe
 from muster.embedded.options import CHECKOUT
 from serve_common.errors import NotFound, PermanentError
 from serve_common.names import deployment_tag
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy
+from serve_common.wires.queries import GetDeploymentInfo
 from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus
 
 _ROUTE: Final = "/digits"
@@ -54,14 +57,14 @@ class ExampleDeployment:
             )
         if not self._folder.is_dir():
             raise PermanentError(f"there is no {self._folder}; examples come with the source")
-        request = self._request()
-        outcome = await run_deploy(
-            admin, request, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
+        intent = intent_to_deploy(self._request())
+        outcome = await perform(
+            admin, intent, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
         )
         self.is_serving = outcome.exit_code is ExitCode.OK
         if not self.is_serving:
-            return describe(outcome, request)
-        return [describe(outcome, request)[0], *self._what_to_try(_ROUTE)]
+            return describe(outcome, intent)
+        return [describe(outcome, intent)[0], *self._what_to_try(_ROUTE)]
 
     def _request(self) -> Deploy:
         return Deploy(
@@ -79,7 +82,7 @@ class ExampleDeployment:
     async def _find(self, admin: AdminPort) -> DeploymentView | None:
         """None also for one that goes away or never came to serve: there is nothing to be kept."""
         try:
-            found = await admin.get_deployment_info(self.name)
+            found = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
         except NotFound:
             return None
         has_failed = found.status is DeploymentStatus.UNHEALTHY and found.goal_status is GoalStatus.FAILED
@@ -89,7 +92,7 @@ class ExampleDeployment:
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + _HEALTHY_TIMEOUT_S
         while True:
-            deployment = await admin.get_deployment_info(self.name)
+            deployment = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
             if deployment.status is DeploymentStatus.HEALTHY:
                 return None
             if loop.time() >= give_up_at:

@@ -10,14 +10,20 @@ from typing import Annotated
 import structlog
 import typer
 
+from muster.cli import apps, backend, endpoint, goal, hosts, http_options, proxies, traffic
 from muster.cli.call import call
 from muster.cli.connection import StackChoice
-from muster.cli.delete import delete
 from muster.cli.deploy import deploy
+from muster.cli.deployments import delete, rollback, scale
 from muster.cli.exit_codes import EXIT_CODES_HELP
+from muster.cli.group import CONTEXT_SETTINGS
+from muster.cli.looking import info, list_, snapshot
 from muster.cli.options import NatsOption, PasswordFileOption, UserOption
+from muster.cli.plan import ANY_ARGUMENTS, plan
+from muster.cli.record import events, history, revisions
 from muster.cli.secrets import secrets
 from muster.cli.session import Session
+from muster.cli.shutdown import shutdown
 from muster.cli.status import status
 from muster.cli.up import up
 
@@ -26,11 +32,33 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=CONTEXT_SETTINGS,
     epilog=EXIT_CODES_HELP,
 )
-for _command in (up, deploy, status, call, delete, secrets):
-    app.command()(_command)
+
+_RUN, _DEPLOY, _LOOK = "Run a stack", "Deploy and call", "Look"
+_TRAFFIC, _OPERATE = "Backends and traffic, for more than one version at a time", "Operate"
+
+for _panel, _commands in (
+    (_RUN, (up, secrets)),
+    (_DEPLOY, (deploy, scale, rollback, delete, call)),
+    (_LOOK, (status, list_, info, events, history, revisions, snapshot)),
+):
+    for _command in _commands:
+        app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
+for _name, _group, _panel in (
+    ("app", apps.app, _DEPLOY),
+    ("backend", backend.app, _TRAFFIC),
+    ("endpoint", endpoint.app, _TRAFFIC),
+    ("traffic", traffic.app, _TRAFFIC),
+    ("host", hosts.app, _OPERATE),
+    ("proxy", proxies.app, _OPERATE),
+    ("http", http_options.app, _OPERATE),
+    ("goal", goal.app, _OPERATE),
+):
+    app.add_typer(_group, name=_name, rich_help_panel=_panel)
+app.command(rich_help_panel=_DEPLOY, context_settings=ANY_ARGUMENTS)(plan)
+app.command(rich_help_panel=_OPERATE)(shutdown)
 
 
 def _print_version(is_wanted: bool) -> None:

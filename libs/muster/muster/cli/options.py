@@ -43,3 +43,6 @@ TimeoutOption = Annotated[
 NoWaitOption = Annotated[
     bool, typer.Option("--no-wait", help="Return when the change is recorded, not when it is done.")
 ]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would happen to which replicas, and change nothing.")
+]

@@ -8,32 +8,110 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.client.address import StackAddress
+from muster.client.changes import Change
 from muster.client.ports import Answer
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
 from serve_common.names import GoalId
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.views import DeploymentView, GoalView, StatusView
+from serve_common.values import HttpOptions
+from serve_common.wires.commands import ChangeReply, Shutdown, ShutdownReply
+from serve_common.wires.queries import (
+    GetBackendConfig,
+    GetDeploymentInfo,
+    GetEvents,
+    GetHistory,
+    GetRevisions,
+    GetStatus,
+    ListDeployments,
+)
+from serve_common.wires.views import (
+    ApplicationView,
+    BackendConfigView,
+    BackendView,
+    DeploymentView,
+    EndpointView,
+    EventView,
+    GoalView,
+    HistoryView,
+    HostView,
+    PlanView,
+    ProxyView,
+    RevisionView,
+    SnapshotView,
+    StatusView,
+)
 
 
 class AdminPort(Protocol):
-    """The admin verbs that commands use; see `muster.client.AdminClient`."""
+    """The admin verbs as commands use them; see `muster.client.AdminClient`."""
 
-    async def deploy(self, request: Deploy) -> ChangeReply:
-        """See `AdminClient.deploy`."""
+    async def change(self, request: Change) -> ChangeReply:
+        """See `AdminClient.change`."""
         ...
 
-    async def delete_deployment(self, name: str) -> ChangeReply:
-        """See `AdminClient.delete_deployment`."""
+    async def shutdown(self, request: Shutdown) -> ShutdownReply:
+        """See `AdminClient.shutdown`."""
         ...
 
-    async def get_deployment_info(self, name: str) -> DeploymentView:
+    async def plan(self, request: Change | Shutdown) -> PlanView:
+        """See `AdminClient.plan`."""
+        ...
+
+    async def get_deployment_info(self, request: GetDeploymentInfo) -> DeploymentView:
         """See `AdminClient.get_deployment_info`."""
         ...
 
-    async def get_status(self) -> StatusView:
+    async def get_backend_config(self, request: GetBackendConfig) -> BackendConfigView:
+        """See `AdminClient.get_backend_config`."""
+        ...
+
+    async def get_events(self, request: GetEvents) -> list[EventView]:
+        """See `AdminClient.get_events`."""
+        ...
+
+    async def get_history(self, request: GetHistory) -> list[HistoryView]:
+        """See `AdminClient.get_history`."""
+        ...
+
+    async def get_revisions(self, request: GetRevisions) -> list[RevisionView]:
+        """See `AdminClient.get_revisions`."""
+        ...
+
+    async def get_status(self, request: GetStatus) -> StatusView:
         """See `AdminClient.get_status`."""
+        ...
+
+    async def list_deployments(self, request: ListDeployments) -> list[DeploymentView]:
+        """See `AdminClient.list_deployments`."""
+        ...
+
+    async def get_all_applications(self) -> list[ApplicationView]:
+        """See `AdminClient.get_all_applications`."""
+        ...
+
+    async def get_all_backends(self) -> list[BackendView]:
+        """See `AdminClient.get_all_backends`."""
+        ...
+
+    async def get_all_endpoints(self) -> list[EndpointView]:
+        """See `AdminClient.get_all_endpoints`."""
+        ...
+
+    async def get_http_config(self) -> HttpOptions:
+        """See `AdminClient.get_http_config`."""
+        ...
+
+    async def get_http_proxies(self) -> list[ProxyView]:
+        """See `AdminClient.get_http_proxies`."""
+        ...
+
+    async def get_hosts(self) -> list[HostView]:
+        """See `AdminClient.get_hosts`."""
+        ...
+
+    async def get_snapshot(self) -> list[SnapshotView]:
+        """See `AdminClient.get_snapshot`."""
         ...
 
     async def wait_for_goal(

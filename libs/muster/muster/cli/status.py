@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from muster.cli import output, tables
-from muster.cli.connection import StackChoice
-from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
-from muster.cli.session import Session, session_of
+from muster.cli import output
+from muster.cli.asking import Question, asking
+from muster.cli.ports import AdminPort
+from muster.cli.session import Session
+from muster.cli.show_status import show_deployment, show_status
+from serve_common.errors import LimitReached
 from serve_common.names import deployment_tag
-from serve_common.wires.views import DeploymentView, StatusView
+from serve_common.wires.queries import GetDeploymentInfo, GetStatus
+from serve_common.wires.views import StatusView
 
-_RETRY_S = 15.0
 
-
+@asking
 def status(
-    context: typer.Context,
+    session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Annotated[
-        str | None, typer.Argument(help="deployment or app/deployment; all unless given.")
+        str | None, typer.Argument(metavar="NAME", help="deployment or app/deployment; all unless given.")
     ] = None,
-    as_json: JsonOption = False,
-    nats: NatsOption = None,
-    user: UserOption = None,
-    password_file: PasswordFileOption = None,
-) -> None:
+) -> Question[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
     Examples:
       muster status
       muster status digits --json
+
+    'muster info' and 'muster events' tell more of one deployment.
     """
-    session = session_of(context)
-    with session.reporting(as_json=as_json):
-        tag = None if name is None else deployment_tag(name)
-        stack = StackChoice(nats=nats, user=user, password_file=password_file)
-        view = asyncio.run(_status(session, stack, tag))
-        if as_json:
-            output.print_json(view)
-        elif isinstance(view, StatusView):
-            tables.show_status(view)
-        else:
-            tables.show_deployment(view)
+    if name is not None:
+        query = GetDeploymentInfo(name=deployment_tag(name))
+        return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
+    whole = _Whole()
+    return Question(whole.ask, whole.show)
 
 
-async def _status(session: Session, options: StackChoice, name: str | None) -> StatusView | DeploymentView:
-    with output.Progress("status") as progress:
-        async with session.connect(session.find_stack(options), progress, retry_for_s=_RETRY_S) as stack:
-            if name is None:
-                return await stack.admin.get_status()
-            return await stack.admin.get_deployment_info(name)
+class _Whole:
+    """The whole system, without its replicas where they are more than one message carries."""
+
+    def __init__(self) -> None:
+        self._has_replicas = True
+
+    async def ask(self, admin: AdminPort) -> StatusView:
+        try:
+            return await admin.get_status(GetStatus())
+        except LimitReached:
+            output.complain("note: too many replicas to show here; 'muster status NAME' shows those of one")
+        self._has_replicas = False
+        return await admin.get_status(GetStatus(replicas=False))
+
+    def show(self, view: StatusView) -> None:
+        show_status(view, has_replicas=self._has_replicas)

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 
 from serve_common.errors import BadField
+from serve_common.names import deployment_tag
 
 T = TypeVar("T")
 _FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -34,21 +35,36 @@ def read_user_config(text: str | None, directory: Path) -> Any:
 
     Raises `BadField`; of YAML only what JSON can say is accepted.
     """
-    field = "--user-config"
+    return None if text is None else _read_value(text, directory, "--user-config")
+
+
+def read_object(text: str | None, directory: Path, field: str) -> dict[str, Any]:
+    """As `read_user_config`, an object; empty when it is not given. Raises `BadField`."""
     if text is None:
-        return None
+        return {}
+    value = _read_value(text, directory, field)
+    if not isinstance(value, dict):
+        raise BadField(field, "must be an object")
+    return value
+
+
+def _read_value(text: str, directory: Path, field: str) -> Any:
     if not text.startswith("@"):
         return _json(text, field)
     path = directory / text[1:]
-    content = _text(path, field)
-    if path.suffix.lower() not in {".yaml", ".yml"}:
-        return _json(content, f"{field} {text}")
+    content = read_text(path, field)
+    named = f"{field} {text}"
+    return yaml_value(content, named) if path.suffix.lower() in {".yaml", ".yml"} else _json(content, named)
+
+
+def yaml_value(content: str, field: str) -> Any:
+    """What YAML says, as far as JSON can say it too. Raises `BadField`."""
     try:
         return json.loads(json.dumps(yaml.safe_load(content), allow_nan=False))
     except yaml.YAMLError as error:
-        raise BadField(f"{field} {text}", f"is not YAML: {error}") from error
+        raise BadField(field, f"is not YAML: {error}") from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadField(f"{field} {text}", f"has a value that JSON cannot say: {error}") from error
+        raise BadField(field, f"has a value that JSON cannot say: {error}") from error
 
 
 def read_body(data: str | None, directory: Path, standard_input: bytes | None) -> bytes:
@@ -76,14 +92,40 @@ def read_headers(given: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def read_methods(text: str | None) -> list[str] | None:
-    """``GET,POST`` as a list; None when not given."""
+def read_shares(given: Sequence[str], field: str) -> dict[str, float]:
+    """``BACKEND=WEIGHT`` each, by tag; ``BACKEND`` alone weighs 1. Raises `BadField`.
+
+    Sums are the controller's to judge.
+    """
+    weights: dict[str, float] = {}
+    for text in given:
+        name, equals, number = text.partition("=")
+        try:
+            weight = float(number) if equals else 1.0
+        except ValueError as error:
+            raise BadField(field, f"{text[:80]!r} must read BACKEND=WEIGHT, such as v1=0.9") from error
+        tag = deployment_tag(name, field)
+        if tag in weights:
+            raise BadField(field, f"{name} is given twice")
+        weights[tag] = read_share(weight, f"{field} {name}")
+    return weights
+
+
+def read_share(share: float, field: str) -> float:
+    """A part of 1. Raises `BadField`."""
+    if not 0 <= share <= 1:  # False for NaN too
+        raise BadField(field, f"is {share:g}; it must be between 0 and 1")
+    return share
+
+
+def read_methods(text: str | None) -> dict[str, Any]:
+    """``GET,POST`` as the keyword argument of a command; empty when not given, so that its default holds."""
     if text is None:
-        return None
-    return [method.strip().upper() for method in text.split(",") if method.strip()]
+        return {}
+    return {"methods": [method.strip().upper() for method in text.split(",") if method.strip()]}
 
 
-def place_app_dir(given: str | None, directory: Path) -> tuple[str, str]:
+def place_app_dir(given: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
     """The directory as replica hosts shall see it, and a note for people (empty when there is nothing to say).
 
     One that exists here is meant as it is here; any other is meant as the hosts see it. Raises `BadField` for a file.
@@ -94,16 +136,17 @@ def place_app_dir(given: str | None, directory: Path) -> tuple[str, str]:
     if here.is_dir():
         return os.path.abspath(here), ""  # noqa: PTH100 - resolve() would follow links, which hosts may see otherwise
     if here.exists():
-        raise BadField("--app-dir", f"{given} is not a directory")
+        raise BadField(field, f"{given} is not a directory")
     if not given.startswith("/"):
         raise BadField(
-            "--app-dir",
+            field,
             f"there is no directory {given} here; a path in the hosts' containers begins with '/'",
         )
     return given, f"note: {given} does not exist here; it is taken as a path on the replica hosts"
 
 
-def _text(path: Path, field: str) -> str:
+def read_text(path: Path, field: str) -> str:
+    """A text file of bounded size. Raises `BadField`."""
     try:
         if path.stat().st_size > _FILE_BYTES_MAX:
             raise BadField(field, f"{path} is larger than {_FILE_BYTES_MAX} bytes")

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from muster.client.adapters.nats_requests import NatsRequests
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
 from muster.client.calls import Caller
+from muster.client.who import who_am_i
 from serve_common.subjects import Subjects
 
 
@@ -28,17 +28,22 @@ async def connect_stack(
     connect_within_s: float = 5.0,
     retry_for_s: float = 30.0,
     on_retry: Callable[[str], None] = lambda _why: None,
+    who: str | None = None,
 ) -> AsyncIterator[Stack]:
-    """Connect, and let go at the end.
+    """Connect, and let go at the end. ``who`` stands in the audit log; None is ``user@host`` of this process.
 
     Raises `BusUnavailable` when NATS does not answer within ``connect_within_s``, and `BusAuthorizationFailed`.
     """
+    # Only here: the driver takes longer to import than `muster --help` should take.
+    from muster.client.adapters.nats_requests import NatsRequests  # noqa: PLC0415 - as above
+
     requests = NatsRequests(address)
     subjects = Subjects(address.subject_prefix)
+    who = who_am_i() if who is None else who
     try:
         await requests.connect(within_s=connect_within_s, on_retry=on_retry)
         yield Stack(
-            admin=AdminClient(requests, subjects, retry_for_s=retry_for_s, on_retry=on_retry),
+            admin=AdminClient(requests, subjects, who=who, retry_for_s=retry_for_s, on_retry=on_retry),
             caller=Caller(requests, subjects),
         )
     finally:

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple, final
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.replica_choice import Draw, PowerOfTwoChoices, ReplicaPolicy
 from serve_common.routing.replica_slots import Block, ReplicaSlots
-from serve_common.routing.request_queue import RequestKey, RequestQueue
+from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.tiered_queue import TieredQueue
 from serve_common.values import BackendConfig
 from serve_common.wires.snapshots import BackendSnapshot
 
@@ -72,11 +73,12 @@ _QUEUED: Final = Queued()
 class _Place:
     """Where one request stands: in a replica's slot, or in the queue."""
 
-    __slots__ = ("arrival", "avoid", "deadline", "slots")
+    __slots__ = ("arrival", "avoid", "deadline", "is_spare", "slots")
 
-    def __init__(self, deadline: float, arrival: int) -> None:
+    def __init__(self, deadline: float, arrival: int, *, is_spare: bool) -> None:
         self.deadline = deadline
         self.arrival = arrival
+        self.is_spare = is_spare
         self.slots: ReplicaSlots | None = None
         self.avoid: frozenset[ReplicaTag] = frozenset()
         """Replicas that refused it: taken only when there is no other."""
@@ -101,7 +103,7 @@ class Router:
         self._open: list[ReplicaSlots] = []
         self._blocked: set[ReplicaTag] = set()
         self._places: dict[RequestKey, _Place] = {}
-        self._queue = RequestQueue()
+        self._queue = TieredQueue()
         self._arrivals = 0
         self._turns = 0
 
@@ -109,8 +111,13 @@ class Router:
 
     @property
     def queue_depth(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
+        """Requests that wait, spare ones left out."""
+        return self._queue.depth
+
+    @property
+    def has_waiting(self) -> bool:
+        """True when anything waits, so that `expire` may have something to do at a later time."""
+        return len(self._queue) > 0
 
     @property
     def in_flight(self) -> int:
@@ -134,18 +141,23 @@ class Router:
     # -- requests --
 
     def submit(
-        self, request: RequestKey, deadline: float, *, is_admitted: bool = False
+        self, request: RequestKey, deadline: float, *, is_admitted: bool = False, is_spare: bool = False
     ) -> SendTo | Queued | QueueFull:
-        """Take a new request. ``is_admitted`` says that it was taken once, so no limit may refuse it now."""
+        """Take a new request.
+
+        ``is_admitted``: it was taken once, so no limit may refuse it now. ``is_spare``: it waits behind all that are
+        not, takes no place of theirs in the queue, and its number is the caller's to limit.
+        """
         assert request not in self._places, f"{request} is here already"
-        if not self._open and not is_admitted and 0 <= self._max_queued_requests <= len(self._queue):
+        is_limited = not is_admitted and not is_spare
+        if not self._open and is_limited and 0 <= self._max_queued_requests <= self._queue.depth:
             return QueueFull(self._max_queued_requests)
         self._arrivals += 1
-        place = _Place(deadline, self._arrivals)
+        place = _Place(deadline, self._arrivals, is_spare=is_spare)
         self._places[request] = place
         if self._open:
             return SendTo(self._seat(request, place))
-        self._queue.push(request, deadline, place.arrival)
+        self._queue.push(request, deadline, place.arrival, is_spare=is_spare)
         return _QUEUED
 
     def finished(self, request: RequestKey) -> Sequence[Dispatch]:
@@ -194,7 +206,7 @@ class Router:
         self._close(slots)
         place.slots = None
         place.avoid |= {replica}
-        self._queue.push(request, place.deadline, place.arrival)
+        self._queue.push(request, place.deadline, place.arrival, is_spare=place.is_spare)
         return self._dispatch_waiting()
 
     # -- replicas --

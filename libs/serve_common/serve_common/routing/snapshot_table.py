@@ -13,7 +13,8 @@ import msgspec
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.subjects import BACKENDS, ENDPOINTS, parse_key
+from serve_common.subjects import BACKENDS, ENDPOINTS, HTTP, HTTP_KEY, parse_key
+from serve_common.values import HttpOptions
 from serve_common.wires.snapshots import (
     BackendSnapshot,
     EndpointSnapshot,
@@ -23,11 +24,22 @@ from serve_common.wires.snapshots import (
 )
 
 
+class HttpChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Other options for all requests."""
+
+    options: HttpOptions | None
+    """None: nothing is said any more."""
+    snapshot_id: int
+    """Of the snapshot that says so; 0 when its key is gone."""
+
+
 class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
     """What an update changed; None as a value means that it is gone."""
 
     endpoints: Mapping[EndpointTag, EndpointSnapshot | None]
     backends: Mapping[BackendTag, BackendSnapshot | None]
+    http: HttpChange | None = None
+    """None: as before."""
     ignored: Sequence[tuple[str, str]] = ()
     """Keys that were left out, with the reason."""
 
@@ -40,9 +52,32 @@ class SnapshotTable:
         self._snapshots: dict[str, Snapshot] = {}
         self.is_filled = False
         """True once everything that the bucket holds was read."""
-        self.applied_snapshot_id = 0
-        """The highest id seen; 0 before the bucket was read."""
         self._seen_id: int = 0
+        self._unapplied: dict[str, int] = {}
+        """Keys that were handed out as changed and not confirmed, with the id of the first such change."""
+
+    @property
+    def applied_snapshot_id(self) -> int:
+        """Every snapshot up to this id was confirmed; 0 before the bucket was read."""
+        if not self.is_filled:
+            return 0
+        return min((self._seen_id, *(snapshot_id - 1 for snapshot_id in self._unapplied.values())))
+
+    def confirm(self, key: str, snapshot_id: int | None = None) -> None:
+        """The change of ``key`` is in force: its newest one, or that of ``snapshot_id``.
+
+        What is never confirmed, because applying it failed, is handed out again by the next whole view.
+        """
+        held = self._snapshots.get(key)
+        if (
+            key not in self._unapplied
+            or held is None
+            or snapshot_id is None
+            or held.snapshot_id <= snapshot_id
+        ):
+            self._unapplied.pop(key, None)
+        else:
+            self._unapplied[key] = held.snapshot_id
 
     def endpoints(self) -> dict[EndpointTag, EndpointSnapshot]:
         """Every endpoint, those that changed last at the end."""
@@ -65,11 +100,14 @@ class SnapshotTable:
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
         """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out.
 
+        The caller applies what is returned and then says so by `confirm`.
+
         A key that a whole view lacks stays as it is: the bucket was lost and is being refilled, and what is deleted in
         earnest says so by a tombstone or a deletion.
         """
         endpoints: dict[EndpointTag, EndpointSnapshot | None] = {}
         backends: dict[BackendTag, BackendSnapshot | None] = {}
+        http: HttpChange | None = None
         ignored: list[tuple[str, str]] = []
         for key, snapshot in snapshots.items():
             try:
@@ -81,33 +119,50 @@ class SnapshotTable:
             held = self._snapshots.get(key)
             if snapshot is None:
                 self._snapshots.pop(key, None)
+                self._unapplied.pop(key, None)
             else:
                 self._seen_id = max(self._seen_id, snapshot.snapshot_id)
-                if held is not None and snapshot.snapshot_id <= held.snapshot_id:
+                if held is not None and not self._is_news(key, held, snapshot):
                     continue
                 self._snapshots[key] = snapshot
+                self._unapplied.setdefault(key, snapshot.snapshot_id)
             content = None if snapshot is None else snapshot.content
             if held is None and content is None:
+                self._unapplied.pop(key, None)
                 continue
             if kind == ENDPOINTS:
                 assert content is None or isinstance(content, EndpointSnapshot)
                 endpoints[EndpointTag(tag)] = content
+            elif kind == HTTP:
+                assert content is None or isinstance(content, HttpSnapshot)
+                http = HttpChange(
+                    options=None if content is None else content.options,
+                    snapshot_id=0 if snapshot is None else snapshot.snapshot_id,
+                )
             else:
                 assert content is None or isinstance(content, BackendSnapshot)
                 backends[BackendTag(tag)] = content
         self.is_filled = self.is_filled or whole
-        if self.is_filled:
-            self.applied_snapshot_id = self._seen_id
-        return SnapshotChanges(endpoints=endpoints, backends=backends, ignored=ignored)
+        return SnapshotChanges(endpoints=endpoints, backends=backends, http=http, ignored=ignored)
 
+    def _is_news(self, key: str, held: Snapshot, snapshot: Snapshot) -> bool:
+        if key in self._unapplied:
+            return snapshot.snapshot_id >= held.snapshot_id
+        return snapshot.snapshot_id > held.snapshot_id
+
+
+_HTTP_TAG: Final = parse_key(HTTP_KEY)[1]
 
 _CONTENT_OF: Final[Mapping[str, type[SnapshotContent]]] = {
     ENDPOINTS: EndpointSnapshot,
     BACKENDS: BackendSnapshot,
+    HTTP: HttpSnapshot,
 }
 
 
 def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
+    if kind == HTTP and tag != _HTTP_TAG:
+        raise BadField("key", f"{HTTP}.{tag[:100]} is not a snapshot key")
     content = None if snapshot is None else snapshot.content
     if content is None:
         return

@@ -6,7 +6,7 @@ Why apart from the snapshot: the weights are summed up once per change, not once
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import accumulate
 from typing import final
 
@@ -17,11 +17,12 @@ from serve_common.names import BackendTag
 class TrafficSplit:
     """The weights of one endpoint, ready to choose by."""
 
-    __slots__ = ("_bounds", "backend_tags")
+    __slots__ = ("_bounds", "_weighted", "backend_tags")
 
     def __init__(self, traffic: Mapping[BackendTag, float]) -> None:
         """Weights need not sum to exactly 1; a backend with weight 0 is never chosen."""
         weighted = {tag: weight for tag, weight in traffic.items() if weight > 0}
+        self._weighted = weighted
         self.backend_tags = tuple(weighted)
         self._bounds = list(accumulate(weighted.values()))
 
@@ -33,3 +34,7 @@ class TrafficSplit:
         # The product can round up to the last bound itself.
         at = bisect_right(self._bounds, chance * self._bounds[-1])
         return tags[min(at, len(tags) - 1)]
+
+    def without(self, left_out: Container[BackendTag]) -> TrafficSplit:
+        """The same weights for the other backends."""
+        return TrafficSplit({tag: weight for tag, weight in self._weighted.items() if tag not in left_out})

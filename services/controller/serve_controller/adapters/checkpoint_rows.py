@@ -16,19 +16,20 @@ from typing import Any, Final
 import msgspec
 
 from serve_common.errors import CheckpointUnreadable
-from serve_controller.core.checkpoint import CLASSES, Changes, Checkpoint, Key, Kind, key_of
+from serve_controller.adapters.upgrade_v1 import DECODERS_V1, GoalV1, completed, upgraded_goal
+from serve_controller.core.changes import CLASSES, Changes, Key, key_of
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import CheckpointObject
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """The format that is written; all from 1 to this one are read."""
 
-HISTORY_ROWS_MAX: Final = 10_000
-"""History rows that are kept; a store may hold a few more until it next trims."""
-
 _ENCODER: Final = msgspec.json.Encoder()
-_DECODERS: Final[Mapping[Kind, msgspec.json.Decoder[Any]]] = {
-    kind: msgspec.json.Decoder(stored_type) for kind, stored_type in CLASSES.items()
+_DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
+    1: {kind.value: decoder for kind, decoder in DECODERS_V1.items()},
+    SCHEMA_VERSION: {kind.value: msgspec.json.Decoder(stored_type) for kind, stored_type in CLASSES.items()},
 }
+"""By schema version and kind."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -55,35 +56,59 @@ def dump(value: CheckpointObject) -> Row:
     return Row(kind.value, key, SCHEMA_VERSION, _to_json(value))
 
 
+class Loaded(msgspec.Struct, frozen=True):
+    """What the rows of a store mean."""
+
+    checkpoint: Checkpoint
+    upgraded: tuple[CheckpointObject, ...]
+    """Objects that are stored in an older format, or follow from such ones and are not stored at all. They must be
+    written with the next change: what follows from an old row is lost when that row is replaced alone."""
+
+
 def load(row: Row) -> CheckpointObject:
-    """The object of a row. Raises `CheckpointUnreadable`, which names the row and the reason."""
-    try:
-        kind = Kind(row.kind)
-    except ValueError:
-        raise _unreadable(row, "this version of the code knows no such kind") from None
-    if row.schema_version != SCHEMA_VERSION:
-        reason = (
-            f"its schema_version is {row.schema_version}; this version of the code reads {SCHEMA_VERSION}"
+    """The object of a row by itself. Raises `CheckpointUnreadable`, which names the row and the reason."""
+    decoders = _DECODERS.get(row.schema_version)
+    if decoders is None:
+        raise _unreadable(
+            row,
+            f"its schema_version is {row.schema_version}; this version of the code reads 1 to {SCHEMA_VERSION}",
         )
-        raise _unreadable(row, reason)
+    decoder = decoders.get(row.kind)
+    if decoder is None:
+        raise _unreadable(row, "this version of the code knows no such kind")
     try:
-        value: CheckpointObject = _DECODERS[kind].decode(row.value)
+        value = decoder.decode(row.value)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _unreadable(row, str(error)) from error
-    if key_of(value) != (kind, row.key):
-        raise _unreadable(row, f"it holds the object {key_of(value)[1]!r}")
-    return value
+    result: CheckpointObject = upgraded_goal(value) if isinstance(value, GoalV1) else value
+    kind, key = key_of(result)
+    if key != row.key or kind.value != row.kind:
+        raise _unreadable(row, f"it holds the object {key!r}")
+    return result
+
+
+def load_rows(rows: Iterable[Row]) -> Loaded:
+    """What ``rows`` of all versions mean together, in any order. Raises `CheckpointUnreadable`."""
+    current: list[CheckpointObject] = []
+    old: list[CheckpointObject] = []
+    for row in rows:
+        (current if row.schema_version == SCHEMA_VERSION else old).append(load(row))
+    upgraded = tuple(completed(old, current)) if old else ()
+    return Loaded(Checkpoint().applied(Changes(puts=(*current, *upgraded))), upgraded)
 
 
 def load_checkpoint(rows: Iterable[Row]) -> Checkpoint:
     """The checkpoint that ``rows`` make. Raises `CheckpointUnreadable`."""
-    return Checkpoint().applied(Changes(puts=tuple(load(row) for row in rows)))
+    return load_rows(rows).checkpoint
 
 
-def dump_changes(changes: Changes) -> RowChanges:
-    """What a store must write. Of several values of one key the last counts; a deleted key is not put."""
+def dump_changes(changes: Changes, upgraded: Iterable[CheckpointObject] = ()) -> RowChanges:
+    """What a store must write. Of several values of one key the last counts; a deleted key is not put.
+
+    ``upgraded`` is what the last `load_rows` found to be rewritten; ``changes`` were decided after it and go before.
+    """
     gone = dict.fromkeys(changes.deletes)
-    puts: dict[Key, CheckpointObject] = {key_of(value): value for value in changes.puts}
+    puts: dict[Key, CheckpointObject] = {key_of(value): value for value in (*upgraded, *changes.puts)}
     return RowChanges(
         puts=tuple(dump(value) for key, value in puts.items() if key not in gone),
         deletes=tuple((kind.value, key) for kind, key in gone),
@@ -101,16 +126,17 @@ def _to_json(value: CheckpointObject) -> str:
         # A lone surrogate has no UTF-8, so neither JSON nor Postgres takes it, yet a traceback that names a
         # file with undecodable bytes holds one. Showing it as an escape is better than refusing the whole
         # change.
-        return json.dumps(_without_surrogates(msgspec.to_builtins(value)), separators=(",", ":"))
+        return json.dumps(without_surrogates(msgspec.to_builtins(value)), separators=(",", ":"))
 
 
-def _without_surrogates(value: Any) -> Any:
+def without_surrogates(value: Any) -> Any:
+    """``value``, made of JSON's types, with every lone surrogate in its texts shown as an escape."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()
         case dict():
-            return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+            return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
         case list() | tuple():
-            return [_without_surrogates(item) for item in value]
+            return [without_surrogates(item) for item in value]
         case _:
             return value

@@ -28,11 +28,13 @@ from serve_common.errors import BadField, BusUnavailable, LimitReached, ServeErr
 from serve_common.names import check_name
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.wires.admin import VERBS
+from serve_common.wires.admin import VERBS, WHO_HEADER, WHO_LENGTH_MAX
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_common.wires.snapshots import Snapshot
-from serve_controller.shell.admin import Admin, error_view
+from serve_common.wires.views import EventView
+from serve_controller.adapters.event_stream import EventStream, recent_events
+from serve_controller.shell.requests import error_view
 
 _log = structlog.get_logger()
 
@@ -40,6 +42,7 @@ CALLS_MAX = 1000
 """Admin calls under way at once; most of them wait for goals."""
 _TIMEOUT_S = 2.0
 BUCKET_BYTES_MAX = 256 * 1024 * 1024
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Listener(Protocol):
@@ -58,6 +61,14 @@ class Listener(Protocol):
         ...
 
 
+class Admin(Protocol):
+    """Who answers the admin verbs."""
+
+    async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
+        """The reply. Raises a `ServeError` for everything that a caller can understand."""
+        ...
+
+
 class NatsBus:
     """Implements `serve_controller.ports.Bus`."""
 
@@ -72,6 +83,7 @@ class NatsBus:
         self._listener: Listener | None = None
         self._admin: Admin | None = None
         self._tasks = TaskOwner("admin_calls")
+        self._events: EventStream | None = None
 
     async def start(self, listener: Listener, admin: Admin) -> None:
         """Subscribe to the reports. Raises `BusUnavailable`."""
@@ -99,6 +111,8 @@ class NatsBus:
         """Must be called after every reconnect of the client."""
         if self._watch is not None:
             self._watch.reopen()
+        if self._events is not None:
+            self._events.reopen()
 
     def _report_handler(self, report_type: type[HostReport | ProxyReport]) -> Callable[[Msg], Any]:
         decoder = msgspec.json.Decoder(report_type)
@@ -107,7 +121,7 @@ class NatsBus:
             try:
                 report = decoder.decode(message.data)
                 _check_sender(report, message.subject)
-            except (msgspec.DecodeError, UnicodeDecodeError, BadField) as error:
+            except (*_UNREADABLE, BadField) as error:
                 _log.error("report_unreadable", subject=message.subject, error=str(error))
                 return
             if self._listener is not None:
@@ -118,7 +132,7 @@ class NatsBus:
     async def _hear_leader(self, message: Msg) -> None:
         try:
             notice = msgspec.json.decode(message.data, type=LeaderNotice)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _UNREADABLE as error:
             _log.error("leader_notice_unreadable", error=str(error))
             return
         if self._listener is not None:
@@ -126,6 +140,8 @@ class NatsBus:
 
     async def begin_term(self, notice: LeaderNotice) -> None:
         """See `ports.Bus.begin_term`; keeps trying while NATS is away."""
+        self._events = EventStream(self._client, self._subjects)
+        self._events.start()
         self._watch = BucketWatch(self._client, self._subjects.bucket, self._hear_bucket, self._open_bucket)
         self._watch.start()
         while True:
@@ -145,6 +161,18 @@ class NatsBus:
             await self._watch.close()
             self._watch = None
         await self._withdraw_service()
+        if self._events is not None:
+            await self._events.close()
+            self._events = None
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """See `ports.EventSink.publish_event`. Outside of a term there is nothing to tell."""
+        if self._events is not None:
+            self._events.publish_event(subject_kind, subject, payload)
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        """See `ports.EventSink.recent_events`."""
+        return await recent_events(self._client, self._subjects, limit)
 
     async def _offer_service(self) -> None:
         config = ServiceConfig(
@@ -181,7 +209,7 @@ class NatsBus:
     async def _answer(self, verb: str, request: MicroRequest) -> None:
         assert self._admin is not None
         try:
-            reply = await self._admin.answer(verb, request.data)
+            reply = await self._admin.answer(verb, request.data, _who(request))
         except ServeError as error:
             await _respond_error(request, error)
             return
@@ -190,7 +218,7 @@ class NatsBus:
             raise
         if len(reply) > self._client.max_payload:
             text = f"the answer has {len(reply)} bytes and NATS carries {self._client.max_payload} in one message"
-            await _respond_error(request, LimitReached(f"{text}; ask for one deployment at a time"))
+            await _respond_error(request, LimitReached(f"{text}; ask for less: use limit and after"))
             return
         await request.respond(reply)
 
@@ -255,7 +283,7 @@ def _snapshot_id(key: str, value: bytes) -> int:
     """The id in a bucket's value; 0 for what cannot be read, so that it is put right."""
     try:
         return msgspec.json.decode(value, type=Snapshot).snapshot_id
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         _log.warning("snapshot_unreadable", key=key, error=str(error))
         return 0
 
@@ -266,6 +294,12 @@ def _check_sender(report: HostReport | ProxyReport, subject: str) -> None:
     check_name(sender, "sender")
     if subject.rpartition(".")[2] != sender:
         raise BadField("sender", f"{sender!r} reports on {subject}")
+
+
+def _who(request: MicroRequest) -> str:
+    """What the caller says of itself, fit to be kept and shown."""
+    who = (request.headers or {}).get(WHO_HEADER, "")
+    return "".join(c for c in who if c.isprintable())[:WHO_LENGTH_MAX]
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:

@@ -14,10 +14,19 @@ import structlog
 
 from serve_common.errors import FencedOut, PermanentError
 from serve_common.names import ControllerId
-from serve_controller.adapters.checkpoint_rows import HISTORY_ROWS_MAX, Row, dump_changes, load_checkpoint
+from serve_common.wires.views import HistoryView
+from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows
+from serve_controller.adapters.history_rows import (
+    HISTORY_PAGE_BYTES_MAX,
+    HISTORY_ROWS_MAX,
+    HistoryRow,
+    view_of,
+)
 from serve_controller.adapters.postgres_pool import PostgresPool
 from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
-from serve_controller.core.checkpoint import Changes, Checkpoint
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import CheckpointObject
 from serve_controller.ports import HistoryEntry
 
 LEASE_TIMEOUT_S: Final = 2.0
@@ -34,6 +43,7 @@ _RENEW: Final = QUERIES["renew_leadership"]
 _RELEASE: Final = QUERIES["release_leadership"]
 _LOAD: Final = QUERIES["load"]
 _RECORD: Final = QUERIES["record"]
+_READ_HISTORY: Final = QUERIES["read_history"]
 _LOCK_MIGRATIONS: Final = QUERIES["lock_migrations"]
 _MIGRATIONS_EXIST: Final = QUERIES["migrations_exist"]
 _SCHEMA_VERSION: Final = QUERIES["schema_version"]
@@ -62,6 +72,8 @@ class PostgresStore:
         self._migrations = migrations
         # The first record of a process trims, or else processes that die young would never do it.
         self._history_since_trim = HISTORY_TRIM_EVERY
+        self._upgraded: tuple[CheckpointObject, ...] = ()
+        """Of the last load, to be written with the next record; see `Loaded.upgraded`."""
 
     async def migrate(self) -> None:
         """Bring the schema up to this version. Raises `PermanentError` when the database's is newer."""
@@ -104,11 +116,15 @@ class PostgresStore:
         """The whole checkpoint. Raises `CheckpointUnreadable`."""
         async with self._pool.connection() as connection:
             records = await connection.fetch(_LOAD)
-        return load_checkpoint(Row(*record) for record in records)
+        loaded = load_rows(Row(*record) for record in records)
+        self._upgraded = loaded.upgraded
+        if loaded.upgraded:
+            _log.info("checkpoint_upgraded", objects=len(loaded.upgraded))
+        return loaded.checkpoint
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         """Write ``changes`` and ``history``, all or nothing. Raises `FencedOut`, `StoreUnavailable`."""
-        rows = dump_changes(changes)
+        rows = dump_changes(changes, self._upgraded)
         trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY
         async with self._pool.connection() as connection:
             leads = await connection.fetchval(
@@ -121,15 +137,25 @@ class PostgresStore:
                 [kind for kind, _ in rows.deletes],
                 [key for _, key in rows.deletes],
                 [entry.at for entry in history],
+                [entry.who for entry in history],
                 [entry.verb for entry in history],
                 [entry.subject for entry in history],
                 [entry.goal_id for entry in history],
                 [entry.request for entry in history],
+                [entry.old for entry in history],
+                [entry.new for entry in history],
                 HISTORY_ROWS_MAX if trims else None,
             )
         if not leads:
             raise _fenced_out(epoch)
+        self._upgraded = ()
         self._history_since_trim = len(history) + (0 if trims else self._history_since_trim)
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """A page of the audit log, the newest first; see `ports.Store.read_history`."""
+        async with self._pool.connection() as connection:
+            records = await connection.fetch(_READ_HISTORY, limit, subject, before, HISTORY_PAGE_BYTES_MAX)
+        return [view_of(HistoryRow(*record)) for record in records]
 
     async def close(self) -> None:
         """Close all connections, in bounded time."""

@@ -1,111 +1,106 @@
-"""The whole durable state, and changes of it.
+"""The whole durable state, and drafts of the next one.
 
-Why a draft: decisions are made step by step, each seeing the last one's outcome, while what must be recorded is the
-set of changed objects. The draft is local to one decision; what comes out is frozen.
+Why persistent maps (hash tries that share what did not change): a decision must neither change what others hold nor
+cost a copy of everything. A new checkpoint of 10,000 replicas costs as much as one of ten, and going back is free.
+Their order is not defined: whoever needs one sorts.
+
+Beside the objects there are indices (who runs on which host, which goals are pending, who has which route), kept by the
+same two functions that put and delete objects, so that they cannot come apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from enum import Enum
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import msgspec
+from immutables import Map
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, backend_tag_of
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Changes, Key, Kind, key_of
+from serve_controller.core.loads import HostLoad, changed_load
 from serve_controller.core.objects import (
+    Application,
     Backend,
     CheckpointObject,
     Counters,
+    Deployment,
     Endpoint,
     Goal,
     HostRecord,
+    HttpRecord,
     ProxyRecord,
     Replica,
+    ReplicaState,
+    Revision,
     SnapshotRecord,
 )
 
+K = TypeVar("K")
+V = TypeVar("V")
 
-class Kind(Enum):
-    """What kinds of objects there are; the same word in SQL."""
-
-    BACKEND = "backend"
-    ENDPOINT = "endpoint"
-    REPLICA = "replica"
-    GOAL = "goal"
-    HOST = "host"
-    PROXY = "proxy"
-    SNAPSHOT = "snapshot"
-    COUNTERS = "counters"
-
-
-Key = tuple[Kind, str]
-"""Which object: its kind and its name within the kind."""
-
-COUNTERS_KEY: Final[Key] = (Kind.COUNTERS, "counters")
-
-CLASSES: Final[Mapping[Kind, type[CheckpointObject]]] = {
-    Kind.BACKEND: Backend,
-    Kind.ENDPOINT: Endpoint,
-    Kind.REPLICA: Replica,
-    Kind.GOAL: Goal,
-    Kind.HOST: HostRecord,
-    Kind.PROXY: ProxyRecord,
-    Kind.SNAPSHOT: SnapshotRecord,
-    Kind.COUNTERS: Counters,
-}
-
-
-def key_of(value: CheckpointObject) -> Key:
-    """The key under which an object is kept."""
-    match value:
-        case Backend():
-            return Kind.BACKEND, value.backend_tag
-        case Endpoint():
-            return Kind.ENDPOINT, value.endpoint_tag
-        case Replica():
-            return Kind.REPLICA, value.replica_tag
-        case Goal():
-            return Kind.GOAL, value.goal_id
-        case HostRecord():
-            return Kind.HOST, value.host_id
-        case ProxyRecord():
-            return Kind.PROXY, value.proxy_id
-        case SnapshotRecord():
-            return Kind.SNAPSHOT, value.key
-        case Counters():
-            return COUNTERS_KEY
-
-
-class Changes(msgspec.Struct, frozen=True):
-    """What one transaction writes: objects as they are now, and keys of those that are gone."""
-
-    puts: tuple[CheckpointObject, ...] = ()
-    deletes: tuple[Key, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.puts or self.deletes)
+NO_LOAD = HostLoad()
 
 
 class Checkpoint:
-    """All objects by key. Never changed in place: `applied` makes the next one."""
+    """All objects by key, with indices. Never changed in place (but for a `Draft`): `applied` makes the next one."""
 
-    __slots__ = ("backends", "counters", "endpoints", "goals", "hosts", "proxies", "replicas", "snapshots")
+    __slots__ = (
+        "applications",
+        "backends",
+        "by_host",
+        "counters",
+        "deployments",
+        "endpoints",
+        "goals",
+        "hosts",
+        "http",
+        "loads",
+        "owners",
+        "pending",
+        "proxies",
+        "replicas",
+        "requests",
+        "revisions",
+        "routes",
+        "snapshots",
+        "unplaced",
+        "used_by",
+    )
 
     def __init__(self) -> None:
         """The empty checkpoint of a new system."""
-        self.backends: Mapping[BackendTag, Backend] = {}
-        self.endpoints: Mapping[EndpointTag, Endpoint] = {}
-        self.replicas: Mapping[BackendTag, Mapping[ReplicaTag, Replica]] = {}
+        self.backends: Map[BackendTag, Backend] = Map()
+        self.endpoints: Map[EndpointTag, Endpoint] = Map()
+        self.deployments: Map[BackendTag, Deployment] = Map()
+        self.applications: Map[str, Application] = Map()
+        self.revisions: Map[BackendTag, Map[int, Revision]] = Map()
+        self.replicas: Map[BackendTag, Map[ReplicaTag, Replica]] = Map()
         """By backend, because every decision is about one backend's replicas."""
-        self.goals: Mapping[GoalId, Goal] = {}
-        self.hosts: Mapping[HostId, HostRecord] = {}
-        self.proxies: Mapping[ProxyId, ProxyRecord] = {}
-        self.snapshots: Mapping[str, SnapshotRecord] = {}
+        self.goals: Map[GoalId, Goal] = Map()
+        self.hosts: Map[HostId, HostRecord] = Map()
+        self.proxies: Map[ProxyId, ProxyRecord] = Map()
+        self.snapshots: Map[str, SnapshotRecord] = Map()
+        self.http: HttpRecord | None = None
         self.counters = Counters()
+        # Indices, derived from the objects.
+        self.by_host: Map[HostId, Map[ReplicaTag, Replica]] = Map()
+        self.loads: Map[HostId, HostLoad] = Map()
+        self.pending: Map[GoalId, Goal] = Map()
+        self.owners: Map[str, Map[GoalId, None]] = Map()
+        """Pending goals by what they own."""
+        self.requests: Map[str, GoalId] = Map()
+        """Goals by the clients' request ids."""
+        self.routes: Map[str, EndpointTag] = Map()
+        """Who has a route, or may take it back when a goal fails."""
+        self.used_by: Map[BackendTag, Map[EndpointTag, None]] = Map()
+        """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
+        self.unplaced: Map[BackendTag, int] = Map()
+        """How many replicas wait for a host."""
 
     def applied(self, changes: Changes) -> Checkpoint:
-        """The checkpoint after ``changes``; kinds that did not change are shared with this one."""
+        """The checkpoint after ``changes``; what did not change is shared with this one."""
         draft = Draft(self)
         for value in changes.puts:
             draft.put(value)
@@ -117,122 +112,211 @@ class Checkpoint:
         """Every object; for dumps and comparisons."""
         yield from self.backends.values()
         yield from self.endpoints.values()
+        yield from self.deployments.values()
+        yield from self.applications.values()
+        for revisions in self.revisions.values():
+            yield from revisions.values()
         for replicas in self.replicas.values():
             yield from replicas.values()
         yield from self.goals.values()
         yield from self.hosts.values()
         yield from self.proxies.values()
         yield from self.snapshots.values()
+        if self.http is not None:
+            yield self.http
         yield self.counters
 
+    def replicas_of(self, tag: BackendTag) -> Map[ReplicaTag, Replica]:
+        """A backend's replicas."""
+        found: Map[ReplicaTag, Replica] = self.replicas.get(tag, Map())
+        return found
 
-class Draft:
+    def load_of(self, host_id: HostId) -> HostLoad:
+        """What is taken on a host."""
+        return self.loads.get(host_id, NO_LOAD)
+
+    def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901 - a table
+        """The object under ``key`` or None."""
+        kind, name = key
+        match kind:
+            case Kind.BACKEND:
+                return self.backends.get(BackendTag(name))
+            case Kind.ENDPOINT:
+                return self.endpoints.get(EndpointTag(name))
+            case Kind.DEPLOYMENT:
+                return self.deployments.get(BackendTag(name))
+            case Kind.APPLICATION:
+                return self.applications.get(name)
+            case Kind.REVISION:
+                tag, _, number = name.rpartition("@")
+                return self.revisions.get(BackendTag(tag), Map()).get(int(number))
+            case Kind.REPLICA:
+                return self.replicas_of(backend_tag_of(ReplicaTag(name))).get(ReplicaTag(name))
+            case Kind.GOAL:
+                return self.goals.get(GoalId(name))
+            case Kind.HOST:
+                return self.hosts.get(HostId(name))
+            case Kind.PROXY:
+                return self.proxies.get(ProxyId(name))
+            case Kind.HTTP:
+                return self.http
+            case Kind.SNAPSHOT:
+                return self.snapshots.get(name)
+            case Kind.COUNTERS:
+                return self.counters
+
+
+Mark = tuple[Any, ...]
+
+
+class Draft(Checkpoint):
     """A checkpoint being changed by one decision; remembers what changed against its base."""
 
+    __slots__ = ("_base", "_touched")
+
     def __init__(self, base: Checkpoint) -> None:
+        """Begin with everything as in ``base``."""
+        for name in Checkpoint.__slots__:
+            setattr(self, name, getattr(base, name))
         self._base = base
-        self._changed: dict[Key, CheckpointObject | None] = {}
-        self._journal: list[tuple[Key, CheckpointObject | None]] = []
-        self.backends: dict[BackendTag, Backend] = dict(base.backends)
-        self.endpoints: dict[EndpointTag, Endpoint] = dict(base.endpoints)
-        self.replicas: dict[BackendTag, Mapping[ReplicaTag, Replica]] = dict(base.replicas)
-        self.goals: dict[GoalId, Goal] = dict(base.goals)
-        self.hosts: dict[HostId, HostRecord] = dict(base.hosts)
-        self.proxies: dict[ProxyId, ProxyRecord] = dict(base.proxies)
-        self.snapshots: dict[str, SnapshotRecord] = dict(base.snapshots)
-        self.counters = base.counters
-        self._own: dict[BackendTag, dict[ReplicaTag, Replica]] = {}
-        """Replicas of the backends that this draft touched; the others' are shared with the base."""
+        self._touched: dict[Key, None] = {}
 
-    def _own_replicas(self, tag: BackendTag) -> dict[ReplicaTag, Replica]:
-        """The backend's replicas, to be changed in place: copied once, however many of them change."""
-        own = self._own.get(tag)
-        if own is None:
-            own = self._own[tag] = dict(self.replicas.get(tag, {}))
-        return own
+    # -- changing ------------------------------------------------------------------------------------------------------
 
-    def put(self, value: CheckpointObject) -> None:
+    def put(self, value: CheckpointObject) -> None:  # noqa: C901 - a table
         """Add or replace an object."""
-        key = key_of(value)
-        self._journal.append((key, self._lookup(key)))
-        self._put(key, value)
-
-    def _put(self, key: Key, value: CheckpointObject) -> None:
-        self._changed[key] = value
+        self._touched[key_of(value)] = None
         match value:
             case Backend():
-                self.backends[value.backend_tag] = value
+                self.backends = self.backends.set(value.backend_tag, value)
             case Endpoint():
-                self.endpoints[value.endpoint_tag] = value
+                self._index_endpoint(self.endpoints.get(value.endpoint_tag), value)
+                self.endpoints = self.endpoints.set(value.endpoint_tag, value)
+            case Deployment():
+                self.deployments = self.deployments.set(value.tag, value)
+            case Application():
+                self.applications = self.applications.set(value.name, value)
+            case Revision():
+                self.revisions = _put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
-                own = self._own_replicas(value.backend_tag)
-                own[value.replica_tag] = value
-                self.replicas[value.backend_tag] = own
+                self._index_replica(self.replicas_of(value.backend_tag).get(value.replica_tag), value)
+                self.replicas = _put_in(self.replicas, value.backend_tag, value.replica_tag, value)
             case Goal():
-                self.goals[value.goal_id] = value
+                self._index_goal(self.goals.get(value.goal_id), value)
+                self.goals = self.goals.set(value.goal_id, value)
             case HostRecord():
-                self.hosts[value.host_id] = value
+                self.hosts = self.hosts.set(value.host_id, value)
             case ProxyRecord():
-                self.proxies[value.proxy_id] = value
+                self.proxies = self.proxies.set(value.proxy_id, value)
+            case HttpRecord():
+                self.http = value
             case SnapshotRecord():
-                self.snapshots[value.key] = value
+                self.snapshots = self.snapshots.set(value.key, value)
             case Counters():
                 self.counters = value
 
-    def delete(self, key: Key) -> None:
+    def delete(self, key: Key) -> None:  # noqa: C901, PLR0912 - a table
         """Remove an object; one that is not there is no error."""
-        self._journal.append((key, self._lookup(key)))
-        self._delete(key)
-
-    def _delete(self, key: Key) -> None:
-        kind, name = key
-        self._changed[key] = None
-        match kind:
-            case Kind.BACKEND:
-                self.backends.pop(BackendTag(name), None)
-            case Kind.ENDPOINT:
-                self.endpoints.pop(EndpointTag(name), None)
-            case Kind.REPLICA:
-                tag = ReplicaTag(name)
-                backend_tag = backend_tag_of(tag)
-                own = self._own_replicas(backend_tag)
-                own.pop(tag, None)
-                if own:
-                    self.replicas[backend_tag] = own
-                else:
-                    self.replicas.pop(backend_tag, None)
-            case Kind.GOAL:
-                self.goals.pop(GoalId(name), None)
-            case Kind.HOST:
-                self.hosts.pop(HostId(name), None)
-            case Kind.PROXY:
-                self.proxies.pop(ProxyId(name), None)
-            case Kind.SNAPSHOT:
-                self.snapshots.pop(name, None)
-            case Kind.COUNTERS:
+        before = self.lookup(key)
+        if before is None:
+            return
+        self._touched[key] = None
+        match before:
+            case Backend():
+                self.backends = self.backends.delete(before.backend_tag)
+            case Endpoint():
+                self._index_endpoint(before, None)
+                self.endpoints = self.endpoints.delete(before.endpoint_tag)
+            case Deployment():
+                self.deployments = self.deployments.delete(before.tag)
+            case Application():
+                self.applications = self.applications.delete(before.name)
+            case Revision():
+                self.revisions = _delete_in(self.revisions, before.backend_tag, before.revision)
+            case Replica():
+                self._index_replica(before, None)
+                self.replicas = _delete_in(self.replicas, before.backend_tag, before.replica_tag)
+            case Goal():
+                self._index_goal(before, None)
+                self.goals = self.goals.delete(before.goal_id)
+            case HostRecord():
+                self.hosts = self.hosts.delete(before.host_id)
+            case ProxyRecord():
+                self.proxies = self.proxies.delete(before.proxy_id)
+            case HttpRecord():
+                self.http = None
+            case SnapshotRecord():
+                self.snapshots = self.snapshots.delete(before.key)
+            case Counters():
                 raise AssertionError("the counters are never deleted")
 
-    def _lookup(self, key: Key) -> CheckpointObject | None:
-        return lookup(self, key)
+    # -- indices -------------------------------------------------------------------------------------------------------
 
-    def base_replica(self, tag: ReplicaTag) -> Replica | None:
-        """The replica as it was before this draft."""
-        return self._base.replicas.get(backend_tag_of(tag), {}).get(tag)
+    def _index_replica(self, before: Replica | None, after: Replica | None) -> None:
+        if before is not None and before.host_id is not None:
+            self.by_host = _delete_in(self.by_host, before.host_id, before.replica_tag)
+            self._set_load(before.host_id, changed_load(self.load_of(before.host_id), before, -1))
+        if after is not None and after.host_id is not None:
+            self.by_host = _put_in(self.by_host, after.host_id, after.replica_tag, after)
+            self._set_load(after.host_id, changed_load(self.load_of(after.host_id), after, 1))
+        waited = before is not None and before.state is ReplicaState.SHOULD_START
+        waits = after is not None and after.state is ReplicaState.SHOULD_START
+        if waits != waited:
+            one = after if after is not None else before
+            assert one is not None
+            count = self.unplaced.get(one.backend_tag, 0) + (1 if waits else -1)
+            self.unplaced = (
+                self.unplaced.set(one.backend_tag, count) if count else self.unplaced.delete(one.backend_tag)
+            )
 
-    def mark(self) -> int:
+    def _set_load(self, host_id: HostId, load: HostLoad) -> None:
+        if load == NO_LOAD:
+            self.loads = self.loads.delete(host_id) if host_id in self.loads else self.loads
+        else:
+            self.loads = self.loads.set(host_id, load)
+
+    def _index_goal(self, before: Goal | None, after: Goal | None) -> None:
+        if before is not None and before.status is GoalStatus.PENDING:
+            self.pending = self.pending.delete(before.goal_id)
+            for key in set(before.owns):
+                self.owners = _delete_in(self.owners, key, before.goal_id)
+        if after is not None and after.status is GoalStatus.PENDING:
+            self.pending = self.pending.set(after.goal_id, after)
+            for key in after.owns:
+                self.owners = _put_in(self.owners, key, after.goal_id, None)
+        if before is not None and before.request_id is not None and before.request_id in self.requests:
+            self.requests = self.requests.delete(before.request_id)
+        if after is not None and after.request_id is not None:
+            self.requests = self.requests.set(after.request_id, after.goal_id)
+
+    def _index_endpoint(self, before: Endpoint | None, after: Endpoint | None) -> None:
+        if before is not None:
+            for route in {config.route for config in before.configs()}:
+                if route is not None and self.routes.get(route) == before.endpoint_tag:
+                    self.routes = self.routes.delete(route)
+            for tag in {tag for config in before.configs() for tag in config.backend_tags()}:
+                self.used_by = _delete_in(self.used_by, tag, before.endpoint_tag)
+        if after is not None:
+            for route in {config.route for config in after.configs()}:
+                if route is not None:
+                    self.routes = self.routes.set(route, after.endpoint_tag)
+            for tag in {tag for config in after.configs() for tag in config.backend_tags()}:
+                self.used_by = _put_in(self.used_by, tag, after.endpoint_tag, None)
+
+    # -- going back ----------------------------------------------------------------------------------------------------
+
+    def mark(self) -> Mark:
         """A point to go back to."""
-        return len(self._journal)
+        return tuple(getattr(self, name) for name in Checkpoint.__slots__)
 
-    def roll_back(self, mark: int) -> None:
+    def roll_back(self, mark: Mark) -> None:
         """Undo everything since ``mark``, except that numbers once given stay given."""
         counters = self.counters
-        while len(self._journal) > mark:
-            key, value = self._journal.pop()
-            if value is None:
-                self._delete(key)
-            else:
-                self._put(key, value)
-        self._put(COUNTERS_KEY, counters)
+        for name, value in zip(Checkpoint.__slots__, mark, strict=True):
+            setattr(self, name, value)
+        self.put(counters)
+
+    # -- numbers that are never given twice ----------------------------------------------------------------------------
 
     def next_goal_id(self) -> GoalId:
         """A new goal id; ids tell their order, so an unknown one is told from a forgotten one."""
@@ -251,50 +335,54 @@ class Draft:
 
     def renew_host_goal(self, host_id: HostId) -> int:
         """Say that this host's goal changes; returns its new generation."""
-        self.put(msgspec.structs.replace(self.counters, generation=self.counters.generation + 1))
-        self.put(HostRecord(host_id=host_id, generation=self.counters.generation))
-        return self.counters.generation
+        generation = self.counters.generation + 1
+        self.put(msgspec.structs.replace(self.counters, generation=generation))
+        known = self.hosts.get(host_id)
+        self.put(
+            HostRecord(host_id=host_id, generation=generation)
+            if known is None
+            else msgspec.structs.replace(known, generation=generation)
+        )
+        return generation
+
+    # -- the outcome ---------------------------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Checkpoint:
+        """What it began with."""
+        return self._base
+
+    def touched(self) -> list[Key]:
+        """Keys of what was put or deleted, in the order of the first time; some may be as they were."""
+        return list(self._touched)
 
     def changes(self) -> Changes:
         """What differs from the base; objects put back as they were do not count."""
         puts: list[CheckpointObject] = []
         deletes: list[Key] = []
-        for key, value in self._changed.items():
-            before = lookup(self._base, key)
-            if value is None and before is not None:
+        for key in self._touched:
+            before, after = self._base.lookup(key), self.lookup(key)
+            if after is None and before is not None:
                 deletes.append(key)
-            elif value is not None and value != before:
-                puts.append(value)
+            elif after is not None and after != before:
+                puts.append(after)
         return Changes(tuple(puts), tuple(deletes))
 
     def checkpoint(self) -> Checkpoint:
-        """The draft as a checkpoint; the draft must not be used any more."""
+        """The draft as it is now, as a checkpoint."""
         result = Checkpoint()
-        result.backends, result.endpoints, result.replicas = self.backends, self.endpoints, self.replicas
-        result.goals, result.hosts, result.snapshots = self.goals, self.hosts, self.snapshots
-        result.proxies = self.proxies
-        result.counters = self.counters
+        for name in Checkpoint.__slots__:
+            setattr(result, name, getattr(self, name))
         return result
 
 
-def lookup(checkpoint: Checkpoint | Draft, key: Key) -> CheckpointObject | None:
-    """The object under ``key`` or None."""
-    kind, name = key
-    match kind:
-        case Kind.BACKEND:
-            return checkpoint.backends.get(BackendTag(name))
-        case Kind.ENDPOINT:
-            return checkpoint.endpoints.get(EndpointTag(name))
-        case Kind.REPLICA:
-            tag = ReplicaTag(name)
-            return checkpoint.replicas.get(backend_tag_of(tag), {}).get(tag)
-        case Kind.GOAL:
-            return checkpoint.goals.get(GoalId(name))
-        case Kind.HOST:
-            return checkpoint.hosts.get(HostId(name))
-        case Kind.PROXY:
-            return checkpoint.proxies.get(ProxyId(name))
-        case Kind.SNAPSHOT:
-            return checkpoint.snapshots.get(name)
-        case Kind.COUNTERS:
-            return checkpoint.counters
+def _put_in(outer: Map[Any, Map[K, V]], name: Any, key: K, value: V) -> Map[Any, Map[K, V]]:
+    return outer.set(name, outer.get(name, Map()).set(key, value))
+
+
+def _delete_in(outer: Map[Any, Map[K, V]], name: Any, key: K) -> Map[Any, Map[K, V]]:
+    inner = outer.get(name)
+    if inner is None or key not in inner:
+        return outer
+    inner = inner.delete(key)
+    return outer.set(name, inner) if inner else outer.delete(name)

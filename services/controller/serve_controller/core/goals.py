@@ -1,27 +1,38 @@
 """When a goal ends, and what its end leaves behind.
 
 A goal succeeds when what it asked for runs *and* every live proxy has applied the snapshots that say so, so what
-follows a successful deploy is served by the new version everywhere. A failed one puts back what last succeeded:
-the version that served before still serves, and keeps being replaced when its replicas die.
+follows a successful deploy is served by the new version everywhere. A failed one leaves what last succeeded as what is
+wanted: the version that served before still serves, and keeps being replaced when its replicas die.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from serve_common.names import BackendTag, EndpointTag, GoalId
-from serve_common.subjects import backend_key, endpoint_key
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
+from serve_common.subjects import BACKENDS, ENDPOINTS, HTTP_KEY, backend_key, parse_key
+from serve_common.values import OnFailure
 from serve_common.wires.views import GoalStatus
-from serve_controller.core.checkpoint import Draft, Kind
-from serve_controller.core.objects import Backend, Goal, GoalKind, ReplicaState
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    EndpointConfig,
+    Goal,
+    GoalKind,
+    ReplicaState,
+    Revision,
+    application_owned,
+)
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.transitions import WANTED
+from serve_controller.core.transitions import ROUTED, WANTED
 
-FINISHED_KEPT_S = 86_400.0
-"""A finished goal can be asked for at least a day."""
-FINISHED_KEPT_MAX = 5_000
-"""Beyond this many, the oldest finished goals are forgotten also before that; their ids still tell that they ended."""
 ERROR_LENGTH_MAX = 8_000
+REVISIONS_MAX = 10
+"""Of each backend; the oldest are forgotten."""
 
 
 def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: str = "") -> None:
@@ -30,92 +41,231 @@ def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: st
     draft.put(msgspec.structs.replace(goal, status=status, error=error[-ERROR_LENGTH_MAX:], finished_at=now))
 
 
-def pending_goal(draft: Draft, backend: Backend) -> Goal | None:
-    """The backend's goal while it is pending."""
-    goal = draft.goals.get(backend.goal_id)
-    return goal if goal is not None and goal.status is GoalStatus.PENDING else None
+def backends_of(goal: Goal) -> list[BackendTag]:
+    """The backends that a goal decides."""
+    return [BackendTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{BACKENDS}.")]
+
+
+def endpoints_of(goal: Goal) -> list[EndpointTag]:
+    """The endpoints that a goal decides."""
+    return [EndpointTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{ENDPOINTS}.")]
+
+
+def _tag_in(key: str) -> str:
+    return parse_key(key)[1]
+
+
+def pending_goal(draft: Checkpoint, tag: BackendTag) -> Goal | None:
+    """The goal that decides a backend, while it is pending: at most one does."""
+    for goal_id in sorted(draft.owners.get(backend_key(tag), {})):
+        return draft.pending[goal_id]
+    return None
 
 
 def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
-    """Fail a pending deploy whose version could not be started as often as is allowed."""
-    goal = pending_goal(draft, backend)
-    if goal is None or goal.kind is not GoalKind.DEPLOY:
+    """Fail a pending change whose version could not be started as often as is allowed."""
+    goal = pending_goal(draft, backend.backend_tag)
+    if goal is None or backend.deleting or goal.kind not in (GoalKind.DEPLOY, GoalKind.APPLICATION):
         return
-    allowed = backend.target.backend_config.max_constructor_retry_count
-    if backend.start_failures >= allowed:
-        fail(draft, backend, goal, backend.last_error, now)
+    if backend.start_failures >= backend.target.backend_config.max_constructor_retry_count:
+        fail(draft, goal, backend.last_error, now, of=backend.backend_tag)
 
 
-def fail(draft: Draft, backend: Backend, goal: Goal, error: str, now: float) -> None:
-    """End a deploy FAILED and put back what last succeeded, or halt when nothing ever did."""
-    end_goal(draft, goal, GoalStatus.FAILED, now, error)
-    endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
+def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> None:
+    """End a goal FAILED because of one backend; what last succeeded is wanted again, for all that it decides."""
+    whole = goal.kind is GoalKind.APPLICATION
+    end_goal(draft, goal, GoalStatus.FAILED, now, f"{of}: {error}" if whole else error)
+    had_worked = _undo_application(draft, goal)
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is None or backend.deleting:
+            continue
+        why = error if tag == of else f"undone with {of}, which failed"
+        if backend.last_good is None and whole and had_worked:
+            draft.put(msgspec.structs.replace(backend, deleting=True, last_error=why))
+            draft.delete((Kind.ENDPOINT, tag))
+        else:
+            _undo(draft, backend, why[-ERROR_LENGTH_MAX:], is_whole=whole)
+    for endpoint_tag in endpoints_of(goal):
+        endpoint = draft.endpoints.get(endpoint_tag)
+        if endpoint is not None and endpoint.last_good is not None:
+            draft.put(msgspec.structs.replace(endpoint, target=endpoint.last_good))
+
+
+def _undo_application(draft: Draft, goal: Goal) -> bool:
+    """Put back what an application was; whether it was anything."""
+    application = application_of(draft, goal)
+    if application is None or application.last_good is None:
+        return False
+    draft.put(msgspec.structs.replace(application, target=application.last_good))
+    return True
+
+
+def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
+    """The application that a goal is about as a whole."""
+    if goal.kind is not GoalKind.APPLICATION and goal.kind is not GoalKind.DELETE:
+        return None
+    application = draft.applications.get(goal.subject)
+    is_about = application is not None and application_owned(application.name) in goal.owns
+    return application if is_about else None
+
+
+def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
+    """Make what last succeeded the target again, or halt when nothing ever did."""
     if backend.last_good is None:
-        draft.put(msgspec.structs.replace(backend, halted=True, last_error=error[-ERROR_LENGTH_MAX:]))
+        draft.put(msgspec.structs.replace(backend, halted=True, last_error=error))
         return
-    target, newest_config = backend.last_good, backend.newest_config_version
-    replicas = draft.replicas.get(backend.backend_tag, {}).values()
+    failed, target, newest_config = backend.target, backend.last_good, backend.newest_config_version
+    if failed.config_version == target.config_version and failed == target:
+        draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0, last_error=error))
+        return
+    replicas = draft.replicas_of(backend.backend_tag).values()
     if any(
         r.code_version == target.code_version and r.config_version > target.config_version for r in replicas
     ):
         # Some took the failed configuration. Hosts apply only what rises, so the way back gets a new number.
         newest_config += 1
         target = msgspec.structs.replace(target, config_version=newest_config)
+    keeps = not is_whole and failed.backend_config.on_failure is OnFailure.KEEP
+    serves = any(r.state in ROUTED and r.config_version == failed.config_version for r in replicas)
     draft.put(
         msgspec.structs.replace(
             backend,
             target=target,
             last_good=target,
-            others=[*backend.others, backend.target, backend.last_good],
+            kept=failed if keeps and serves else None,
+            others=[*backend.others, failed, backend.last_good],
             newest_config_version=newest_config,
             start_failures=0,
             retry_at=0.0,
-            last_error=error[-ERROR_LENGTH_MAX:],
+            last_error=error,
         )
     )
-    if endpoint is not None and endpoint.last_good is not None:
-        draft.put(msgspec.structs.replace(endpoint, target=endpoint.last_good))
 
 
-def succeed_where_reached(draft: Draft, observed: ObservedState, now: float) -> None:
-    """End every pending goal that is reached, as recorded, published and applied by every live proxy."""
-    for goal in [g for g in draft.goals.values() if g.status is GoalStatus.PENDING]:
-        if waits_for(draft, observed, goal) == "":
+def succeed_where_reached(
+    draft: Draft, observed: ObservedState, goal_ids: Iterable[GoalId], now: float
+) -> None:
+    """End those pending goals that are reached, as recorded, published and applied by every live proxy."""
+    for goal_id in goal_ids:
+        goal = draft.pending.get(goal_id)
+        if goal is None:
+            continue
+        refusal = _http_refusal(draft, observed, goal)
+        if refusal:
+            _fail_http(draft, goal, refusal, now)
+        elif waits_for(draft, observed, goal) == "" and not _drop_left_out(draft, goal):
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
-            backend = draft.backends.get(goal.backend_tag)
-            if goal.kind is GoalKind.DEPLOY and backend is not None:
-                draft.put(_proven(draft, backend))
-                endpoint = draft.endpoints.get(EndpointTag(goal.backend_tag))
-                if endpoint is not None:
-                    draft.put(msgspec.structs.replace(endpoint, last_good=endpoint.target))
+            _settle(draft, goal, now)
 
 
-def _proven(draft: Draft, backend: Backend) -> Backend:
-    """The backend with its target as what last succeeded."""
+def _drop_left_out(draft: Draft, goal: Goal) -> bool:
+    """Delete what an application no longer has, once the rest runs; whether there is such a deployment."""
+    application = application_of(draft, goal)
+    if application is None or application.deleting or application.last_good is None:
+        return False
+    left_out = [tag for tag in application.last_good.deployments if tag not in application.target.deployments]
+    dropped = False
+    for tag in left_out:
+        backend = draft.backends.get(tag)
+        if backend is not None and not backend.deleting:
+            draft.put(msgspec.structs.replace(backend, deleting=True))
+            draft.delete((Kind.ENDPOINT, tag))
+            dropped = True
+    if dropped:
+        # From here on there is no way back: what is left out may not come again by a failure.
+        draft.put(msgspec.structs.replace(application, last_good=application.target))
+    return dropped
+
+
+def _settle(draft: Draft, goal: Goal, now: float) -> None:
+    """Remember what a succeeded goal made as what last succeeded."""
+    application = application_of(draft, goal)
+    if application is not None:
+        if application.deleting:
+            draft.delete((Kind.APPLICATION, application.name))
+        else:
+            draft.put(msgspec.structs.replace(application, last_good=application.target))
+    for endpoint_tag in endpoints_of(goal):
+        endpoint = draft.endpoints.get(endpoint_tag)
+        if endpoint is not None and endpoint.last_good != endpoint.target:
+            draft.put(msgspec.structs.replace(endpoint, last_good=endpoint.target))
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is not None and not backend.deleting:
+            _settle_backend(draft, backend, goal, now)
+    if goal.kind is GoalKind.HTTP and draft.http is not None:
+        draft.put(msgspec.structs.replace(draft.http, last_good=draft.http.target))
+
+
+def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
     former, others = backend.last_good, backend.others
-    replicas = draft.replicas.get(backend.backend_tag, {}).values()
+    replicas = draft.replicas_of(backend.backend_tag).values()
     if former is not None and any(r.config_version == former.config_version for r in replicas):
         # Its last replicas still stop: what they hold of their hosts must not be forgotten.
         others = [*others, former]
-    return msgspec.structs.replace(backend, last_good=backend.target, last_error="", others=others)
+    endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
+    is_deployment = backend.backend_tag in draft.deployments
+    reached = endpoint.target if endpoint is not None and is_deployment else None
+    revision = backend.newest_revision
+    if former != backend.target or _newest_endpoint(draft, backend) != reached:
+        revision += 1
+        draft.put(
+            Revision(
+                backend_tag=backend.backend_tag,
+                revision=revision,
+                at=now,
+                goal_id=goal.goal_id,
+                version=backend.target,
+                endpoint=reached,
+            )
+        )
+        for old in sorted(draft.revisions[backend.backend_tag])[:-REVISIONS_MAX]:
+            draft.delete((Kind.REVISION, f"{backend.backend_tag}@{old}"))
+    draft.put(
+        msgspec.structs.replace(
+            backend, last_good=backend.target, last_error="", others=others, newest_revision=revision
+        )
+    )
 
 
-def waits_for(draft: Draft, observed: ObservedState, goal: Goal) -> str:
+def _newest_endpoint(draft: Checkpoint, backend: Backend) -> EndpointConfig | None:
+    revisions = draft.revisions.get(backend.backend_tag)
+    newest = None if revisions is None else revisions.get(backend.newest_revision)
+    return None if newest is None else newest.endpoint
+
+
+def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
     """What a pending goal still waits for, for people; empty when it is reached."""
-    backend = draft.backends.get(goal.backend_tag)
-    if goal.kind is GoalKind.DELETE:
-        left = len(draft.replicas.get(goal.backend_tag, {}))
-        if left:
-            return f"{left} replicas still stop"
-    elif backend is not None:
-        message = _replicas_missing(draft, backend)
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is None or backend.deleting:
+            left = len(draft.replicas_of(tag))
+            if left:
+                stuck = sorted({r.message for r in draft.replicas_of(tag).values() if r.message})[:1]
+                return "; ".join([f"{left} replicas of {tag} still stop", *stuck])
+        else:
+            message = _replicas_missing(draft, backend)
+            if message:
+                return message
+    if goal.kind is GoalKind.DRAIN:
+        message = _not_drained(draft, HostId(goal.subject))
         if message:
             return message
-    return _not_applied(draft, observed, goal.backend_tag)
+    return _not_applied(draft, observed, goal)
 
 
-def _replicas_missing(draft: Draft, backend: Backend) -> str:
-    replicas = list(draft.replicas.get(backend.backend_tag, {}).values())
+def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
+    left = draft.by_host.get(host_id)
+    if not left:
+        return ""
+    backends = {r.backend_tag for r in left.values()}
+    waiting = {r.message for tag in backends for r in draft.replicas_of(tag).values() if r.message}
+    return "; ".join([f"{len(left)} replicas are still on it", *sorted(waiting)[:2]])
+
+
+def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
+    replicas = list(draft.replicas_of(backend.backend_tag).values())
     wanted, target = backend.num_wanted, backend.target
     ready = [
         r for r in replicas if r.state is ReplicaState.RUNNING and r.config_version == target.config_version
@@ -123,7 +273,8 @@ def _replicas_missing(draft: Draft, backend: Backend) -> str:
     old = [r for r in replicas if r.state in WANTED and r.code_version != target.code_version]
     if len(ready) == wanted and not old and sum(r.state in WANTED for r in replicas) == wanted:
         return ""
-    parts = [f"{len(ready)} of {wanted} replicas run version {target.version or target.code_version}"]
+    name = target.version or str(target.code_version)
+    parts = [f"{len(ready)} of {wanted} replicas of {backend.backend_tag} run version {name}"]
     if old:
         parts.append(f"{len(old)} of an older version still serve")
     waiting = sorted({r.message for r in replicas if r.message})
@@ -133,32 +284,44 @@ def _replicas_missing(draft: Draft, backend: Backend) -> str:
     return "; ".join(parts)
 
 
-def _not_applied(draft: Draft, observed: ObservedState, tag: BackendTag) -> str:
-    records = [draft.snapshots.get(key) for key in (endpoint_key(EndpointTag(tag)), backend_key(tag))]
+def _not_applied(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
+    records = [draft.snapshots.get(key) for key in goal.owns]
     needed = max((r.snapshot.snapshot_id for r in records if r is not None), default=0)
     bucket = observed.bucket
     if bucket is None:
         return "waits for the bucket of snapshots"
     if any(r is not None and bucket.get(r.key, 0) < r.snapshot.snapshot_id for r in records):
         return f"snapshot {needed} is not published yet"
-    applied = {i: p.report.applied_snapshot_id for i, p in observed.proxies.items()}
-    behind = [proxy_id for proxy_id in draft.proxies if applied.get(proxy_id, 0) < needed]
+    behind = 0
+    for proxy_id in draft.proxies:
+        proxy = observed.proxies.get(proxy_id)
+        behind += proxy is None or proxy.report.applied_snapshot_id < needed
     if behind:
-        return f"{len(behind)} proxies have not applied snapshot {needed} yet"
+        return f"{behind} proxies have not applied snapshot {needed} yet"
     return ""
 
 
-def forget_finished(draft: Draft, now: float) -> None:
-    """Bound the number of finished goals; a backend's newest goal is always kept."""
-    newest = {backend.goal_id for backend in draft.backends.values()}
-    finished = sorted(
-        (g for g in draft.goals.values() if g.finished_at is not None and g.goal_id not in newest),
-        key=lambda g: (g.finished_at or 0.0, number_of(g.goal_id)),
-    )
-    surplus = len(finished) - FINISHED_KEPT_MAX
-    for index, goal in enumerate(finished):
-        if index < surplus or now - (goal.finished_at or now) > 2 * FINISHED_KEPT_S:
-            draft.delete((Kind.GOAL, goal.goal_id))
+def _http_refusal(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
+    """Why a proxy cannot apply what a goal about the HTTP options asks for."""
+    record = draft.snapshots.get(HTTP_KEY) if goal.kind is GoalKind.HTTP else None
+    if record is None:
+        return ""
+    for proxy_id in sorted(draft.proxies):
+        proxy = observed.proxies.get(proxy_id)
+        report = None if proxy is None else proxy.report
+        if report is not None and report.http_error_snapshot_id == record.snapshot.snapshot_id:
+            return f"the proxy {proxy_id}: {report.http_error}"
+    return ""
+
+
+def _fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
+    end_goal(draft, goal, GoalStatus.FAILED, now, error)
+    record = draft.http
+    assert record is not None
+    if record.last_good is None:
+        draft.delete((Kind.HTTP, "options"))
+    else:
+        draft.put(msgspec.structs.replace(record, target=record.last_good))
 
 
 def number_of(goal_id: GoalId) -> int:

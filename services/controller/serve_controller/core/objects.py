@@ -11,13 +11,17 @@ from enum import Enum
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.subjects import backend_key, endpoint_key
+from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import GoalStatus
 
 
 class ReplicaState(Enum):
     """What was decided about one replica; the moves between them are in `core.transitions`."""
+
+    # The members are single objects; Enum's own hash is a Python call, and states are looked up in sets all the time.
+    __hash__ = object.__hash__
 
     SHOULD_START = "should_start"
     """Wanted; no host chosen yet."""
@@ -58,11 +62,16 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     target: BackendVersion
     last_good: BackendVersion | None
     """What the last succeeded goal made; a failed goal puts it back as the target."""
+    kept: BackendVersion | None = None
+    """What a failed update left running (`OnFailure.KEEP`): its replicas that serve are kept while they live."""
     others: list[BackendVersion] = []
-    """Older versions that replicas still run."""
+    """Further versions that replicas still run."""
     newest_code_version: int
     newest_config_version: int
+    newest_revision: int = 0
     deleting: bool = False
+    force_kill: bool = False
+    """While deleting: replicas are ended without draining."""
     halted: bool = False
     """The first version failed and there is none to go back to: nothing is started until the next deploy."""
     start_failures: int = 0
@@ -73,8 +82,11 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
     def versions(self) -> list[BackendVersion]:
         """Every version that a replica may have."""
-        known = [self.target, *self.others]
-        return known if self.last_good is None else [*known, self.last_good]
+        return [self.target, *self.others, *(v for v in (self.last_good, self.kept) if v is not None)]
+
+    def version_of(self, config_version: int) -> BackendVersion | None:
+        """The version with that number, as far as it is remembered."""
+        return next((v for v in self.versions() if v.config_version == config_version), None)
 
     @property
     def num_wanted(self) -> int:
@@ -88,6 +100,11 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     route: str | None
     methods: list[str]
     traffic: dict[BackendTag, float]
+    shadows: dict[BackendTag, float] = {}
+
+    def backend_tags(self) -> set[BackendTag]:
+        """Every backend that it sends or copies requests to."""
+        return {*self.traffic, *self.shadows}
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +113,56 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     endpoint_tag: EndpointTag
     target: EndpointConfig
     last_good: EndpointConfig | None
+    goal_id: GoalId = GoalId("")
+    """The newest goal about this endpoint alone; empty for none."""
+
+    def configs(self) -> list[EndpointConfig]:
+        """What it is, and what a failed goal may put back."""
+        return [self.target] if self.last_good is None else [self.target, self.last_good]
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """The user's unit: marks that a backend and the endpoint of its tag belong together. Remembered when it is gone."""
+
+    tag: BackendTag
+    application: str = ""
+    """Empty for one that was deployed by itself."""
+    started_at: float
+    """When it was first deployed, seconds since 1970."""
+    ended_at: float | None = None
+    """When its last replica was gone; None while it is there."""
+    ended_as: BackendVersion | None = None
+    """What it was when it was deleted."""
+    ended_route: str | None = None
+
+
+class ApplicationVersion(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that an application was told to be."""
+
+    ingress: BackendTag
+    deployments: list[BackendTag]
+
+
+class Application(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of deployments with one ingress."""
+
+    name: str
+    goal_id: GoalId
+    target: ApplicationVersion
+    last_good: ApplicationVersion | None
+    deleting: bool = False
+
+
+class Revision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend was with success: where a rollback can go."""
+
+    backend_tag: BackendTag
+    revision: int
+    at: float
+    goal_id: GoalId
+    version: BackendVersion
+    endpoint: EndpointConfig | None
+    """Of a deployment: how it was reached."""
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +181,12 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """Of its host's goal when the replica was put in, or taken out of, that goal."""
     message: str = ""
     """Why it waits, for people."""
+    needs: dict[str, float] = {}
+    """What it takes from its host, by Ray's names of resources; as it was when it was placed."""
+    goal_bytes: int = 0
+    """What it takes of the size of its host's goal."""
+    force_kill: bool = False
+    """While it stops: its host is told to end it without draining."""
 
     @property
     def ordinal(self) -> int:
@@ -122,10 +195,19 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoalKind(Enum):
-    """What a goal's success means."""
+    """What a goal is about; what its end leaves behind depends on it."""
 
     DEPLOY = "deploy"
+    """One backend, and the endpoint of its tag for a deployment."""
+    APPLICATION = "application"
+    """All deployments of an application at once."""
     DELETE = "delete"
+    ROUTE = "route"
+    """One endpoint."""
+    HTTP = "http"
+    """The options of all proxies."""
+    DRAIN = "drain"
+    """One host."""
 
 
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +215,11 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     goal_id: GoalId
     kind: GoalKind
-    backend_tag: BackendTag
+    subject: str
+    """What it is about, for people: a tag, an application's name, a host."""
+    owns: list[str]
+    """Keys of what it decides (`backend_key` and the like), the most important first. A later goal that owns the first
+    one of these replaces this goal."""
     status: GoalStatus
     created_at: float
     request_id: str | None = None
@@ -141,17 +227,46 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: float | None = None
 
 
+HTTP_OWNED = "http.options"
+
+
+def application_owned(name: str) -> str:
+    """What a goal of a whole application owns."""
+    return f"applications.{name}"
+
+
+def host_owned(host_id: HostId) -> str:
+    """What a goal to drain a host owns."""
+    return f"hosts.{host_id}"
+
+
+def deployment_owned(tag: BackendTag) -> list[str]:
+    """What a goal of a deployment owns."""
+    return [backend_key(tag), endpoint_key(EndpointTag(tag))]
+
+
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be remembered of a host: the number of its newest goal."""
+    """What must be remembered of a host: the number of its newest goal, and whether it is to run nothing."""
 
     host_id: HostId
     generation: int
+    draining: bool = False
+    goal_id: GoalId = GoalId("")
+    """Of the newest `drain_host`; empty for none."""
 
 
 class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A proxy that goals wait for. Durable, so that a new leader waits for proxies it has not heard of yet."""
 
     proxy_id: ProxyId
+
+
+class HttpRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What proxies apply to every request, and what they applied with the last success."""
+
+    target: HttpOptions
+    last_good: HttpOptions | None
+    goal_id: GoalId
 
 
 class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,4 +285,17 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: int = 0
 
 
-CheckpointObject = Backend | Endpoint | Replica | Goal | HostRecord | ProxyRecord | SnapshotRecord | Counters
+CheckpointObject = (
+    Backend
+    | Endpoint
+    | Deployment
+    | Application
+    | Revision
+    | Replica
+    | Goal
+    | HostRecord
+    | ProxyRecord
+    | HttpRecord
+    | SnapshotRecord
+    | Counters
+)

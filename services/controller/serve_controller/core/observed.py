@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
+from immutables import Map
 
 from serve_common.names import HostId, ProxyId, ReplicaTag
 from serve_common.wires.host import HostReport, ReplicaReport
 from serve_common.wires.proxy import ProxyReport
+from serve_controller.core.loads import in_units
 
 HOST_SUSPECT_AFTER_S = 3.0
 """Three missed reports: nothing new is placed there."""
@@ -44,6 +46,8 @@ class HostObserved(msgspec.Struct, frozen=True, kw_only=True):
     heard_at: float
     replicas: Mapping[ReplicaTag, ReplicaReport]
     """The report's inventory by tag."""
+    units: Mapping[str, int]
+    """The report's resources in whole units."""
     sent: tuple[int, int] | None = None
     """(epoch, generation) of the goal last sent in this incarnation."""
     sent_at: float = 0.0
@@ -62,9 +66,9 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None
     """Since when this leader hears without a break: silence from before says nothing about anybody. None while the
     bus is away, when everybody is silent and nobody is lost."""
-    hosts: Mapping[HostId, HostObserved] = {}
-    proxies: Mapping[ProxyId, ProxyObserved] = {}
-    bucket: Mapping[str, int] | None = None
+    hosts: Map[HostId, HostObserved] = Map()
+    proxies: Map[ProxyId, ProxyObserved] = Map()
+    bucket: Map[str, int] | None = None
     """Snapshot id of each key that the bucket holds; None while it is not known."""
 
 
@@ -77,14 +81,32 @@ def observe_host(observed: ObservedState, report: HostReport, now: float) -> Obs
             return observed
         if report.incarnation == known.report.incarnation:
             sent, sent_at = known.sent, known.sent_at
-    host = HostObserved(
+    host = _host_observed(report, now, known, sent, sent_at)
+    return msgspec.structs.replace(observed, hosts=observed.hosts.set(report.host_id, host))
+
+
+def _host_observed(
+    report: HostReport,
+    now: float,
+    known: HostObserved | None,
+    sent: tuple[int, int] | None,
+    sent_at: float,
+) -> HostObserved:
+    """Parts that say the same as before are shared with what is known: most reports bring nothing new."""
+    same_replicas = known is not None and known.report.replicas == report.replicas
+    same_resources = known is not None and known.report.resources == report.resources
+    return HostObserved(
         report=report,
         heard_at=now,
-        replicas={replica.replica_tag: replica for replica in report.replicas},
+        replicas=known.replicas
+        if known is not None and same_replicas
+        else {replica.replica_tag: replica for replica in report.replicas},
+        units=known.units
+        if known is not None and same_resources
+        else {name: in_units(amount) for name, amount in report.resources.items()},
         sent=sent,
         sent_at=sent_at,
     )
-    return msgspec.structs.replace(observed, hosts={**observed.hosts, report.host_id: host})
 
 
 def _is_older(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
@@ -97,7 +119,7 @@ def observe_proxy(observed: ObservedState, report: ProxyReport, now: float) -> O
     if known is not None and _is_older(report, known.report):
         return observed
     proxy = ProxyObserved(report=report, heard_at=now)
-    return msgspec.structs.replace(observed, proxies={**observed.proxies, report.proxy_id: proxy})
+    return msgspec.structs.replace(observed, proxies=observed.proxies.set(report.proxy_id, proxy))
 
 
 def observe_sent(
@@ -108,20 +130,23 @@ def observe_sent(
     if known is None:
         return observed
     host = msgspec.structs.replace(known, sent=goal, sent_at=now)
-    return msgspec.structs.replace(observed, hosts={**observed.hosts, host_id: host})
+    return msgspec.structs.replace(observed, hosts=observed.hosts.set(host_id, host))
 
 
-def observe_bucket(observed: ObservedState, bucket: Mapping[str, int] | None) -> ObservedState:
+def observe_bucket(observed: ObservedState, bucket: Map[str, int] | None) -> ObservedState:
     """Remember what the bucket holds."""
     return msgspec.structs.replace(observed, bucket=bucket)
 
 
 def forget_silent(observed: ObservedState, now: float) -> ObservedState:
     """Leave out what was not heard of for `FORGET_AFTER_S`, so that the state stays bounded."""
-    hosts = {k: v for k, v in observed.hosts.items() if now - v.heard_at < FORGET_AFTER_S}
-    proxies = {k: v for k, v in observed.proxies.items() if now - v.heard_at < FORGET_AFTER_S}
-    if len(hosts) == len(observed.hosts) and len(proxies) == len(observed.proxies):
-        return observed
+    hosts, proxies = observed.hosts, observed.proxies
+    for host_id, host in observed.hosts.items():
+        if now - host.heard_at >= FORGET_AFTER_S:
+            hosts = hosts.delete(host_id)
+    for proxy_id, proxy in observed.proxies.items():
+        if now - proxy.heard_at >= FORGET_AFTER_S:
+            proxies = proxies.delete(proxy_id)
     return msgspec.structs.replace(observed, hosts=hosts, proxies=proxies)
 
 

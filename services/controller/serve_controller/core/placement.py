@@ -1,117 +1,223 @@
 """Where a replica runs: the controller chooses the host, Ray chooses the node inside it.
 
-Why a ledger: several replicas are placed in one decision, and each must see what the ones before it took.
+Why a ledger over the draft: several replicas are placed in one decision, and each must see what the ones before it
+took. What is taken is an index of the checkpoint, so a placement looks at hosts and never at other replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import msgspec
 
-from serve_common.names import HostId
-from serve_controller.core.checkpoint import Draft
-from serve_controller.core.objects import BackendVersion, Replica, ReplicaState
+from serve_common.names import BackendTag, HostId
+from serve_common.values import BackendConfig, Placement
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.loads import UNITS, HostLoad, fits, in_units
+from serve_controller.core.objects import BackendVersion
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
-from serve_controller.core.transitions import IN_HOST_GOAL
 
-GOAL_BYTES = "goal_bytes"
-"""A host's whole goal must fit into one NATS message, so its size is a resource like any other."""
-GOAL_BYTES_MAX = 900_000.0
-"""NATS' default max_payload is 1 MiB; the rest is for the envelope."""
-_EPSILON = 1e-6
-"""Ray counts in steps of 0.0001; sums of such fractions are compared with this much play."""
+GOAL_BYTES_MAX: Final = 900_000
+"""A host's whole goal must fit into one NATS message: max_payload is 1 MiB by default; the rest is the envelope."""
+_GOAL_BYTES_EACH: Final = 500
+
+Rank = tuple[float, float, HostId]
 
 
 def needs_of(version: BackendVersion) -> dict[str, float]:
     """What one replica of this version takes from its host, by Ray's names of resources."""
     options = version.replica_config.ray_actor_options
     needs = {"CPU": options.num_cpus, "GPU": options.num_gpus, "memory": options.memory, **options.resources}
-    needs[GOAL_BYTES] = 500.0 + len(msgspec.json.encode((version.replica_config, version.backend_config)))
     return {name: amount for name, amount in needs.items() if amount > 0}
 
 
-def fits(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
-    """Whether ``needs`` can be taken from ``free``."""
-    return all(free.get(name, 0.0) + _EPSILON >= amount for name, amount in needs.items())
+def goal_bytes_of(version: BackendVersion) -> int:
+    """What one replica of this version takes of the size of its host's goal, bytes."""
+    return _GOAL_BYTES_EACH + len(msgspec.json.encode((version.replica_config, version.backend_config)))
 
 
 class Ledger:
     """What is free on each host that new replicas may be placed on."""
 
-    def __init__(self, draft: Draft, observed: ObservedState, now: float) -> None:
-        """Counts every replica that is on a host, also those that still stop there: their resources are taken."""
-        self.free: dict[HostId, dict[str, float]] = {}
-        self._count: dict[HostId, int] = {}
-        for host_id, host in observed.hosts.items():
-            if host_status(observed, host_id, now) is HostStatus.LIVE:
-                self.free[host_id] = {**host.report.resources, GOAL_BYTES: GOAL_BYTES_MAX}
-                self._count[host_id] = 0
-        for backend_tag, replicas in draft.replicas.items():
-            backend = draft.backends.get(backend_tag)
-            if backend is None:
-                continue
-            needs_by_version = {v.config_version: needs_of(v) for v in backend.versions()}
-            for replica in replicas.values():
-                self._take(replica, needs_by_version.get(replica.config_version, {}))
+    def __init__(self, draft: Checkpoint, observed: ObservedState, now: float) -> None:
+        """Looks at ``draft`` again with every question, so it sees what was placed since."""
+        self._draft = draft
+        self._observed = observed
+        self._now = now
+        self._hosts: dict[HostId, Mapping[str, int]] | None = None
 
-    def _take(self, replica: Replica, needs: Mapping[str, float]) -> None:
-        if replica.host_id is None or replica.host_id not in self.free:
-            return
-        free = self.free[replica.host_id]
-        for name, amount in needs.items():
-            if name != GOAL_BYTES or replica.state in IN_HOST_GOAL:
-                free[name] = free.get(name, 0.0) - amount
-        if replica.state is not ReplicaState.STOPPING:
-            self._count[replica.host_id] += 1
+    @property
+    def hosts(self) -> dict[HostId, Mapping[str, int]]:
+        """Whole units of each resource, by host that may take new replicas."""
+        if self._hosts is None:
+            self._hosts = {}
+            for host_id in sorted(self._observed.hosts):
+                record = self._draft.hosts.get(host_id)
+                is_live = host_status(self._observed, host_id, self._now) is HostStatus.LIVE
+                if is_live and (record is None or not record.draining):
+                    self._hosts[host_id] = self._observed.hosts[host_id].units
+        return self._hosts
 
-    def place(self, needs: Mapping[str, float]) -> HostId | None:
-        """Take ``needs`` from the host with the fewest replicas (then the most free CPU) that has room, or None."""
-        candidates = [host_id for host_id, free in self.free.items() if fits(free, needs)]
-        if not candidates:
-            return None
-        chosen = min(candidates, key=lambda h: (self._count[h], -self.free[h].get("CPU", 0.0), h))
-        for name, amount in needs.items():
-            self.free[chosen][name] = self.free[chosen].get(name, 0.0) - amount
-        self._count[chosen] += 1
-        return chosen
+    def load_of(self, host_id: HostId) -> HostLoad:
+        """What is taken on a host now."""
+        return self._draft.load_of(host_id)
 
-    def resize(self, host_id: HostId | None, freed: Mapping[str, float], needs: Mapping[str, float]) -> bool:
-        """Take ``needs`` in place of ``freed`` on a host; False, and nothing taken, when its goal has no room.
+    def free(self, host_id: HostId) -> dict[str, int]:
+        """Units that are not taken on a host."""
+        taken = self._draft.load_of(host_id).taken
+        whole = self.hosts[host_id]
+        return {name: amount - taken.get(name, 0) for name, amount in whole.items()}
 
-        Only the size of the goal counts: a configuration changes none of Ray's resources.
-        """
-        if host_id is None or host_id not in self.free:
+    def placer(self, tag: BackendTag, version: BackendVersion) -> Placer:
+        """For placing many replicas of one version, one after the other."""
+        return Placer(self, self._draft, tag, version)
+
+    def how_many_fit(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
+        """How many more replicas could be placed now, at most ``limit``."""
+        placer = self.placer(tag, version)
+        count = 0
+        while count < limit and placer.place() is not None:
+            count += 1
+        return count
+
+    def resize(self, host_id: HostId | None, grows_bytes: int) -> bool:
+        """Whether a host's goal has room for a configuration that is so much larger."""
+        if host_id is None or grows_bytes <= 0:
             return True
-        grows = needs.get(GOAL_BYTES, 0.0) - freed.get(GOAL_BYTES, 0.0)
-        free = self.free[host_id]
-        if grows > max(free[GOAL_BYTES], 0.0):
-            return False
-        free[GOAL_BYTES] -= grows
-        return True
+        return self._draft.load_of(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
 
     def would_fit_without(
-        self, host_id: HostId | None, freed: Mapping[str, float], needs: Mapping[str, float]
+        self, tag: BackendTag, host_id: HostId | None, freed: Mapping[str, float], version: BackendVersion
     ) -> bool:
-        """Whether ``needs`` would fit on ``host_id`` if ``freed`` were given back there."""
-        if host_id is None or host_id not in self.free:
+        """Whether one more of ``version`` would fit on ``host_id`` if one replica there gave back ``freed``."""
+        if host_id is None or host_id not in self.hosts:
             return False
-        free = dict(self.free[host_id])
+        free = self.free(host_id)
         for name, amount in freed.items():
-            free[name] = free.get(name, 0.0) + amount
-        return fits(free, needs)
+            free[name] = free.get(name, 0) + in_units(amount)
+        per_host = version.backend_config.max_replicas_per_host
+        if per_host is not None and self.count_on(tag, host_id) - 1 >= per_host:
+            return False
+        return fits(free, needs_of(version))
 
-    def why_not(self, needs: Mapping[str, float]) -> str:
+    def count_on(self, tag: BackendTag, host_id: HostId) -> int:
+        """Replicas of one backend on a host, those that still stop included."""
+        return sum(r.host_id == host_id for r in self._draft.replicas_of(tag).values())
+
+    def why_not(self, tag: BackendTag, version: BackendVersion) -> str:
         """For people: why no host has room."""
-        if not self.free:
+        if not self.hosts:
             return "waits for a replica host: none is live"
+        needs = needs_of(version)
+        frees = [self.free(host_id) for host_id in self.hosts]
         lacking = []
         for name, amount in sorted(needs.items()):
-            best = max(free.get(name, 0.0) for free in self.free.values())
-            if best + _EPSILON < amount:
-                lacking.append(f"{amount:g} {name} (the freest host has {max(best, 0.0):g})")
+            best = max(free.get(name, 0) for free in frees)
+            if best < in_units(amount):
+                lacking.append(f"{amount:g} {name} (the freest host has {max(best, 0) / UNITS:g})")
         if lacking:
             return f"needs {', '.join(lacking)}"
-        return "no single host has room for all of " + ", ".join(
-            f"{a:g} {n}" for n, a in sorted(needs.items())
+        if not any(fits(free, needs) for free in frees):
+            return "no single host has room for all of " + _in_words(needs)
+        per_host = version.backend_config.max_replicas_per_host
+        if per_host is not None and all(self.count_on(tag, host_id) >= per_host for host_id in self.hosts):
+            return f"max_replicas_per_host is {per_host}, and every host has so many"
+        if per_host is not None:
+            return (
+                f"no host with less than max_replicas_per_host ({per_host}) has room for {_in_words(needs)}"
+            )
+        return "the goals of the hosts that have room would become larger than one message"
+
+
+def _in_words(needs: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(needs.items())) or "a replica"
+
+
+class Placer:
+    """Chooses hosts for replicas of one version. What it gave out counts as taken, whether it is put or not."""
+
+    def __init__(self, ledger: Ledger, draft: Checkpoint, tag: BackendTag, version: BackendVersion) -> None:
+        """Looks at every host once."""
+        config: BackendConfig = version.backend_config
+        self.needs = needs_of(version)
+        self.goal_bytes = goal_bytes_of(version)
+        self._units = {name: in_units(amount) for name, amount in self.needs.items()}
+        self._rank: Callable[[int, int, HostId], Rank] = (
+            _pack_rank if config.placement is Placement.PACK else _spread_rank
         )
+        per_host = config.max_replicas_per_host
+        counts: dict[HostId, int] = {}
+        if per_host is not None:
+            for replica in draft.replicas_of(tag).values():
+                if replica.host_id is not None:
+                    counts[replica.host_id] = counts.get(replica.host_id, 0) + 1
+        self._ledger = ledger
+        self._per_host = NUMBER_MAX if per_host is None else per_host
+        self._counts = counts
+        self._rooms: dict[HostId, _Room] = {}
+        # By the loads alone; what is really free is worked out for those hosts only that come first.
+        self._heap = [
+            self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
+            for host_id, units in ledger.hosts.items()
+            for load in (draft.load_of(host_id),)
+        ]
+        heapq.heapify(self._heap)
+
+    def _room(self, host_id: HostId) -> _Room:
+        room = self._rooms.get(host_id)
+        if room is None:
+            load = self._ledger.load_of(host_id)
+            left = self._per_host - self._counts.get(host_id, 0)
+            room = self._rooms[host_id] = _Room(
+                self._ledger.free(host_id), GOAL_BYTES_MAX - load.goal_bytes, load.num_wanted, left
+            )
+        return room
+
+    def _has_room(self, room: _Room) -> bool:
+        if room.left <= 0 or room.goal_bytes < self.goal_bytes:
+            return False
+        return all(room.free.get(name, 0) >= units for name, units in self._units.items())
+
+    def place(self) -> HostId | None:
+        """Take room for one replica; None when no host has it."""
+        while self._heap:
+            host_id = self._heap[0][2]
+            room = self._room(host_id)
+            if not self._has_room(room):
+                heapq.heappop(self._heap)
+                continue
+            for name, units in self._units.items():
+                room.free[name] -= units
+            room.goal_bytes -= self.goal_bytes
+            room.num_wanted += 1
+            room.left -= 1
+            heapq.heapreplace(self._heap, self._rank(room.num_wanted, room.free.get("CPU", 0), host_id))
+            return host_id
+        return None
+
+
+NUMBER_MAX: Final = 2**31
+
+
+class _Room:
+    """What is left on one host, counted down by one `Placer`."""
+
+    __slots__ = ("free", "goal_bytes", "left", "num_wanted")
+
+    def __init__(self, free: dict[str, int], goal_bytes: int, num_wanted: int, left: int) -> None:
+        self.free = free
+        self.goal_bytes = goal_bytes
+        self.num_wanted = num_wanted
+        self.left = left
+
+
+def _spread_rank(num_wanted: int, free_cpu: int, host_id: HostId) -> Rank:
+    """The fewest replicas first, then the most free CPU."""
+    return (num_wanted, -free_cpu, host_id)
+
+
+def _pack_rank(num_wanted: int, free_cpu: int, host_id: HostId) -> Rank:
+    """Hosts in use first, then the least free CPU."""
+    return (0 if num_wanted else 1, free_cpu, host_id)

@@ -7,42 +7,25 @@ checkpoint and fresh reports, and comes to the same plan. There is no second pat
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from serve_common.names import BackendTag, HostId
-from serve_common.wires.host import HostGoal, ReplicaGoal
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
+from serve_common.subjects import ENDPOINTS, backend_key, endpoint_key, parse_key
 from serve_common.wires.snapshots import Snapshot
-from serve_controller.core.checkpoint import Changes, Checkpoint, Draft, Kind
-from serve_controller.core.goals import (
-    fail_if_hopeless,
-    forget_finished,
-    succeed_where_reached,
-)
-from serve_controller.core.objects import Backend, ProxyRecord, Replica
-from serve_controller.core.observed import (
-    GOAL_RESEND_AFTER_S,
-    HOST_LOST_AFTER_S,
-    HOST_SUSPECT_AFTER_S,
-    PROXY_LOST_AFTER_S,
-    HostStatus,
-    ObservedState,
-    host_status,
-    is_proxy_live,
-    silent_at,
-)
+from serve_controller.core.attention import EVERYTHING, Attention, of_changes
+from serve_controller.core.changes import Changes, Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.goals import fail_if_hopeless, number_of, succeed_where_reached
+from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
+from serve_controller.core.objects import Backend, ProxyRecord, host_owned
+from serve_controller.core.observed import ObservedState, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
 from serve_controller.core.rollout import look_again_at, roll
 from serve_controller.core.snapshots import renew_snapshots
-from serve_controller.core.transitions import IN_HOST_GOAL
-
-
-class SendHostGoal(msgspec.Struct, frozen=True):
-    """Send a host everything it should run. May be performed twice."""
-
-    goal: HostGoal
+from serve_controller.core.tidy import tidy
 
 
 class PublishSnapshot(msgspec.Struct, frozen=True):
@@ -61,14 +44,6 @@ class RetractSnapshot(msgspec.Struct, frozen=True):
 Action = SendHostGoal | PublishSnapshot | RetractSnapshot
 
 
-class Fault(msgspec.Struct, frozen=True):
-    """One backend's or host's part of the plan could not be made; the others' were."""
-
-    about: str
-    """The backend's tag or the host's id."""
-    error: str
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything to do now, in the order of the fields."""
 
@@ -78,73 +53,135 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint once ``changes`` are recorded."""
     actions: tuple[Action, ...]
     """Performed in this order: snapshots first, so that routers leave a replica before its host drains it."""
-    look_again_at: float | None
-    """When time alone will make a new plan necessary; the core cannot sleep, so it asks to be called."""
+    due: tuple[DueTime, ...]
+    """When time alone will make a new plan necessary, and of what; the core cannot sleep, so it asks to be called."""
+    attention: Attention
+    """What the changes make necessary to look at in the next plan."""
     faults: tuple[Fault, ...]
 
 
-def reconcile(checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float) -> Plan:
+class _Scope:
+    """What one plan looks at; grows while it is made."""
+
+    def __init__(self, checkpoint: Checkpoint, observed: ObservedState, attention: Attention) -> None:
+        self.backends: set[BackendTag] = set(attention.backends)
+        self.endpoints: set[EndpointTag] = set(attention.endpoints)
+        self.hosts: set[HostId] = set(attention.hosts)
+        self.keys: set[str] = set(attention.keys)
+        self.proxies = set(attention.proxies)
+        self.goals: set[GoalId] = set()
+        self.has_room = attention.has_room
+        if attention.is_everything:
+            self.backends.update(checkpoint.backends)
+            self.endpoints.update(checkpoint.endpoints)
+            self.hosts.update(checkpoint.hosts, observed.hosts)
+            self.proxies.update(checkpoint.proxies, observed.proxies)
+            self.keys.update(checkpoint.snapshots, observed.bucket or ())
+            self.has_room = True
+        self.endpoints.update(_gone_endpoints(checkpoint, self.keys))
+        if attention.goals or attention.is_everything:
+            self.goals.update(checkpoint.pending)
+        for host_id in self.hosts:
+            on_host = checkpoint.by_host.get(host_id)
+            if on_host is not None:
+                self.backends.update(r.backend_tag for r in on_host.values())
+
+
+def _gone_endpoints(checkpoint: Checkpoint, keys: Iterable[str]) -> Iterator[EndpointTag]:
+    """Endpoints that a snapshot still speaks of: a leader that dies after it recorded a deletion leaves such."""
+    for key in keys:
+        if key in checkpoint.snapshots:
+            kind, tag = parse_key(key)
+            if kind == ENDPOINTS and tag not in checkpoint.endpoints:
+                yield EndpointTag(tag)
+
+
+def reconcile(
+    checkpoint: Checkpoint,
+    observed: ObservedState,
+    epoch: int,
+    now: float,
+    attention: Attention = EVERYTHING,
+) -> Plan:
     """The next plan. The same arguments always give the same plan."""
     draft = Draft(checkpoint)
-    times: list[float] = []
-    for host_id in sorted(observed.hosts):
-        if host_id not in draft.hosts:
+    scope = _Scope(checkpoint, observed, attention)
+    due: list[DueTime] = []
+    for host_id in sorted(scope.hosts):
+        if host_id in observed.hosts and host_id not in draft.hosts:
             draft.renew_host_goal(host_id)
-    _follow_proxies(draft, observed, now)
-    faults = _reconcile_backends(draft, observed, now, times)
-    _drop_deleted(draft)
-    _forget_hosts(draft, observed, now)
-    renew_snapshots(draft, epoch)
-    succeed_where_reached(draft, observed, now)
-    forget_finished(draft, now)
+    _follow_proxies(draft, observed, scope, now)
+    faults = _reconcile_backends(draft, observed, scope, now, due)
+    _drop_deleted(draft, scope, now)
+    touched = draft.touched()
+    renew_snapshots(
+        draft,
+        epoch,
+        scope.endpoints.union(EndpointTag(name) for kind, name in touched if kind is Kind.ENDPOINT),
+        scope.backends.union(BackendTag(name) for kind, name in touched if kind is Kind.BACKEND),
+    )
+    succeed_where_reached(draft, observed, _goals_in(draft, scope), now)
+    if attention.tidy:
+        tidy(draft, observed, now)
     changes = draft.changes()
     result = draft.checkpoint()
-    host_actions, host_faults = _host_actions(result, observed, epoch, now, times)
-    actions = (*_bucket_actions(result, observed), *host_actions)
-    times += _silence_times(result, observed)
+    for kind, name in draft.touched():
+        if kind is Kind.HOST:
+            scope.hosts.add(HostId(name))
+        elif kind is Kind.SNAPSHOT:
+            scope.keys.add(name)
+    host_actions, host_times, host_faults = send_host_goals(result, observed, epoch, now, scope.hosts)
     return Plan(
         changes=changes,
         checkpoint=result,
-        actions=actions,
-        look_again_at=min((at for at in times if at > now), default=None),
+        actions=(*_bucket_actions(result, observed, scope.keys), *host_actions),
+        due=(*due, *host_times),
+        attention=of_changes(checkpoint, result, changes),
         faults=(*faults, *host_faults),
     )
 
 
 def _reconcile_backends(
-    draft: Draft, observed: ObservedState, now: float, times: list[float]
-) -> tuple[Fault, ...]:
+    draft: Draft, observed: ObservedState, scope: _Scope, now: float, due: list[DueTime]
+) -> list[Fault]:
     faults: list[Fault] = []
 
     def guarded(tag: BackendTag, part: Callable[[Backend], None]) -> None:
         """One backend's error must not stop the others': its part of the draft is undone and reported."""
+        backend = draft.backends.get(tag)
+        if backend is None:
+            return
         mark = draft.mark()
         try:
-            part(draft.backends[tag])
+            part(backend)
         except Exception:  # noqa: BLE001 - any defect in one backend's part; the shell logs it
             draft.roll_back(mark)
             faults.append(Fault(tag, traceback.format_exc()))
 
-    tags = sorted(draft.backends)
+    def advance(backend: Backend) -> None:
+        tag = backend.backend_tag
+        fail_if_hopeless(draft, backend, now)
+        roll(draft, ledger, draft.backends[tag], now)
+        at = look_again_at(draft, draft.backends[tag], now)
+        if at is not None:
+            due.append(DueTime(at, ("backend", tag)))
+
+    tags = sorted(scope.backends)
     for tag in tags:
         guarded(tag, lambda backend: follow_reports(draft, observed, backend, now))
+    # A failed goal of an application changes its other backends too.
+    scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is Kind.BACKEND)
+    if scope.has_room or any(kind is Kind.REPLICA for kind, _ in draft.touched()):
+        scope.backends.update(draft.unplaced)
     ledger = Ledger(draft, observed, now)
-
-    def advance(backend: Backend) -> None:
-        fail_if_hopeless(draft, backend, now)
-        roll(draft, ledger, draft.backends[backend.backend_tag], now)
-        at = look_again_at(draft, backend, now)
-        if at is not None:
-            times.append(at)
-
-    for tag in tags:
+    for tag in sorted(scope.backends):
         guarded(tag, advance)
-    return tuple(faults)
+    return faults
 
 
-def _follow_proxies(draft: Draft, observed: ObservedState, now: float) -> None:
+def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: float) -> None:
     """Keep the record of those that goals wait for."""
-    for proxy_id in sorted({*draft.proxies, *observed.proxies}):
+    for proxy_id in sorted(scope.proxies):
         is_live = is_proxy_live(observed, proxy_id, now)
         if is_live and proxy_id not in draft.proxies:
             draft.put(ProxyRecord(proxy_id=proxy_id))
@@ -152,98 +189,52 @@ def _follow_proxies(draft: Draft, observed: ObservedState, now: float) -> None:
             draft.delete((Kind.PROXY, proxy_id))
 
 
-def _drop_deleted(draft: Draft) -> None:
-    """The row of a deleted backend goes with its last replica."""
-    for backend in list(draft.backends.values()):
-        if backend.deleting and not draft.replicas.get(backend.backend_tag):
-            draft.delete((Kind.BACKEND, backend.backend_tag))
+def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
+    """The row of a deleted backend goes with its last replica; of a deployment it is remembered what it was."""
+    for tag in sorted(scope.backends):
+        backend = draft.backends.get(tag)
+        if backend is None or not backend.deleting or draft.replicas_of(tag):
+            continue
+        draft.delete((Kind.BACKEND, tag))
+        for number in sorted(draft.revisions.get(tag, {})):
+            draft.delete((Kind.REVISION, f"{tag}@{number}"))
+        deployment = draft.deployments.get(tag)
+        if deployment is not None and deployment.ended_at is None:
+            draft.put(
+                msgspec.structs.replace(
+                    deployment,
+                    ended_at=now,
+                    ended_as=backend.target,
+                    ended_route=deployment.ended_route,
+                )
+            )
 
 
-def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
-    """Forget the goals of hosts that are lost and run nothing; a returning one gets a newer generation."""
-    used = {r.host_id for replicas in draft.replicas.values() for r in replicas.values()}
-    for host_id in list(draft.hosts):
-        is_known = host_id in used or host_id in observed.hosts
-        if not is_known and host_status(observed, host_id, now) is HostStatus.LOST:
-            draft.delete((Kind.HOST, host_id))
+def _goals_in(draft: Draft, scope: _Scope) -> list[GoalId]:
+    """Pending goals about what was looked at, in the order in which they were made."""
+    found = {goal_id for goal_id in scope.goals if goal_id in draft.pending}
+    keys: Iterable[str] = (
+        *(backend_key(tag) for tag in scope.backends),
+        *(endpoint_key(tag) for tag in scope.endpoints),
+        *(host_owned(host_id) for host_id in scope.hosts),
+        *scope.keys,
+    )
+    if draft.pending:
+        for key in keys:
+            found.update(draft.owners.get(key, {}))
+    return sorted(found, key=number_of)
 
 
-def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState) -> list[Action]:
+def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState, keys: set[str]) -> list[Action]:
     """What makes the bucket equal to the recorded snapshots; nothing while it is not known what it holds."""
     bucket = observed.bucket
     if bucket is None:
         return []
-    behind = [r for r in checkpoint.snapshots.values() if bucket.get(r.key) != r.snapshot.snapshot_id]
+    records = [record for key in keys if (record := checkpoint.snapshots.get(key)) is not None]
+    behind = [r for r in records if bucket.get(r.key) != r.snapshot.snapshot_id]
     behind.sort(key=lambda r: r.snapshot.snapshot_id)
     actions: list[Action] = [PublishSnapshot(record.key, record.snapshot) for record in behind]
-    actions += [RetractSnapshot(key) for key in sorted(bucket.keys() - checkpoint.snapshots.keys())]
+    actions += [
+        RetractSnapshot(key) for key in sorted(keys) if key in bucket and key not in checkpoint.snapshots
+    ]
     return actions
-
-
-def _host_actions(
-    checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, times: list[float]
-) -> tuple[list[Action], list[Fault]]:
-    """Whole goals for the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`."""
-    by_host: dict[HostId, list[Replica]] = {}
-    for replicas in checkpoint.replicas.values():
-        for replica in replicas.values():
-            if replica.host_id is not None and replica.state in IN_HOST_GOAL:
-                by_host.setdefault(replica.host_id, []).append(replica)
-    actions: list[Action] = []
-    faults: list[Fault] = []
-    for host_id, host in sorted(observed.hosts.items()):
-        record = checkpoint.hosts.get(host_id)
-        if record is None or host_status(observed, host_id, now) is HostStatus.LOST:
-            continue
-        wanted = (epoch, record.generation)
-        if (host.report.epoch, host.report.generation) == wanted:
-            continue
-        resend_at = host.sent_at + GOAL_RESEND_AFTER_S
-        if host.sent == wanted and now < resend_at:
-            times.append(resend_at)
-            continue
-        times.append(now + GOAL_RESEND_AFTER_S)
-        try:
-            goal = _host_goal(checkpoint, host_id, wanted, by_host.get(host_id, []))
-        except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs it
-            # No goal at all: one that lacks a replica would end it.
-            faults.append(Fault(host_id, traceback.format_exc()))
-            continue
-        actions.append(SendHostGoal(goal))
-    return actions, faults
-
-
-def _host_goal(
-    checkpoint: Checkpoint, host_id: HostId, number: tuple[int, int], replicas: list[Replica]
-) -> HostGoal:
-    goals = []
-    for replica in sorted(replicas, key=lambda r: r.replica_tag):
-        versions = checkpoint.backends[replica.backend_tag].versions()
-        version = {v.config_version: v for v in versions}[replica.config_version]
-        config = version.backend_config
-        goals.append(
-            ReplicaGoal(
-                replica_tag=replica.replica_tag,
-                backend_tag=replica.backend_tag,
-                replica_config=version.replica_config,
-                config_version=version.config_version,
-                user_config=config.user_config,
-                max_concurrent_queries=config.max_concurrent_queries,
-                graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
-                health_check_period_s=config.health_check_period_s,
-                health_check_timeout_s=config.health_check_timeout_s,
-                start_timeout_s=config.start_timeout_s,
-            )
-        )
-    return HostGoal(host_id=host_id, epoch=number[0], generation=number[1], replicas=goals)
-
-
-def _silence_times(checkpoint: Checkpoint, observed: ObservedState) -> list[float]:
-    """When a silent host or proxy comes to be treated otherwise."""
-    times: list[float | None] = []
-    for host_id in checkpoint.hosts.keys() | observed.hosts.keys():
-        host = observed.hosts.get(host_id)
-        times += [silent_at(observed, host, after_s) for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S)]
-    for proxy_id in checkpoint.proxies.keys() | observed.proxies.keys():
-        times.append(silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S))
-    return [at for at in times if at is not None]

@@ -1,7 +1,7 @@
 """What the hosts' reports mean for one backend's replicas.
 
-Why apart from the rollout: this part only follows reality (what runs, failed, died, is gone), the rollout only
-decides what should be. The result of both is recorded before anything is done.
+Why apart from the rollout: this part only follows reality (what runs, failed, died, is gone, is stuck), the rollout
+only decides what should be. The result of both is recorded before anything is done.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.wires.host import ReplicaReport, ReplicaStatus
-from serve_controller.core.checkpoint import Draft, Kind
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals import fail, pending_goal
-from serve_controller.core.objects import Backend, Replica, ReplicaState
+from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, Event, moved
 
@@ -19,6 +20,8 @@ SHORT_LIFE_S = 10.0
 """A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
 RETRY_WAIT_MIN_S = 0.2
 RETRY_WAIT_MAX_S = 30.0
+STUCK_GRACE_S = 15.0
+"""Beyond the time that a start or a stop may take, for the host itself to end it and to say so."""
 
 
 def retry_wait_s(start_failures: int) -> float:
@@ -44,13 +47,30 @@ def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Repl
     return result
 
 
+def stuck_at(backend: Backend, replica: Replica) -> float | None:
+    """When a replica in its present state counts as stuck; None when it cannot be."""
+    version = backend.version_of(replica.config_version) or backend.target
+    match replica.state:
+        case ReplicaState.STARTING:
+            return replica.since + version.backend_config.start_timeout_s + STUCK_GRACE_S
+        case ReplicaState.STOPPING if not replica.force_kill:
+            return replica.since + version.backend_config.graceful_shutdown_timeout_s + STUCK_GRACE_S
+        case _:
+            return None
+
+
 def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, now: float) -> None:
     """Bring the backend's replicas to what was heard of them; count failed starts."""
-    for replica in sorted(draft.replicas.get(backend.backend_tag, {}).values(), key=lambda r: r.replica_tag):
+    for tag in sorted(draft.replicas_of(backend.backend_tag)):
+        replica = draft.replicas_of(backend.backend_tag)[tag]
         if replica.host_id is None:
             continue
         if host_status(observed, replica.host_id, now) is HostStatus.LOST:
             with_event(draft, replica, Event.GONE, now)
+            continue
+        at = stuck_at(backend, replica)
+        if at is not None and now >= at:
+            _follow_stuck(draft, replica, now)
             continue
         host = observed.hosts.get(replica.host_id)
         if host is None:
@@ -60,6 +80,27 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, now:
             _follow_absence(draft, host, replica, now)
         else:
             _follow_report(draft, host, replica, report, now)
+
+
+def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
+    """The host should have ended it long ago. A start is given up and replaced; a stop is ordered by force."""
+    assert replica.host_id is not None
+    since_s = now - replica.since
+    if replica.state is ReplicaState.STARTING:
+        text = f"{replica.replica_tag} has been starting for {since_s:.0f} s and its host {replica.host_id} neither "
+        _count_failure(draft, replica, text + "runs it nor gives it up", now)
+        stopping = with_event(draft, replica, Event.UNWANTED, now)
+        assert stopping is not None
+        draft.put(msgspec.structs.replace(stopping, force_kill=True, message="was stuck in starting"))
+        return
+    message = (
+        f"{replica.replica_tag} has been stopping for {since_s:.0f} s: {replica.host_id} is told to kill it"
+    )
+    draft.put(
+        msgspec.structs.replace(
+            replica, force_kill=True, message=message, generation=draft.renew_host_goal(replica.host_id)
+        )
+    )
 
 
 def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
@@ -96,12 +137,29 @@ def _follow_report(
             # It was told of a newer configuration before or while it was unhealthy, and has yet to take it.
             with_event(draft, running, Event.RECONFIGURE, now)
     elif status is ReplicaStatus.UNHEALTHY and state in ROUTED:
-        with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
+        _follow_unhealthy(draft, replica, report, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
         with_event(draft, replica, Event.HEARD_CONFIG, now)
     elif status is ReplicaStatus.DRAINING and host.report.leaving:
         # The host stops by itself: what it drains must be replaced elsewhere.
         with_event(draft, replica, Event.UNWANTED, now)
+
+
+def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+    """It leaves the routes and is replaced. One that was young never proved itself: that counts as a failed start."""
+    unhealthy = with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
+    assert unhealthy is not None
+    backend = draft.backends[replica.backend_tag]
+    version: BackendVersion = backend.version_of(replica.config_version) or backend.target
+    config = version.backend_config
+    checks_s = (config.health_check_period_s + config.health_check_timeout_s) * (
+        config.health_check_failure_threshold + 1
+    )
+    if now - replica.since < max(SHORT_LIFE_S, checks_s):
+        _count_failure(draft, replica, report.error or "its health checks fail", now)
+    stopping = with_event(draft, unhealthy, Event.UNWANTED, now)
+    assert stopping is not None
+    draft.put(msgspec.structs.replace(stopping, message="its health checks failed"))
 
 
 def _follow_end(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
@@ -139,10 +197,9 @@ def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) ->
 
 
 def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
-    """``reconfigure`` raised: that fails a pending deploy; without one, the replica is replaced by a new one."""
-    backend = draft.backends[replica.backend_tag]
-    goal = pending_goal(draft, backend)
+    """``reconfigure`` raised: that fails a pending change; without one, the replica is replaced by a new one."""
+    goal = pending_goal(draft, replica.backend_tag)
     if goal is not None:
-        fail(draft, backend, goal, report.error or "reconfigure raised", now)
+        fail(draft, goal, report.error or "reconfigure raised", now, of=replica.backend_tag)
     else:
         with_event(draft, replica, Event.UNWANTED, now)

@@ -1,8 +1,8 @@
 """How a backend gets from what runs to what should run, without taking away what serves.
 
-Why "new before old": the old replicas of a changed code version go only as far as new ones serve in their place.
-Only where there is no room for even one more replica does an old one make room first, within the unavailable budget,
-and only if the new one would fit into what it leaves.
+Why "new before old": the old replicas of a changed code version, or of a host that is drained, go only as far as new
+ones serve in their place. Only where there is no room for even one more replica does an old one make room first, within
+the unavailable budget, and only if the new one would fit into what it leaves.
 """
 
 from __future__ import annotations
@@ -12,59 +12,85 @@ import math
 import msgspec
 
 from serve_common.names import replica_tag
+from serve_common.values import BackendConfig
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.objects import Backend, Replica, ReplicaState
-from serve_controller.core.placement import Ledger, needs_of
-from serve_controller.core.replica_reports import SHORT_LIFE_S, with_event
+from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
+from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Event
-
-BUDGET_SHARE = 0.25
-"""Of the replicas: how many more than wanted may run during an update (surge), and how many fewer may serve when
-there is no room for more (the unavailable budget). At least one each, as Kubernetes rounds its surge."""
-
 
 NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
 
 
-def budget_of(num_replicas: int) -> int:
-    """Surge and unavailable budget for that many replicas."""
-    return max(1, math.ceil(num_replicas * BUDGET_SHARE))
+def _share(num_replicas: int, percent: float) -> int:
+    """So many percent of the replicas, rounded up: at least one unless it is 0 %, as Kubernetes rounds its surge."""
+    return math.ceil(max(num_replicas, 1) * percent / 100.0)
+
+
+def surge_of(config: BackendConfig) -> int:
+    """How many replicas more than wanted may run during an update."""
+    return _share(config.num_replicas, config.max_surge_percent)
+
+
+def unavailable_of(config: BackendConfig) -> int:
+    """How many replicas fewer than wanted may serve during an update where there is no room for more."""
+    return _share(config.num_replicas, config.max_unavailable_percent)
 
 
 def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Start, place, reconfigure and stop replicas of one backend, one step nearer to its target."""
+    tag = backend.backend_tag
     _forgive(draft, backend, now)
-    _start(draft, draft.backends[backend.backend_tag], now)
-    _place(draft, ledger, backend, now)
-    _stop_surplus(draft, draft.backends[backend.backend_tag], now)
-    _stop_old(draft, ledger, draft.backends[backend.backend_tag], now)
-    _reconfigure(draft, ledger, draft.backends[backend.backend_tag], now)
-    _take_out_of_goals(draft, backend)
-    _prune_versions(draft, backend)
+    _start(draft, draft.backends[tag], now)
+    _place(draft, ledger, draft.backends[tag], now)
+    _stop_surplus(draft, draft.backends[tag], now)
+    _stop_old(draft, ledger, draft.backends[tag], now)
+    _reconfigure(draft, ledger, draft.backends[tag], now)
+    _take_out_of_goals(draft, draft.backends[tag])
+    _prune_versions(draft, draft.backends[tag])
 
 
 def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
     """When time alone makes another step possible, or None."""
-    backend = draft.backends.get(backend.backend_tag, backend)
     times = []
     if backend.retry_at > now and backend.num_wanted > 0:
         times.append(backend.retry_at)
     if backend.start_failures > 0:
         times += [r.since + SHORT_LIFE_S for r in _wanted(draft, backend) if r.state in ROUTED]
+    for replica in draft.replicas_of(backend.backend_tag).values():
+        at = stuck_at(backend, replica)
+        if at is not None:
+            times.append(at)
     return min((at for at in times if at > now), default=None)
 
 
 def _wanted(draft: Draft, backend: Backend) -> list[Replica]:
-    replicas = draft.replicas.get(backend.backend_tag, {}).values()
-    return sorted((r for r in replicas if r.state in WANTED), key=lambda r: r.ordinal)
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    return sorted((r for r in replicas if r.state in WANTED), key=_age_rank)
+
+
+def _age_rank(replica: Replica) -> tuple[int, str]:
+    """The oldest first: of one backend's tags the longer has the higher ordinal; reading the number costs far more."""
+    return (len(replica.replica_tag), replica.replica_tag)
+
+
+def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
+    """Whether a wanted replica is what the target asks for, where it may be; the others are to be replaced."""
+    host = None if replica.host_id is None else draft.hosts.get(replica.host_id)
+    if host is not None and host.draining:
+        return False
+    if replica.code_version == backend.target.code_version:
+        return True
+    kept = backend.kept
+    return kept is not None and replica.code_version == kept.code_version and replica.state in ROUTED
 
 
 def _current(draft: Draft, backend: Backend) -> list[Replica]:
-    return [r for r in _wanted(draft, backend) if r.code_version == backend.target.code_version]
+    return [r for r in _wanted(draft, backend) if _is_current(draft, backend, r)]
 
 
 def _old(draft: Draft, backend: Backend) -> list[Replica]:
-    return [r for r in _wanted(draft, backend) if r.code_version != backend.target.code_version]
+    return [r for r in _wanted(draft, backend) if not _is_current(draft, backend, r)]
 
 
 def _forgive(draft: Draft, backend: Backend, now: float) -> None:
@@ -72,6 +98,8 @@ def _forgive(draft: Draft, backend: Backend, now: float) -> None:
 
     One that served before it proves nothing: it may run on a better host, or with an older configuration.
     """
+    if not backend.start_failures:
+        return
     lived = any(
         r.state in ROUTED
         and r.config_version == backend.target.config_version
@@ -79,7 +107,7 @@ def _forgive(draft: Draft, backend: Backend, now: float) -> None:
         and now - r.since >= SHORT_LIFE_S
         for r in _current(draft, backend)
     )
-    if backend.start_failures and lived:
+    if lived:
         draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0))
 
 
@@ -87,9 +115,10 @@ def _start(draft: Draft, backend: Backend, now: float) -> None:
     wanted, current, old = backend.num_wanted, _current(draft, backend), _old(draft, backend)
     missing = wanted - len(current)
     if old:
-        surge = wanted + budget_of(wanted) - len(current) - len(old)
+        surge = surge_of(backend.target.backend_config)
+        room = wanted + surge - len(current) - len(old)
         # Where far fewer are wanted than run, all of the old ones wait for a first new one to serve.
-        missing = min(missing, max(surge, budget_of(wanted) - len(current)))
+        missing = min(missing, max(room, surge - len(current)))
     if missing <= 0 or now < backend.retry_at:
         return
     for _ in range(missing):
@@ -106,14 +135,15 @@ def _start(draft: Draft, backend: Backend, now: float) -> None:
 
 
 def _place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    needs = needs_of(backend.target)
-    for replica in _current(draft, backend):
-        if replica.state is not ReplicaState.SHOULD_START:
-            continue
-        host_id = ledger.place(needs)
+    if backend.backend_tag not in draft.unplaced:
+        return
+    waiting = [r for r in _current(draft, backend) if r.state is ReplicaState.SHOULD_START]
+    placer = ledger.placer(backend.backend_tag, backend.target)
+    for number, replica in enumerate(waiting):
+        host_id = placer.place()
         if host_id is None:
-            draft.put(msgspec.structs.replace(replica, message=ledger.why_not(needs)))
-            continue
+            _tell_why_not(draft, ledger, backend, waiting, number)
+            return
         placed = with_event(draft, replica, Event.PLACED, now)
         assert placed is not None
         draft.put(
@@ -122,9 +152,22 @@ def _place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
                 host_id=host_id,
                 generation=draft.renew_host_goal(host_id),
                 # It starts with the newest configuration, even if an older one was current when it was decided on.
-                config_version=draft.backends[backend.backend_tag].target.config_version,
+                config_version=backend.target.config_version,
+                needs=placer.needs,
+                goal_bytes=placer.goal_bytes,
             )
         )
+
+
+def _tell_why_not(
+    draft: Draft, ledger: Ledger, backend: Backend, waiting: list[Replica], placed: int
+) -> None:
+    message = ledger.why_not(backend.backend_tag, backend.target)
+    if len(waiting) > 1:
+        message = f"{placed} of {len(waiting)} more fit: {message}"
+    for replica in waiting[placed:]:
+        if replica.message != message:
+            draft.put(msgspec.structs.replace(replica, message=message))
 
 
 def _stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
@@ -133,28 +176,38 @@ def _stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
     surplus = len(current) - backend.num_wanted
     if surplus <= 0:
         return
-    order = list(ReplicaState)
-    by_use = sorted(
-        current,
-        key=lambda r: (r.state in ROUTED, -order.index(r.state) if r.state in ROUTED else 0, -r.ordinal),
-    )
-    for replica in by_use[:surplus]:
+    for replica in sorted(current, key=stop_rank)[:surplus]:
         with_event(draft, replica, Event.UNWANTED, now)
 
 
+_ORDER = list(ReplicaState)
+
+
+def stop_rank(replica: Replica) -> tuple[bool, int, int]:
+    """The lower, the sooner a replica is stopped when fewer are wanted: what serves least, then the newest."""
+    is_routed = replica.state in ROUTED
+    return (is_routed, -_ORDER.index(replica.state) if is_routed else 0, -replica.ordinal)
+
+
 def _stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Stop replicas of other code versions as far as the target's serve in their place."""
+    """Stop replicas that are to be replaced as far as the target's serve in their place."""
+    old = _old(draft, backend)
+    if not old:
+        return
     wanted = backend.num_wanted
     if backend.start_failures and backend.last_good is not None and wanted > 0:
         return  # the new version does not prove itself: nothing is given up for it
-    old = _old(draft, backend)
     serving = sum(r.state in ROUTED for r in _wanted(draft, backend))
     # With fewer replicas wanted than serve, the surplus still stays until the new version serves at all.
     is_proven = wanted == 0 or any(r.state in ROUTED for r in _current(draft, backend))
+    floor = wanted
+    if surge_of(backend.target.backend_config) == 0:
+        # None may run beside the old ones, so some of these go first.
+        floor, is_proven = wanted - unavailable_of(backend.target.backend_config), True
     for replica in old:
         if replica.state not in ROUTED:
             with_event(draft, replica, Event.UNWANTED, now)
-        elif serving > wanted and is_proven:
+        elif serving > floor and is_proven:
             with_event(draft, replica, Event.UNWANTED, now)
             serving -= 1
     _make_room(draft, ledger, backend, now)
@@ -162,18 +215,19 @@ def _stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> Non
 
 def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Where no replica of the target can be placed, old ones leave first, within the unavailable budget."""
+    if backend.backend_tag not in draft.unplaced:
+        return
     waiting = [r for r in _current(draft, backend) if r.state is ReplicaState.SHOULD_START]
-    replicas = draft.replicas.get(backend.backend_tag, {}).values()
-    stopping = [r for r in replicas if r.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)]
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    stopping = any(r.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) for r in replicas)
     if not waiting or stopping:
         return
-    wanted, needs = backend.num_wanted, needs_of(backend.target)
-    needs_by_version = {v.config_version: needs_of(v) for v in backend.versions()}
+    lowest = backend.num_wanted - unavailable_of(backend.target.backend_config)
     serving = sum(r.state in ROUTED for r in _wanted(draft, backend))
     for replica in _old(draft, backend)[: len(waiting)]:
-        if serving - 1 < wanted - budget_of(wanted):
+        if serving - 1 < lowest:
             return
-        if ledger.would_fit_without(replica.host_id, needs_by_version.get(replica.config_version, {}), needs):
+        if ledger.would_fit_without(backend.backend_tag, replica.host_id, replica.needs, backend.target):
             with_event(draft, replica, Event.UNWANTED, now)
             serving -= 1
 
@@ -181,68 +235,93 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
 def _reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Give a newer configuration to running replicas, a few at a time, so that a bad one stops early."""
     target = backend.target
-    current = _current(draft, backend)
-    room = budget_of(backend.num_wanted) - sum(r.state is ReplicaState.UPDATING for r in current)
+    stale = [
+        r
+        for r in _current(draft, backend)
+        if r.config_version != target.config_version and not _is_kept(backend, r)
+    ]
+    if not stale:
+        return
+    updating = sum(r.state is ReplicaState.UPDATING for r in _current(draft, backend))
+    room = max(1, unavailable_of(target.backend_config)) - updating
     if backend.start_failures and backend.last_good is not None:
         room = 0  # what took it did not live: no more are put at risk
-    needs_by_version = {v.config_version: needs_of(v) for v in backend.versions()}
-    for replica in current:
-        if replica.config_version == target.config_version:
-            continue
+    size = goal_bytes_of(target)
+    for replica in stale:
         if replica.state is ReplicaState.RUNNING and room <= 0:
             continue
-        if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.UNHEALTHY):
+        if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
-        known = needs_by_version.get(replica.config_version, {})
-        if not ledger.resize(replica.host_id, known, needs_by_version[target.config_version]):
-            draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
+        if not ledger.resize(replica.host_id, size - replica.goal_bytes):
+            if replica.message != NO_ROOM_FOR_CONFIG:
+                draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
             continue
-        told = replica
-        if replica.state is not ReplicaState.UNHEALTHY:
-            room -= replica.state is ReplicaState.RUNNING
-            updated = with_event(draft, replica, Event.RECONFIGURE, now)
-            assert updated is not None
-            told = updated
-        # An unhealthy one is told too, since that may be what heals it, and stays out of the routes until it is.
+        room -= replica.state is ReplicaState.RUNNING
+        told = with_event(draft, replica, Event.RECONFIGURE, now)
+        assert told is not None
         assert replica.host_id is not None
         draft.put(
             msgspec.structs.replace(
                 told,
                 config_version=target.config_version,
                 generation=draft.renew_host_goal(replica.host_id),
+                goal_bytes=size,
+                needs=needs_of(target),
                 message="",
             )
         )
 
 
+def _is_kept(backend: Backend, replica: Replica) -> bool:
+    """Whether a failed update left the replica with what it has (`OnFailure.KEEP`)."""
+    kept = backend.kept
+    return (
+        kept is not None
+        and replica.config_version == kept.config_version
+        and replica.state is ReplicaState.RUNNING
+    )
+
+
 def _take_out_of_goals(draft: Draft, backend: Backend) -> None:
     """A replica that should stop leaves its host's goal; one that never had a host is simply gone."""
-    for replica in list(draft.replicas.get(backend.backend_tag, {}).values()):
-        if replica.state is not ReplicaState.SHOULD_STOP:
-            continue
-        if replica.host_id is None:
-            with_event(draft, replica, Event.GONE, replica.since)
-        elif not _is_taken_out(draft, replica):
-            draft.put(msgspec.structs.replace(replica, generation=draft.renew_host_goal(replica.host_id)))
+    is_forced = backend.deleting and backend.force_kill
+    for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=_age_rank):
+        if replica.state is ReplicaState.SHOULD_STOP:
+            if replica.host_id is None:
+                with_event(draft, replica, Event.GONE, replica.since)
+                continue
+            if not _is_taken_out(draft, replica):
+                draft.put(
+                    msgspec.structs.replace(
+                        replica,
+                        generation=draft.renew_host_goal(replica.host_id),
+                        force_kill=replica.force_kill or is_forced,
+                    )
+                )
+                continue
+        is_stopping = replica.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
+        if is_stopping and is_forced and not replica.force_kill and replica.host_id is not None:
+            generation = draft.renew_host_goal(replica.host_id)
+            draft.put(msgspec.structs.replace(replica, generation=generation, force_kill=True))
 
 
 def _is_taken_out(draft: Draft, replica: Replica) -> bool:
     """Whether the replica left its host's goal in an earlier decision (its state was recorded then)."""
-    before = draft.base_replica(replica.replica_tag)
+    before = draft.base.replicas_of(replica.backend_tag).get(replica.replica_tag)
     return before is not None and before.state not in IN_HOST_GOAL
 
 
 def _prune_versions(draft: Draft, backend: Backend) -> None:
     """Forget versions that no replica runs."""
-    backend = draft.backends[backend.backend_tag]
-    used = {r.config_version for r in draft.replicas.get(backend.backend_tag, {}).values()}
-    kept = {backend.target.config_version}
-    if backend.last_good is not None:
-        kept.add(backend.last_good.config_version)
+    if not backend.others and backend.kept is None:
+        return
+    used = {r.config_version for r in draft.replicas_of(backend.backend_tag).values()}
+    kept = backend.kept if backend.kept is not None and backend.kept.config_version in used else None
+    named = {v.config_version for v in (backend.target, backend.last_good, kept) if v is not None}
     others = []
     for version in backend.others:
-        if version.config_version in used and version.config_version not in kept:
-            kept.add(version.config_version)
+        if version.config_version in used and version.config_version not in named:
+            named.add(version.config_version)
             others.append(version)
-    if others != backend.others:
-        draft.put(msgspec.structs.replace(backend, others=others))
+    if others != backend.others or kept != backend.kept:
+        draft.put(msgspec.structs.replace(backend, others=others, kept=kept))

@@ -6,10 +6,19 @@ learn of it. A snapshot gets its durable id in the same change that makes it nec
 
 from __future__ import annotations
 
-from serve_common.names import ReplicaTag
-from serve_common.subjects import backend_key, endpoint_key
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot, SnapshotContent
-from serve_controller.core.checkpoint import Draft, Kind
+from collections.abc import Iterable
+
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.subjects import HTTP_KEY, backend_key, endpoint_key
+from serve_common.wires.snapshots import (
+    BackendSnapshot,
+    EndpointSnapshot,
+    HttpSnapshot,
+    Snapshot,
+    SnapshotContent,
+)
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Draft
 from serve_controller.core.objects import Backend, Endpoint, Replica, ReplicaState, SnapshotRecord
 from serve_controller.core.transitions import DRAINING, ROUTED
 
@@ -24,6 +33,7 @@ def derive_endpoint(endpoint: Endpoint) -> EndpointSnapshot:
         route=endpoint.target.route,
         methods=endpoint.target.methods,
         traffic=endpoint.target.traffic,
+        shadows=endpoint.target.shadows,
     )
 
 
@@ -43,22 +53,40 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
     )
 
 
-def renew_snapshots(draft: Draft, epoch: int) -> None:
-    """Record a new snapshot for every key whose content changed, and bound the number of tombstones."""
-    contents: dict[str, SnapshotContent] = {}
-    for endpoint in draft.endpoints.values():
-        backends = (draft.backends.get(tag) for tag in endpoint.target.traffic)
-        if any(backend is not None and not backend.halted for backend in backends):
-            contents[endpoint_key(endpoint.endpoint_tag)] = derive_endpoint(endpoint)
-    for backend in draft.backends.values():
-        replicas = list(draft.replicas.get(backend.backend_tag, {}).values())
-        contents[backend_key(backend.backend_tag)] = derive_backend(backend, replicas)
-    # Backends before endpoints: a router that hears of an endpoint already knows where its traffic goes.
-    for key in sorted(contents):
+def renew_snapshots(
+    draft: Draft, epoch: int, endpoints: Iterable[EndpointTag], backends: Iterable[BackendTag]
+) -> None:
+    """Record a new snapshot for every one of these whose content changed, and for the HTTP options."""
+    contents: dict[str, SnapshotContent | None] = {}
+    backend_tags = set(backends)
+    endpoint_tags = {*endpoints, *(e for tag in backend_tags for e in draft.used_by.get(tag, {}))}
+    for tag in backend_tags:
+        backend = draft.backends.get(tag)
+        replicas = list(draft.replicas_of(tag).values())
+        contents[backend_key(tag)] = None if backend is None else derive_backend(backend, replicas)
+        if backend is None:
+            endpoint_tags.add(EndpointTag(tag))
+    for endpoint_tag in endpoint_tags:
+        endpoint = draft.endpoints.get(endpoint_tag)
+        leads_somewhere = endpoint is not None and any(
+            (backend := draft.backends.get(tag)) is not None and not backend.halted
+            for tag in endpoint.target.traffic
+        )
+        contents[endpoint_key(endpoint_tag)] = (
+            derive_endpoint(endpoint) if endpoint is not None and leads_somewhere else None
+        )
+    contents[HTTP_KEY] = None if draft.http is None else HttpSnapshot(options=draft.http.target)
+    # Backends before endpoints: a router that hears of an endpoint already knows where its traffic goes. And the
+    # other way round when things go away.
+    for key in sorted(key for key, content in contents.items() if content is not None):
         _renew(draft, key, contents[key], epoch)
-    # And the other way round when things go away.
-    for key in sorted(draft.snapshots.keys() - contents.keys(), reverse=True):
-        _renew(draft, key, None, epoch)
+    for key in sorted((key for key, content in contents.items() if content is None), reverse=True):
+        if key in draft.snapshots:
+            _renew(draft, key, None, epoch)
+
+
+def forget_tombstones(draft: Draft) -> None:
+    """Bound the number of snapshots that say "gone"."""
     tombstones = sorted(
         (r for r in draft.snapshots.values() if r.snapshot.content is None),
         key=lambda r: r.snapshot.snapshot_id,

@@ -6,141 +6,258 @@ Why apart from NATS: what is accepted and how errors read is the same for every 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Collection, Reversible
+from typing import Final, Protocol
 
 import msgspec
 
-from serve_common.errors import BadField, FencedOut, NotLeading, ServeError
+from serve_common.errors import BadField, FencedOut, NotLeading
+from serve_common.names import GoalId, deployment_tag
 from serve_common.ports import Clock
-from serve_common.wires.admin import VERBS, ErrorView
-from serve_common.wires.commands import DeleteDeployment, Deploy, Request
-from serve_common.wires.queries import (
-    WAIT_TIMEOUT_S_MAX,
-    GetAllBackends,
-    GetAllEndpoints,
-    GetDeploymentInfo,
-    GetStatus,
-    ListDeployments,
-    WaitForGoal,
-)
-from serve_common.wires.views import GoalStatus, GoalView, StatusView
+from serve_common.wires import queries as q
+from serve_common.wires.admin import COMMANDS, WHO_LENGTH_MAX
+from serve_common.wires.commands import AnyCommand, CommandReply, Request
+from serve_common.wires.views import EventView, GoalStatus, GoalView, HistoryView, PlanView, StatusView
 from serve_controller.core import views
-from serve_controller.core.decide import Command, CommandReply
-from serve_controller.shell.term import Term
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands import decide
+from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
+from serve_controller.core.forecast import forecast
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.views.paging import checked_limit
+from serve_controller.shell.boundary import Boundary
+from serve_controller.shell.goal_waits import GoalWaits
+from serve_controller.shell.requests import error_view, parse_request
 
-_AT_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
-_OF_FIELD: Final = re.compile(
-    r"^Object (contains unknown|missing required) field `(?P<name>[^`]*)`", re.DOTALL
-)
+__all__ = ["Admin", "LeadingTerm", "error_view", "parse_request"]
 
-
-def parse_request(verb: str, payload: bytes) -> Request:
-    """The request in ``payload``; empty means ``{}``. Raises `BadField` with the path of what is wrong."""
-    request_type, _reply_type = VERBS[verb]
-    try:
-        return msgspec.json.decode(payload or b"{}", type=request_type)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = _AT_PATH.search(text)
-        text = _AT_PATH.sub("", text)
-        named = _OF_FIELD.match(text)
-        path = [] if found is None or not found["path"] else [found["path"]]
-        path += [] if named is None else [named["name"]]
-        # What the caller wrote comes back in the message, so it is cut.
-        raise BadField(".".join(path)[:200] or "request", text[:300]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadField("request", f"is not JSON: {error}") from error
+HISTORY_LIMIT_MAX: Final = 500
+HISTORY_ID_MAX: Final = 2**63 - 1
 
 
-def error_view(error: ServeError) -> ErrorView:
-    """An error as it is sent."""
-    field = error.field if isinstance(error, BadField) else ""
-    return ErrorView(code=error.error_code, message=str(error), field=field)
+class LeadingTerm(Protocol):
+    """What is asked of a term: `shell.term.Term`."""
+
+    @property
+    def epoch(self) -> int:
+        """Of this leader."""
+        ...
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """As it was last recorded."""
+        ...
+
+    @property
+    def observed(self) -> ObservedState:
+        """As it was last heard."""
+        ...
+
+    @property
+    def is_store_available(self) -> bool:
+        """Whether Postgres answered last."""
+        ...
+
+    @property
+    def events(self) -> Reversible[EventView]:
+        """What happened lately, the newest last."""
+        ...
+
+    async def execute(self, command: AnyCommand, request: bytes, who: str) -> CommandReply:
+        """Decide and record a command."""
+        ...
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """Entries of the audit log, the newest first. Raises `StoreUnavailable`."""
+        ...
+
+    @property
+    def on_change(self) -> Callable[[], None]:
+        """Called when a plan should be made soon."""
+        ...
 
 
 class Admin:
     """Answers every verb from the current term."""
 
-    def __init__(self, controller_id: str, clock: Clock, current_term: Callable[[], Term | None]) -> None:
-        """``current_term`` gives the term while this controller leads."""
+    def __init__(
+        self,
+        controller_id: str,
+        clock: Clock,
+        boundary: Boundary,
+        current_term: Callable[[], LeadingTerm | None],
+    ) -> None:
+        """``current_term`` gives the term while this controller leads; replies to commands cross ``boundary``."""
         self._controller_id = controller_id
         self._clock = clock
+        self._boundary = boundary
         self._current_term = current_term
-        self._recorded = asyncio.Event()
+        self._waits = GoalWaits()
+        self._seen = _GoalViews()
 
-    def on_recorded(self) -> None:
-        """Something changed: let those who wait for a goal look again."""
-        self._recorded.set()
-        self._recorded = asyncio.Event()
+    def on_goals(self, goal_ids: Collection[GoalId]) -> None:
+        """These goals changed, as recorded: let those who wait for one of them look again."""
+        self._waits.wake(goal_ids)
 
-    async def answer(self, verb: str, payload: bytes) -> bytes:
-        """The reply as JSON. Raises a `ServeError` for everything that a caller can understand."""
+    def on_term_end(self) -> None:
+        """Nothing more will be heard of any goal: who waits must ask the next leader. Also after a checkpoint was
+        read anew, when any goal may have changed."""
+        self._seen = _GoalViews()
+        self._waits.wake_all()
+
+    async def answer(self, verb: str, payload: bytes, who: str = "") -> bytes:
+        """The reply as JSON. Raises a `ServeError` for everything that a caller can understand.
+
+        ``who`` is what the caller says of itself, for the audit log.
+        """
         request = parse_request(verb, payload)
         term = self._term()
-        match request:
-            case Deploy() | DeleteDeployment():
-                return msgspec.json.encode(await self._execute(term, request, payload))
-            case WaitForGoal():
-                return msgspec.json.encode(await self._wait_for_goal(request))
-            case _:
-                return msgspec.json.encode(self._query(term, request))
+        if isinstance(request, AnyCommand):
+            return await self._command(term, request, payload, who[:WHO_LENGTH_MAX])
+        return msgspec.json.encode(await self._query(term, request))
 
-    async def _execute(self, term: Term, command: Command, payload: bytes) -> CommandReply:
-        try:
-            return await term.execute(command, payload)
-        except FencedOut as error:
-            # The fence wrote nothing; to a caller this is a change of leader like any other.
-            term.on_change()
-            raise NotLeading(f"this controller leads no more ({error}); try again") from error
-
-    def _term(self) -> Term:
+    def _term(self) -> LeadingTerm:
         term = self._current_term()
         if term is None:
             raise NotLeading("this controller does not lead; try again")
         return term
 
-    def _query(self, term: Term, request: Request) -> object:
-        now = self._clock.now()
-        checkpoint = term.checkpoint
-        match request:
-            case GetDeploymentInfo():
-                return views.view_deployment(checkpoint, request.name)
-            case ListDeployments():
-                return views.view_deployments(checkpoint)
-            case GetAllBackends():
-                return views.view_backends(checkpoint)
-            case GetAllEndpoints():
-                return views.view_endpoints(checkpoint)
-            case GetStatus():
-                return StatusView(
-                    controller_id=self._controller_id,
-                    epoch=term.epoch,
-                    store_available=term.is_store_available,
-                    snapshot_id=checkpoint.counters.snapshot,
-                    deployments=views.view_deployments(checkpoint),
-                    hosts=views.view_hosts(checkpoint, term.observed, now),
-                    proxies=views.view_proxies(term.observed, now),
-                )
-            case _:
-                raise AssertionError(f"{type(request).__name__} is no query")
+    async def _command(self, term: LeadingTerm, command: AnyCommand, payload: bytes, who: str) -> bytes:
+        try:
+            reply = await term.execute(command, payload, who)
+        except FencedOut as error:
+            # The fence wrote nothing; to a caller this is a change of leader like any other.
+            term.on_change()
+            raise NotLeading(f"this controller leads no more ({error}); try again") from error
 
-    async def _wait_for_goal(self, request: WaitForGoal) -> GoalView:
-        if not 0 <= request.timeout_s <= WAIT_TIMEOUT_S_MAX:
+        async def encoded() -> bytes:
+            return msgspec.json.encode(reply)
+
+        return await self._boundary.cross("reply", encoded)
+
+    async def _query(self, term: LeadingTerm, query: Request) -> object:
+        match query:
+            case q.WaitForGoal():
+                return await self._wait_for_goal(query)
+            case q.GetHistory():
+                return await _history(term, query)
+            case q.Plan():
+                return self._plan(term, query)
+            case q.GetEvents():
+                limit = checked_limit(query.limit, EVENTS_LIMIT_MAX)
+                return latest_events(term.events, term.checkpoint, limit, query.subject)
+            case q.GetStatus():
+                return self._status(term, query)
+            case q.PagedQuery():
+                return self._list(term, query)
+            case _:
+                return _single(term.checkpoint, query)
+
+    def _list(self, term: LeadingTerm, query: q.PagedQuery) -> object:
+        checkpoint, now = term.checkpoint, self._clock.now()
+        match query:
+            case q.ListDeployments():
+                return views.view_deployments(checkpoint, query, include_deleted=query.include_deleted)
+            case q.GetAllApplications():
+                return views.view_applications(checkpoint, query)
+            case q.GetAllBackends():
+                return views.view_backends(checkpoint, query)
+            case q.GetAllEndpoints():
+                return views.view_endpoints(checkpoint, query)
+            case q.GetHttpProxies():
+                return views.view_proxies(term.observed, now, query)
+            case q.GetHosts():
+                return views.view_hosts(checkpoint, term.observed, now, query)
+            case q.GetSnapshot():
+                return views.view_snapshot(checkpoint, query)
+            case _:
+                raise AssertionError(f"{type(query).__name__} is no query")
+
+    def _status(self, term: LeadingTerm, query: q.GetStatus) -> StatusView:
+        checkpoint, now = term.checkpoint, self._clock.now()
+        return StatusView(
+            controller_id=self._controller_id,
+            epoch=term.epoch,
+            store_available=term.is_store_available,
+            snapshot_id=checkpoint.counters.snapshot,
+            deployments=views.view_deployments(checkpoint, with_replicas=query.replicas),
+            hosts=views.view_hosts(checkpoint, term.observed, now),
+            proxies=views.view_proxies(term.observed, now),
+        )
+
+    def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
+        if query.verb not in COMMANDS:
             raise BadField(
-                "timeout_s", f"is {request.timeout_s:g}; it must be between 0 and {WAIT_TIMEOUT_S_MAX:g}"
+                "verb", f"{query.verb[:40]!r} changes nothing; it must be one of {', '.join(COMMANDS)}"
             )
-        give_up_at = self._clock.now() + request.timeout_s
-        while True:
-            recorded = self._recorded
-            term = self._term()
-            now = self._clock.now()
-            view = views.view_goal(term.checkpoint, term.observed, request.goal_id)
-            if view.status is not GoalStatus.PENDING or now >= give_up_at:
-                return view
-            try:
-                async with asyncio.timeout(give_up_at - now):
-                    await recorded.wait()
-            except TimeoutError:
-                continue  # the loop answers with what is known now
+        command = parse_request(query.verb, bytes(query.request))
+        assert isinstance(command, AnyCommand)
+        checkpoint, now = term.checkpoint, self._clock.now()
+        accepted = decide(checkpoint, command, now)
+        if not accepted.changes:
+            return PlanView(
+                updating=False, replicas=[], notes=["everything is as asked, or will be by a goal"]
+            )
+        return forecast(checkpoint, checkpoint.applied(accepted.changes), term.observed, now)
+
+    async def _wait_for_goal(self, request: q.WaitForGoal) -> GoalView:
+        if not 0 <= request.timeout_s <= q.WAIT_TIMEOUT_S_MAX:
+            raise BadField(
+                "timeout_s", f"is {request.timeout_s:g}; it must be between 0 and {q.WAIT_TIMEOUT_S_MAX:g}"
+            )
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                while request.goal_id in self._term().checkpoint.pending:
+                    await self._waits.changed(request.goal_id)
+        except TimeoutError:
+            pass  # it is answered with what is known now
+        term = self._term()
+        return self._seen.view(term.checkpoint, term.observed, request.goal_id)
+
+
+class _GoalViews:
+    """Views of pending goals, kept while nothing changes: a thousand may give up waiting for one goal at once."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Checkpoint, ObservedState] | None = None
+        self._views: dict[GoalId, GoalView] = {}
+
+    def view(self, checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
+        """See `views.view_goal`."""
+        if self._of is None or self._of[0] is not checkpoint or self._of[1] is not observed:
+            self._of, self._views = (checkpoint, observed), {}
+        view = self._views.get(goal_id)
+        if view is None:
+            view = views.view_goal(checkpoint, observed, goal_id)
+            if view.status is GoalStatus.PENDING:
+                self._views[goal_id] = view
+        return view
+
+
+async def _history(term: LeadingTerm, query: q.GetHistory) -> list[HistoryView]:
+    limit = checked_limit(query.limit, HISTORY_LIMIT_MAX)
+    if query.before is not None and not 1 <= query.before <= HISTORY_ID_MAX:
+        raise BadField("before", "must be the id of an entry")
+    subject = None if query.subject is None else _recorded_subject(term.checkpoint, query.subject)
+    return await term.read_history(limit, subject, query.before)
+
+
+def _recorded_subject(checkpoint: Checkpoint, subject: str) -> str:
+    """The subject as commands are recorded with it: hosts and applications by their names, all else by its tag."""
+    if subject in checkpoint.hosts or subject in checkpoint.applications:
+        return subject
+    return deployment_tag(subject, "subject")
+
+
+def _single(checkpoint: Checkpoint, query: Request) -> object:
+    match query:
+        case q.GetDeploymentInfo():
+            return views.view_deployment(checkpoint, query.name)
+        case q.GetBackendConfig():
+            return views.view_backend_config(checkpoint, query.backend_tag)
+        case q.GetHttpConfig():
+            return views.view_http_config(checkpoint)
+        case q.GetRevisions():
+            return views.view_revisions(checkpoint, query.name)
+        case _:
+            raise AssertionError(f"{type(query).__name__} is no query")

@@ -7,9 +7,21 @@ before ("nothing happened") or after ("it happened, the caller never learned") e
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
+
+from serve_common.errors import FencedOut
 
 T = TypeVar("T")
+
+EFFECTS: Final = (
+    "record_command",
+    "record_plan",
+    "publish_snapshot",
+    "retract_snapshot",
+    "send_host_goal",
+    "reply",
+)
+"""Every effect that crosses the boundary. ``reply`` stands between what is recorded and its answer."""
 
 
 class Boundary(Protocol):
@@ -53,3 +65,24 @@ class OpenBoundary:
         finally:
             self._telemetry.effect_performed(effect, self._monotonic() - begun, error)
         return result
+
+
+class LeadersBoundary:
+    """Lets effects through only while this controller can be sure that it leads.
+
+    Why: Postgres fences what is recorded, but nothing fences what goes onto the bus. A process that was stopped for
+    longer than its lease must not go on with what it was about to do.
+    """
+
+    def __init__(self, inner: Boundary, is_sure: Callable[[], bool]) -> None:
+        """``is_sure`` is `Leadership.is_sure`."""
+        self._inner = inner
+        self._is_sure = is_sure
+
+    async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
+        """See `Boundary.cross`. Raises `FencedOut` instead of performing what may be another leader's to do."""
+        if not self._is_sure():
+            raise FencedOut(
+                f"{effect}: this process stood still for as long as its lease; another one may lead"
+            )
+        return await self._inner.cross(effect, perform)

@@ -2,7 +2,7 @@
 
 Why the database judges: only it can also refuse a stale leader's writes. A controller that cannot renew its lease does
 not know whether it still leads; it goes on answering queries, and every write it tries is refused by the fence if
-another one has taken over.
+another one has taken over. One that stood still for as long as its lease knows better: it must ask first (`is_sure`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from serve_common.errors import FencedOut, StoreUnavailable
+from serve_common.errors import FencedOut, PermanentError, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.tasks import raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ _log = structlog.get_logger()
 
 LEASE_TTL_S: Final = 5.0
 RENEW_EVERY_S: Final = LEASE_TTL_S / 3
-STANDBY_POLL_S: Final = 0.5
+STANDBY_POLL_S: Final = 0.25
 STORE_RETRY_S: Final = 0.5
 
 Lead = Callable[[int, Checkpoint], Awaitable[None]]
@@ -40,6 +40,17 @@ class Leadership:
         self.epoch: int | None = None
         """The epoch while this controller leads."""
         self._lease = asyncio.Lock()
+        self._beat_at = float("-inf")
+        """When the lease was last known to be ours or, failing that, when the store was last asked in vain."""
+        self._is_in_doubt = False
+
+    @property
+    def is_sure(self) -> bool:
+        """False after this process stood still for so long that another one may lead, until the store was asked.
+
+        A store that does not answer is no reason to doubt: then nobody can take over.
+        """
+        return not self._is_in_doubt and not self._has_stood_still()
 
     async def run(self) -> None:
         """Become leader, lead, and begin again when leadership is lost."""
@@ -60,27 +71,54 @@ class Leadership:
         Raises `FencedOut` when another controller took over, `StoreUnavailable` when the store is away.
         """
         async with self._lease:
-            epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S)
+            epoch = await self._acquire()
             if epoch is None:
                 raise FencedOut("another controller leads")
             self.epoch = epoch
             return epoch
 
+    async def _acquire(self) -> int | None:
+        begun = asyncio.get_running_loop().time()
+        epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S)
+        if epoch is not None:
+            self._know_from(begun)
+        return epoch
+
     async def _gain(self) -> tuple[int, Checkpoint]:
         failures = 0
+        is_migrated = has_stood_by = False
         while True:
             try:
-                await self._store.migrate()
-                epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S)
+                if not is_migrated:
+                    await self._store.migrate()
+                    # Once: standing by must cost the database next to nothing, and hold no lock in it.
+                    is_migrated = True
+                epoch = await self._acquire()
                 if epoch is not None:
-                    return epoch, await self._store.load()
-                failures = 0
+                    return epoch, await self._load(epoch, has_stood_by=has_stood_by)
+                if not has_stood_by:
+                    _log.info("standing_by")
+                failures, has_stood_by = 0, True
                 await asyncio.sleep(STANDBY_POLL_S)
             except StoreUnavailable as error:
+                is_migrated = False
                 failures += 1
                 if failures in (1, 20):
                     _log.warning("store_unavailable", error=str(error), failures=failures)
                 await asyncio.sleep(STORE_RETRY_S)
+
+    async def _load(self, epoch: int, *, has_stood_by: bool) -> Checkpoint:
+        try:
+            if has_stood_by:
+                # A newer controller may have been here; its schema is not ours to write.
+                await self._store.migrate()
+            checkpoint = await self._store.load()
+        except PermanentError:
+            await self._release(epoch)
+            raise
+        if not self.is_sure:
+            raise StoreUnavailable("loading the checkpoint took longer than the lease")
+        return checkpoint
 
     async def _lead_while_renewed(self, epoch: int, checkpoint: Checkpoint) -> None:
         lost: list[FencedOut] = []
@@ -102,7 +140,8 @@ class Leadership:
                     tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead")
                 )
         except asyncio.CancelledError:
-            await self._release()
+            assert self.epoch is not None
+            await self._release(self.epoch)
             raise
         if lost:
             raise lost[0]
@@ -110,18 +149,34 @@ class Leadership:
     async def _renew(self) -> None:
         while True:
             raise_if_cancelled()
-            await asyncio.sleep(RENEW_EVERY_S)
+            due_in_s = self._beat_at + RENEW_EVERY_S - asyncio.get_running_loop().time()
+            await asyncio.sleep(due_in_s if self.is_sure else min(due_in_s, STORE_RETRY_S))
             async with self._lease:
                 assert self.epoch is not None
+                self._beat()
+                begun = self._beat_at
                 try:
                     await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
                 except StoreUnavailable as error:
+                    self._beat()
                     _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
+                else:
+                    self._know_from(begun)
 
-    async def _release(self) -> None:
+    def _know_from(self, begun: float) -> None:
+        """The store has said that the lease is ours; it was asked at ``begun``."""
+        self._beat_at = begun
+        self._is_in_doubt = False
+
+    def _beat(self) -> None:
+        self._is_in_doubt = self._is_in_doubt or self._has_stood_still()
+        self._beat_at = asyncio.get_running_loop().time()
+
+    def _has_stood_still(self) -> bool:
+        return asyncio.get_running_loop().time() - self._beat_at >= LEASE_TTL_S
+
+    async def _release(self, epoch: int) -> None:
         """On an ordered stop the next controller need not wait for the lease to end."""
-        epoch = self.epoch
-        assert epoch is not None
         try:
             async with asyncio.timeout(2.0):
                 await self._store.release_leadership(self._controller_id, epoch)

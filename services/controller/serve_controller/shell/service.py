@@ -14,15 +14,15 @@ import structlog
 from serve_common.errors import FencedOut
 from serve_common.names import ControllerId
 from serve_common.ports import Clock
-from serve_common.tasks import raise_if_cancelled
+from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import Bus, Store
 from serve_controller.shell.admin import Admin
-from serve_controller.shell.boundary import Boundary, Telemetry
+from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.leadership import Leadership
-from serve_controller.shell.term import Term
+from serve_controller.shell.term import EVENTS_MAX, Term
 
 _log = structlog.get_logger()
 
@@ -46,7 +46,7 @@ class ControllerService:
         telemetry: Telemetry,
     ) -> None:
         self.term: Term | None = None
-        self.admin = Admin(controller_id, clock, lambda: self.term)
+        self.admin = Admin(controller_id, clock, boundary, self._leading_term)
         self._controller_id = controller_id
         self._store = store
         self._bus = bus
@@ -62,6 +62,10 @@ class ControllerService:
     async def run(self) -> None:
         """Serve until cancelled."""
         await self._leadership.run()
+
+    def _leading_term(self) -> Term | None:
+        """The term, unless this process slept so long that another one may lead by now."""
+        return self.term if self._leadership.is_sure else None
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         """A report came; only a leader needs it."""
@@ -98,32 +102,40 @@ class ControllerService:
             store=self._store,
             host_link=self._bus,
             publisher=self._bus,
+            events=self._bus,
             clock=self._clock,
-            boundary=self._boundary,
+            boundary=LeadersBoundary(self._boundary, lambda: self._leadership.is_sure),
             telemetry=self._telemetry,
             regain=self._leadership.regain,
         )
         self._newest_epoch = 0  # the store has just said that this epoch is the newest
         term.on_change = self._wake.set
-        term.on_recorded = self.admin.on_recorded
+        term.on_goals = self.admin.on_goals
+        term.on_reload = self.admin.on_term_end
         if self._is_bus_away:
             term.bus_went()
         self.term = term
+        recalling = TaskOwner("events")
         try:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
+            recalling.start(self._recall_events(term), name="recall_events")
             while True:
                 raise_if_cancelled()
                 self._wake.clear()
                 if self._newest_epoch > term.epoch:
                     raise FencedOut(f"epoch {self._newest_epoch} began")
                 look_again_at = await term.run_cycle()
-                self.admin.on_recorded()
                 await self._wait_until(look_again_at)
         finally:
             self.term = None
             term.end()
-            self.admin.on_recorded()  # who waits for a goal must ask the next leader
+            self.admin.on_term_end()  # who waits for a goal must ask the next leader
+            await recalling.close(timeout_s=0.1)
             await self._bus.end_term()
+
+    async def _recall_events(self, term: Term) -> None:
+        """Beside the loop: a slow stream must not delay the first plan."""
+        term.remember(await self._bus.recent_events(EVENTS_MAX))
 
     async def _wait_until(self, look_again_at: float | None) -> None:
         wait_s = IDLE_WAIT_S

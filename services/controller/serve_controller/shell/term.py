@@ -9,44 +9,43 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Final, TypeVar
 
+import msgspec
 import structlog
 
 from serve_common.errors import BusUnavailable, FencedOut, LimitReached, StoreUnavailable
+from serve_common.names import GoalId
 from serve_common.ports import Clock
+from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
-from serve_controller.core.checkpoint import Changes, Checkpoint
-from serve_controller.core.decide import Command, CommandReply, decide
-from serve_controller.core.observed import (
-    ObservedState,
-    forget_silent,
-    observe_break,
-    observe_bucket,
-    observe_host,
-    observe_proxy,
-    observe_sent,
-)
-from serve_controller.core.reconcile import (
-    Action,
-    Plan,
-    PublishSnapshot,
-    RetractSnapshot,
-    SendHostGoal,
-    reconcile,
-)
-from serve_controller.ports import HistoryEntry, HostLink, Publisher, Store
+from serve_common.wires.views import EventView, HistoryView
+from serve_controller.core.attention import EVERYTHING, Attention, of_changes
+from serve_controller.core.audit import audit_of
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.events import audit_event, events_of, goal_progress
+from serve_controller.core.host_goals import SendHostGoal
+from serve_controller.core.objects import Goal
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.views import view_goal
+from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
+from serve_controller.shell.hearing import Hearing
 
 _log = structlog.get_logger()
 T = TypeVar("T")
 
-INBOX_MAX = 50_000
-"""Reports that wait to be folded in; beyond it the oldest are dropped, and the next reports say it again."""
-STORE_RETRY_S = 0.5
-BUS_RETRY_S = 0.5
+STORE_RETRY_S: Final = 0.5
+BUS_RETRY_S: Final = 0.5
+EVENTS_MAX: Final = 5_000
+"""Events that are remembered for `get_events`."""
+PROGRESS_MAX: Final = 50
+"""Goals whose progress is told after one plan; of more, the rest is told later or never."""
 
 
 class Term:
@@ -60,6 +59,7 @@ class Term:
         store: Store,
         host_link: HostLink,
         publisher: Publisher,
+        events: EventSink,
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
@@ -68,86 +68,112 @@ class Term:
         """``checkpoint`` was loaded after leadership of ``epoch`` was gained; ``regain`` begins a new epoch."""
         self.epoch = epoch
         self.checkpoint = checkpoint
-        self.observed = ObservedState(since=clock.now())
         self.is_store_available = True
+        self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
+        """What happened lately, the newest last."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a plan should be made soon."""
-        self.on_recorded: Callable[[], None] = lambda: None
-        """Called when the checkpoint or what was heard changed, for those who wait for a goal."""
+        self.on_goals: Callable[[Collection[GoalId]], None] = lambda _: None
+        """Called when goals were recorded, for those who wait for them."""
+        self.on_reload: Callable[[], None] = lambda: None
+        """Called when the checkpoint was read anew: any goal may have ended."""
+        self._hearing = Hearing(clock.now())
         self._store = store
         self._host_link = host_link
         self._publisher = publisher
+        self._event_sink = events
         self._clock = clock
         self._boundary = boundary
         self._telemetry = telemetry
         self._regain = regain
-        self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
-        self._bucket: dict[str, tuple[int, int]] | None = None
-        """Revision and snapshot id of each key."""
+        self._progress: dict[GoalId, str] = {}
+        """What was last told of each pending goal."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
         self._is_over = False
+
+    @property
+    def observed(self) -> ObservedState:
+        """What was last heard."""
+        return self._hearing.observed
 
     def end(self) -> None:
         """The term is over: a command that still waits for its turn is refused, and no new epoch is begun for it."""
         self._is_over = True
 
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
     def hear(self, report: HostReport | ProxyReport) -> None:
         """Take in a report; it is folded in by the next cycle."""
-        self._inbox.append((self._clock.now(), report))
+        self._hearing.hear(report, self._clock.now())
         self.on_change()
 
     def bus_went(self) -> None:
         """The bus is away: from now on silence says nothing about anybody."""
-        self.observed = observe_break(self.observed, None)
+        self._hearing.hear_break(None)
         self.on_change()
 
     def bus_came(self) -> None:
         """The bus is back: from now on silence counts again."""
-        self.observed = observe_break(self.observed, self._clock.now())
+        self._hearing.hear_break(self._clock.now())
         self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """Take in what the bucket holds: revision and snapshot id by key (None: the key is gone).
-
-        ``whole`` says that ``entries`` is all of it; otherwise entries that are older than what is known (the echo of
-        this leader's own writes) change nothing.
-        """
-        if whole:
-            self._bucket = {}
-        if self._bucket is None:
-            return
-        for key, (revision, snapshot_id) in entries.items():
-            if not whole and revision <= self._bucket.get(key, (0, 0))[0]:
-                continue
-            if snapshot_id is None:
-                self._bucket.pop(key, None)
-            else:
-                self._bucket[key] = (revision, snapshot_id)
+        """See `Hearing.hear_bucket`."""
+        self._hearing.hear_bucket(entries, whole=whole)
         self.on_change()
 
-    async def execute(self, command: Command, request: bytes) -> CommandReply:
+    def remember(self, events: Sequence[EventView]) -> None:
+        """Take over events of earlier terms, the oldest first."""
+        self.events.extendleft(reversed(events))
+
+    # -- commands and plans --------------------------------------------------------------------------------------------
+
+    async def execute(self, command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
         """Decide a command, record it, and only then return the reply.
 
-        ``request`` is the command as it was sent, for the audit log. Raises a `CommandRefused` (nothing changed),
-        `StoreUnavailable` (it may have been made: the caller tries again) or `FencedOut`.
+        ``request`` is the command as it was sent and ``who`` who sent it, for the audit log. Raises a `CommandRefused`
+        (nothing changed), `StoreUnavailable` (it may have been made: the caller tries again) or `FencedOut`.
         """
         async with self._turn:
             await self._make_certain()
             now = self._clock.now()
             accepted = decide(self.checkpoint, command, now)
             if accepted.changes:
-                entry = HistoryEntry(
-                    at=now,
-                    verb=_verb(command),
-                    subject=accepted.subject,
-                    goal_id=accepted.goal_id,
-                    request=request.decode("utf-8", "replace"),
-                )
-                after = self.checkpoint.applied(accepted.changes)
-                await self._record("record_command", accepted.changes, after, [entry])
+                before, after = self.checkpoint, self.checkpoint.applied(accepted.changes)
+                entry = self._history_entry(command, accepted, request, who, now)
+                told = [
+                    audit_event(
+                        now,
+                        verb=entry.verb,
+                        subject=accepted.subject,
+                        who=who,
+                        goal_id=accepted.goal_id,
+                    )
+                ]
+                await self._record("record_command", accepted.changes, after, [entry], told)
+                self._hearing.attending.add(of_changes(before, after, accepted.changes))
         self.on_change()
         return accepted.reply
+
+    def _history_entry(
+        self, command: AnyCommand, accepted: Accepted, request: bytes, who: str, now: float
+    ) -> HistoryEntry:
+        old, new = audit_of(self.checkpoint, accepted.changes)
+        return HistoryEntry(
+            at=now,
+            who=who,
+            verb=_verb(command),
+            subject=accepted.subject,
+            goal_id=accepted.goal_id,
+            request=request.decode("utf-8", "replace"),
+            old=None if old is None else msgspec.json.encode(old).decode(),
+            new=None if new is None else msgspec.json.encode(new).decode(),
+        )
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """See `Store.read_history`."""
+        return await self._tried(self._store.read_history(limit, subject, before))
 
     async def run_cycle(self) -> float | None:
         """Make one plan, record it, perform it. Returns when to look again at the latest, or None.
@@ -159,50 +185,44 @@ class Term:
                 await self._make_certain()
                 plan = self._plan()
                 if plan.changes:
-                    await self._record("record_plan", plan.changes, plan.checkpoint, [])
+                    await self._record("record_plan", plan.changes, plan.checkpoint, [], [])
+                    self.on_change()
         except StoreUnavailable as error:
+            self._hearing.attending.add(EVERYTHING)
             _log.warning("plan_not_recorded", error=str(error))
             return self._clock.now() + STORE_RETRY_S
-        try:
-            for action in plan.actions:
-                try:
-                    await self._perform(action)
-                except LimitReached as error:
-                    # Trying again cannot help this one, and it must not hold up the others.
-                    _log.error("action_impossible", action=type(action).__name__, error=str(error))
-        except BusUnavailable as error:
-            _log.warning("plan_not_performed", error=str(error))
-            return self._clock.now() + BUS_RETRY_S
-        return plan.look_again_at
+        self._hearing.attending.add(plan.attention)
+        self._hearing.due(plan.due)
+        self._tell_progress(plan)
+        return await self._perform_all(plan.actions)
 
     def _plan(self) -> Plan:
         now = self._clock.now()
-        while self._inbox:
-            heard_at, report = self._inbox.popleft()
-            match report:
-                case HostReport():
-                    self.observed = observe_host(self.observed, report, heard_at)
-                case ProxyReport():
-                    self.observed = observe_proxy(self.observed, report, heard_at)
-        bucket = None if self._bucket is None else {key: ids[1] for key, ids in self._bucket.items()}
-        self.observed = forget_silent(observe_bucket(self.observed, bucket), now)
-        plan = reconcile(self.checkpoint, self.observed, self.epoch, now)
+        attention = self._hearing.fold(self.checkpoint, now)
+        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention)
         self._telemetry.plan_made(self._clock.now() - now)
         for fault in plan.faults:
             _log.error("not_reconciled", about=fault.about, error=fault.error)
         return plan
 
     async def _record(
-        self, effect: str, changes: Changes, after: Checkpoint, history: list[HistoryEntry]
+        self,
+        effect: str,
+        changes: Changes,
+        after: Checkpoint,
+        history: list[HistoryEntry],
+        told: list[EventView],
     ) -> None:
         """Make changes durable, then visible. When it is not known whether they are, read what is before going on."""
+        before = self.checkpoint
         self._is_checkpoint_certain = False
         await self._boundary.cross(
             effect, lambda: self._tried(self._store.record(self.epoch, changes, history))
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
-        self.on_recorded()
+        self._tell([*told, *events_of(before, after, changes, self._clock.now())])
+        self.on_goals([value.goal_id for value in changes.puts if isinstance(value, Goal)])
 
     async def _make_certain(self) -> None:
         if self._is_over:
@@ -212,6 +232,8 @@ class Term:
             self.epoch = await self._tried(self._regain())
             self.checkpoint = await self._tried(self._store.load())
             self._is_checkpoint_certain = True
+            self._hearing.attending.add(EVERYTHING)
+            self.on_reload()
 
     async def _tried(self, call: Awaitable[T]) -> T:
         try:
@@ -222,6 +244,42 @@ class Term:
         self.is_store_available = True
         return result
 
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def _tell(self, events: Sequence[EventView]) -> None:
+        self.events.extend(events)
+        for event in events:
+            if event.kind == "goal" and event.goal_id is not None:
+                view = view_goal(self.checkpoint, self.observed, event.goal_id)
+                self._progress.pop(event.goal_id, None)
+                self._event_sink.publish_event("goal", event.goal_id, msgspec.json.encode(view))
+            else:
+                self._event_sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
+
+    def _tell_progress(self, plan: Plan) -> None:
+        """Tell what pending goals wait for, when that changed."""
+        if not (plan.changes or plan.attention.goals):
+            return
+        goal_ids = sorted(self.checkpoint.pending)[:PROGRESS_MAX]
+        for view in goal_progress(self.checkpoint, self.observed, goal_ids, self._progress):
+            self._progress[view.goal_id] = view.message
+            self._event_sink.publish_event("goal", view.goal_id, msgspec.json.encode(view))
+
+    # -- performing ----------------------------------------------------------------------------------------------------
+
+    async def _perform_all(self, actions: Sequence[Action]) -> float | None:
+        for number, action in enumerate(actions):
+            try:
+                await self._perform(action)
+            except LimitReached as error:
+                # Trying again cannot help this one, and it must not hold up the others.
+                _log.error("action_impossible", action=type(action).__name__, error=str(error))
+            except BusUnavailable as error:
+                _log.warning("plan_not_performed", error=str(error))
+                self._hearing.attending.add(_of_actions(actions[number:]))
+                return self._clock.now() + BUS_RETRY_S
+        return self._hearing.next_at()
+
     async def _perform(self, action: Action) -> None:
         match action:
             case PublishSnapshot():
@@ -231,14 +289,20 @@ class Term:
                 self.hear_bucket({action.key: (revision, action.snapshot.snapshot_id)}, whole=False)
             case RetractSnapshot():
                 await self._boundary.cross("retract_snapshot", lambda: self._publisher.retract(action.key))
-                if self._bucket is not None:
-                    self._bucket.pop(action.key, None)
+                self._hearing.retracted(action.key)
             case SendHostGoal():
                 goal = action.goal
                 await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
-                number = (goal.epoch, goal.generation)
-                self.observed = observe_sent(self.observed, goal.host_id, number, self._clock.now())
+                self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
 
 
-def _verb(command: Command) -> str:
+def _of_actions(actions: Sequence[Action]) -> Attention:
+    """What to look at again because these were not performed."""
+    return Attention(
+        hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
+        keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
+    )
+
+
+def _verb(command: AnyCommand) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(command).__name__).lstrip("_")

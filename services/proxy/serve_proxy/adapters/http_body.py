@@ -13,17 +13,22 @@ from aiohttp import web
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
 
 
-async def read_body(request: web.BaseRequest, bytes_max: int, deadline: float) -> bytes:
-    """The whole body. Raises `BodyTooLarge`, `BodyTooSlow` after ``deadline`` (the loop's time), `BadRequest`."""
+def check_announced(request: web.BaseRequest, bytes_max: int) -> None:
+    """Raise `BodyTooLarge` when the client says that it would send more."""
     announced = request.content_length
     if announced is not None and announced > bytes_max:
         raise BodyTooLarge(f"the body has {announced} bytes; at most {bytes_max} are allowed")
+
+
+async def read_body(request: web.BaseRequest, bytes_max: int, deadline: float) -> bytes:
+    """The whole body. Raises `BodyTooLarge`, `BodyTooSlow` after ``deadline`` (the loop's time), `BadRequest`."""
+    check_announced(request, bytes_max)
     content = request.content
     try:
         if content.is_eof():
             return _within(content.read_nowait(), bytes_max)
         async with asyncio.timeout_at(deadline):
-            await _let_continue(request)
+            await let_continue(request)
             pieces: list[bytes] = []
             size = 0
             while piece := await content.readany():
@@ -35,9 +40,25 @@ async def read_body(request: web.BaseRequest, bytes_max: int, deadline: float) -
     except TimeoutError as error:
         raise BodyTooSlow("the body did not come in time") from error
     except web.RequestPayloadError as error:
-        raise BadRequest(
-            "body", str(error).partition("\n")[0][:200] or "is not what its headers say"
-        ) from error
+        raise _malformed(error) from error
+
+
+async def read_body_once(request: web.BaseRequest, bytes_max: int, deadline: float) -> bytes:
+    """As `read_body`, also for a body that a middleware may have read already; it is kept for others to read again."""
+    check_announced(request, bytes_max)
+    try:
+        async with asyncio.timeout_at(deadline):
+            return _within(await request.read(), bytes_max)
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BodyTooLarge(f"the body has more than {bytes_max} bytes") from error
+    except TimeoutError as error:
+        raise BodyTooSlow("the body did not come in time") from error
+    except web.RequestPayloadError as error:
+        raise _malformed(error) from error
+
+
+def _malformed(error: web.RequestPayloadError) -> BadRequest:
+    return BadRequest("body", str(error).partition("\n")[0][:200] or "is not what its headers say")
 
 
 def _within(body: bytes, bytes_max: int) -> bytes:
@@ -46,7 +67,7 @@ def _within(body: bytes, bytes_max: int) -> bytes:
     return body
 
 
-async def _let_continue(request: web.BaseRequest) -> None:
+async def let_continue(request: web.BaseRequest) -> None:
     """Tell a client that asked first that its body is welcome."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -7,40 +7,26 @@ routes here change while it runs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import time
+import os
+import select
+import socket
 import uuid
-from collections.abc import Callable
-from typing import Any, Final, NoReturn, final
-from urllib.parse import quote
+from typing import Any, Final, final
 
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from multidict import CIMultiDict
 
-from serve_common.errors import ServeError
-from serve_common.values import HttpOptions
-from serve_proxy.adapters.http_body import read_body
-from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
-from serve_proxy.core.headers import REQUEST_ID, read_request_headers, read_response_head
-from serve_proxy.core.problems import (
-    AnswerUnusable,
-    BadRequest,
-    Problem,
-    encode_problem,
-    problem_of,
-)
-from serve_proxy.core.retry import can_repeat
-from serve_proxy.core.tallies import CLIENT_GONE
-from serve_proxy.shell.calls import Answer, AnswerBody, Ask, Call
-from serve_proxy.shell.ingress import Ingress
+from serve_proxy.adapters.http_answers import problem_response
+from serve_proxy.adapters.http_requests import HttpRequests
+from serve_proxy.core.problems import BadRequest, Problem, problem_of
 
 _log = structlog.get_logger(__name__)
 
 KEEPALIVE_TIMEOUT_S: Final = 75.0
 BACKLOG: Final = 1024
-_SERVER_NAME: Final = "muster"
 _QUIET: Final = logging.getLogger("serve_proxy.http")
 _QUIET.disabled = True
 """aiohttp logs a traceback for every malformed request; what clients get wrong is counted and answered instead."""
@@ -48,14 +34,12 @@ _QUIET.disabled = True
 
 @final
 class HttpServer:
-    """Listens, and turns each HTTP request into a call."""
+    """Listens, and hands each HTTP request on."""
 
-    def __init__(self, ingress: Ingress, options: HttpOptions, *, new_request_id: Callable[[], str]) -> None:
+    def __init__(self, requests: HttpRequests) -> None:
         self.in_flight = 0
         """Requests that have not been answered."""
-        self._ingress = ingress
-        self._options = options
-        self._new_request_id = new_request_id
+        self._requests = requests
         self._loop = asyncio.get_running_loop()
         self._http = _Connections(
             self._handle,
@@ -78,173 +62,69 @@ class HttpServer:
         bound = self._listener.sockets[0].getsockname()
         return f"{bound[0]}:{bound[1]}"
 
-    def stop_listening(self) -> None:
-        """Take no new connections; those that are open stay."""
-        if self._listener is not None:
-            self._listener.close()
+    async def stop_listening(self) -> None:
+        """Take no new connections; those that are open stay.
+
+        Connections that wait to be accepted count as open: their clients may have sent a request already, and the
+        system would reset them with the listener.
+        """
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        waiting: list[socket.socket] = []
+        with contextlib.ExitStack() as stack:
+            # Own descriptors keep the sockets open after the loop has let go of them.
+            doubles = [
+                stack.enter_context(socket.socket(fileno=os.dup(bound.fileno())))
+                for bound in listener.sockets
+            ]
+            listener.close()
+            return
+            for double in doubles:
+                double.settimeout(0)
+                with contextlib.suppress(BlockingIOError):  # that was the last one
+                    while True:
+                        waiting.append(double.accept()[0])
+        for accepted in waiting:
+            try:
+                await self._loop.connect_accepted_socket(self._http, accepted)
+            except OSError as error:
+                _log.debug("connection_lost_in_drain", reason=str(error))
+                accepted.close()
+
+    def close_idle(self) -> None:
+        """Close the connections on which nothing was asked and nothing has come."""
+        for connection in self._http.connections:
+            if isinstance(connection, _Connection):
+                connection.close_if_idle()
 
     async def close(self, timeout_s: float) -> None:
         """Close all connections, giving requests in flight up to ``timeout_s``."""
-        self.stop_listening()
+        await self.stop_listening()
         await self._http.shutdown(timeout_s)
-
-    # -- one request --
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.in_flight += 1
         try:
-            path, _, query = _target(request).partition("?")
-            if path.startswith(OWN_PREFIX):
-                response: web.StreamResponse = answer_own_path(self._ingress, request.method, path)
-                read = read_request_headers(request.raw_headers)
-                response.headers[REQUEST_ID] = read.request_id or self._new_request_id()
-            else:
-                response = await self._answer(request, path, query)
-            response.headers["Server"] = _SERVER_NAME
-            if self._ingress.is_draining:
-                response.force_close()
-            return response
+            return await self._requests.handle(request)
         finally:
             self.in_flight -= 1
-
-    async def _answer(self, request: web.BaseRequest, path: str, query: str) -> web.StreamResponse:
-        began = time.perf_counter()  # the loop's own time stands still within an iteration
-        method = request.method
-        headers = read_request_headers(request.raw_headers)
-        request_id = headers.request_id or self._new_request_id()
-        tally = self._ingress.routes.unmatched
-        status = CLIENT_GONE
-        try:
-            if not self._ingress.routes.is_filled:
-                await self._ingress.wait_filled()
-            endpoint = self._ingress.admit(method, path)
-            tally = endpoint.tally
-            deadline = self._loop.time() + self._options.request_timeout_s
-            body = (
-                await read_body(request, self._options.body_bytes_max, deadline)
-                if request.body_exists
-                else b""
-            )
-            call, answer = await self._ingress.ask(
-                Ask(
-                    endpoint=endpoint,
-                    method=method,
-                    path=path,
-                    route=endpoint.route,
-                    query=query,
-                    headers=headers.forwarded,
-                    body=body,
-                    request_id=request_id,
-                    traceparent=headers.traceparent,
-                    is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
-                    deadline=deadline,
-                )
-            )
-            status = answer.status
-            return await self._respond(request, call, answer, request_id)
-        except ServeError as error:
-            problem = problem_of(error)
-            status = problem.status
-            return problem_response(problem, request_id)
-        except (asyncio.CancelledError, ConnectionError):
-            status = CLIENT_GONE
-            raise
-        except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
-            _log.exception("request_failed", request_id=request_id, path=path[:200])
-            status = 500
-            problem = Problem(
-                status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
-            )
-            return problem_response(problem, request_id)
-        finally:
-            tally.add(method, status, time.perf_counter() - began)
-
-    async def _respond(
-        self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
-    ) -> web.StreamResponse:
-        try:
-            forwarded, content_length = read_response_head(answer.status, answer.headers)
-        except ValueError as error:
-            self._ingress.abandon(call)
-            raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
-        headers = CIMultiDict(forwarded)
-        headers[REQUEST_ID] = request_id
-        if answer.stream is None:
-            if request.method == "HEAD" and content_length is not None and not answer.body:
-                headers["Content-Length"] = str(content_length)
-            return web.Response(status=answer.status, headers=headers, body=bytes(answer.body))
-        if request.method == "HEAD" or answer.status in (204, 304):
-            self._ingress.abandon(call)
-            if content_length is not None:
-                headers["Content-Length"] = str(content_length)
-            return web.Response(status=answer.status, headers=headers)
-        response = web.StreamResponse(status=answer.status, headers=headers)
-        response.content_length = content_length
-        response.headers["Server"] = _SERVER_NAME
-        if self._ingress.is_draining:
-            response.force_close()
-        try:
-            async with asyncio.timeout_at(call.ask.deadline):
-                await self._stream(request, response, answer.stream, content_length)
-        except TimeoutError as error:
-            _log.warning("client_reads_too_slowly", request_id=request_id)
-            _break_off(request, error)
-        finally:
-            self._ingress.abandon(call)
-        return response
-
-    async def _stream(
-        self,
-        request: web.BaseRequest,
-        response: web.StreamResponse,
-        body: AnswerBody,
-        content_length: int | None,
-    ) -> None:
-        """Write pieces as they come. An answer that breaks off closes the connection: nothing else can tell."""
-        await response.prepare(request)
-        written_bytes = 0
-        try:
-            while (piece := await body.read()) is not None:
-                if piece:
-                    await response.write(piece)
-                    written_bytes += len(piece)
-            if content_length is not None and written_bytes != content_length:
-                raise AnswerUnusable(f"the replica promised {content_length} bytes and sent {written_bytes}")
-        except ServeError as error:
-            _log.warning("answer_broke_off", reason=str(error), written_bytes=written_bytes)
-            _break_off(request, error)
-        await response.write_eof()
-
-
-def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
-    """Close the connection in the middle of an answer."""
-    if request.transport is not None:
-        request.transport.abort()
-    raise ConnectionResetError("the answer broke off") from cause
-
-
-def _target(request: web.BaseRequest) -> str:
-    """Path and query as the client sent them, in ASCII."""
-    target = request.raw_path
-    if not target.startswith("/"):
-        target = request.rel_url.raw_path_qs  # the absolute form, which clients send to proxies
-    if not target.isascii():
-        target = quote(target.encode("utf-8", "surrogateescape"), safe="/?#[]@!$&'()*+,;=:%~")
-    return target
-
-
-def problem_response(problem: Problem, request_id: str) -> web.Response:
-    """An error as HTTP."""
-    headers = CIMultiDict(problem.headers)
-    headers["Content-Type"] = "application/json"
-    headers[REQUEST_ID] = request_id
-    return web.Response(status=problem.status, headers=headers, body=encode_problem(problem, request_id))
 
 
 class _Connection(web.RequestHandler):
     """One client's connection; what is not HTTP gets the same form of error as everything else."""
 
     __slots__ = ()
+
+    def close_if_idle(self) -> None:
+        """Close it when no request is under way and none waits to be read: closing would reset that one."""
+        transport, waiter = self.transport, self._waiter
+        if transport is None or waiter is None or waiter.done() or self._messages:
+            return
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not poll.poll(0):
+            self.force_close()
 
     def handle_error(
         self,

@@ -38,6 +38,7 @@ class _RoutesCollector(Collector):
         tallies = [("", self._routes.unmatched)]
         tallies += [(endpoint.tag, endpoint.tally) for endpoint in list(self._routes.endpoints.values())]
         yield from _request_families(tallies)
+        yield _shadow_family(tallies)
         depth = GaugeMetricFamily(
             "serve_proxy_queue_depth", "Requests that wait for a replica", labels=["backend_tag"]
         )
@@ -77,3 +78,15 @@ def _request_families(tallies: Iterable[tuple[str, EndpointTally]]) -> Iterable[
         seconds.add_metric([tag], list(zip(bounds, cumulated, strict=True)), seconds_sum)
     yield requests
     yield seconds
+
+
+def _shadow_family(tallies: Iterable[tuple[str, EndpointTally]]) -> Metric:
+    shadows = CounterMetricFamily(
+        "serve_proxy_shadow_requests",
+        "Copies of requests for shadow backends, by what became of them",
+        labels=["endpoint_tag", "backend_tag", "outcome"],
+    )
+    for tag, tally in tallies:
+        for (backend_tag, outcome), count in list(tally.shadows.items()):
+            shadows.add_metric([tag, backend_tag, outcome.value], count)
+    return shadows

@@ -5,10 +5,10 @@ Why an `Endpoint` beside the snapshot: what every request needs of it is worked 
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from serve_common.errors import NotFound
-from serve_common.names import EndpointTag
+from serve_common.names import BackendTag, EndpointTag
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.traffic import TrafficSplit
 from serve_common.wires.snapshots import EndpointSnapshot
@@ -20,7 +20,7 @@ from serve_proxy.core.tallies import EndpointTally
 class Endpoint:
     """One endpoint, ready to be asked for every request."""
 
-    __slots__ = ("allow", "methods", "route", "split", "tag", "tally")
+    __slots__ = ("allow", "methods", "route", "shadows", "split", "tag", "tally")
 
     def __init__(self, snapshot: EndpointSnapshot, tally: EndpointTally) -> None:
         self.tag = snapshot.endpoint_tag
@@ -28,6 +28,9 @@ class Endpoint:
         self.methods = frozenset(snapshot.methods)
         self.allow = ", ".join(snapshot.methods)
         self.split = TrafficSplit(snapshot.traffic)
+        self.shadows: Final[tuple[tuple[BackendTag, float], ...]] = tuple(
+            (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
+        )
         self.tally = tally
 
 

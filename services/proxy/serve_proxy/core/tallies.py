@@ -7,8 +7,10 @@ is dropped with the endpoint, so what was once deployed does not stay in the met
 from __future__ import annotations
 
 from bisect import bisect_left
+from enum import Enum
 from typing import Final, final
 
+from serve_common.names import BackendTag
 from serve_common.values import METHODS
 
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -20,11 +22,24 @@ CLIENT_GONE: Final = 499
 _METHODS: Final = frozenset(METHODS)
 
 
+class ShadowOutcome(Enum):
+    """What became of the copy of a request."""
+
+    ANSWERED = "answered"
+    """With a status below 500."""
+    ERROR = "error"
+    """The backend answered that it failed."""
+    FAILED = "failed"
+    """There was no (whole) answer in time."""
+    SKIPPED = "skipped"
+    """It was not sent, for a limit."""
+
+
 @final
 class EndpointTally:
     """Requests of one endpoint so far."""
 
-    __slots__ = ("bucket_counts", "counts", "seconds_sum")
+    __slots__ = ("bucket_counts", "counts", "seconds_sum", "shadows")
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, int], int] = {}
@@ -32,6 +47,13 @@ class EndpointTally:
         self.bucket_counts = [0] * (len(BUCKETS_S) + 1)
         """Not cumulative; the last one is beyond all bounds."""
         self.seconds_sum = 0.0
+        self.shadows: dict[tuple[BackendTag, ShadowOutcome], int] = {}
+        """Copies of requests, by the backend that they were for."""
+
+    def add_shadow(self, backend_tag: BackendTag, outcome: ShadowOutcome) -> None:
+        """Count one copy that has ended."""
+        key = (backend_tag, outcome)
+        self.shadows[key] = self.shadows.get(key, 0) + 1
 
     def add(self, method: str, status: int, seconds: float) -> None:
         """Count one request that has ended."""

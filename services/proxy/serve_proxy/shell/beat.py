@@ -49,7 +49,7 @@ class Beat:
     def look(self, now: float) -> None:
         """Do what is due at ``now``."""
         for router in list(self._routes.routers.values()):
-            if router.queue_depth:
+            if router.has_waiting:
                 for request in router.expire(now):
                     call = self._dispatcher.calls[request]
                     message = f"no replica of {router.backend_tag!r} had room in time"

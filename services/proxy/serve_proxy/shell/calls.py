@@ -12,7 +12,7 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.names import ReplicaTag
+from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES, split_body
@@ -110,6 +110,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Running it twice does no harm."""
     deadline: float
     """By the loop's clock."""
+    shadow_backend: BackendTag | None = None
+    """Set for a copy: it goes to this backend only, after all real requests, and is not kept when it cannot be sent."""
 
 
 @final

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, final
 
 import structlog
 
 from serve_common.bus.errors import InboxFull, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, NotFound, ReplicaDied, ServeError
-from serve_common.names import ReplicaTag
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Dispatch, QueueFull, Refusal, Router, SendTo
+from serve_common.routing.snapshot_table import HttpChange
+from serve_common.subjects import backend_key, endpoint_key
 from serve_common.wires.frames import FrameUnreadable
-from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_proxy.core import retry
 from serve_proxy.core.liveness import Suspicions
 from serve_proxy.core.problems import HeadTooLarge, ReplicaError
@@ -84,21 +86,29 @@ class Dispatcher:
 
     # -- what changes around the calls --
 
-    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
-        """Apply what the bucket says; see `SnapshotListener`."""
+    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> HttpChange | None:
+        """Apply what the bucket says about routing, and return what it says about HTTP; see `SnapshotListener`.
+
+        What fails for one backend stops no other. Its snapshot then counts as not applied, and the failure is raised,
+        so that the watch begins anew and tells it again.
+        """
         changes = self._routes.update(snapshots, whole=whole)
+        failures: list[Exception] = []
         for tag, backend in changes.backends.items():
-            if backend is None:
-                self._drop_router(self._routes.routers.pop(tag, None))
-                continue
-            router = self._routes.router(tag)
-            applied = router.apply(backend)
-            self.perform(router, applied.dispatches)
-            self._lose(applied.lost, "left the backend")
+            try:
+                self._apply_backend(tag, backend)
+                self._routes.confirm(backend_key(tag))
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
         if changes.endpoints:
             for tag in self._routes.orphans():
                 self._drop_router(self._routes.routers.pop(tag))
-            self._end_homeless()
+            self._choose_anew(changes.endpoints)
+            for endpoint_tag in changes.endpoints:
+                self._routes.confirm(endpoint_key(endpoint_tag))
+        if failures:
+            raise ExceptionGroup("snapshots were not applied", failures)
+        return changes.http
 
     def bus_is_back(self) -> None:
         """Send what was parked, and find out what became of what was under way."""
@@ -167,8 +177,18 @@ class Dispatcher:
 
     # -- choosing and sending --
 
+    def _apply_backend(self, tag: BackendTag, backend: BackendSnapshot | None) -> None:
+        if backend is None:
+            self._drop_router(self._routes.routers.pop(tag, None))
+            return
+        router = self._routes.router(tag)
+        applied = router.apply(backend)
+        self.perform(router, applied.dispatches)
+        self._lose(applied.lost, "left the backend")
+
     def _submit(self, call: Call) -> None:
         """Let the endpoint choose a backend, and that one's router a replica or a place in its queue."""
+        shadow = call.ask.shadow_backend
         if not self._outgoing.is_connected:
             self._park(call)
             return
@@ -177,11 +197,13 @@ class Dispatcher:
         if endpoint is None:
             self._end_as_homeless(call)
             return
-        router = self._routes.choose_router(endpoint)
+        router = self._routes.choose_router(endpoint) if shadow is None else self._routes.routers.get(shadow)
         if router is None:
             self.end_with(call, NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no backend"))
             return
-        outcome = router.submit(call.key, call.ask.deadline, is_admitted=call.was_admitted)
+        outcome = router.submit(
+            call.key, call.ask.deadline, is_admitted=call.was_admitted, is_spare=shadow is not None
+        )
         if isinstance(outcome, QueueFull):
             message = f"{outcome.limit} requests wait for backend {router.backend_tag!r} already"
             self.end_with(call, NoReplicaAvailable(message))
@@ -213,6 +235,9 @@ class Dispatcher:
         return freed
 
     def _park(self, call: Call) -> None:
+        if call.ask.shadow_backend is not None:
+            self.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
+            return
         if len(self._parked) >= PARKED_MAX:
             self.end_with(call, BusUnavailable(f"NATS is away and {PARKED_MAX} requests wait for it"))
             return
@@ -273,12 +298,26 @@ class Dispatcher:
         for call in waiting:
             self._submit(call)
 
-    def _end_homeless(self) -> None:
-        """End what waits for an endpoint that is gone; what a replica has is still answered."""
+    def _choose_anew(self, changed: Collection[EndpointTag]) -> None:
+        """What waits goes by the traffic policy of now; what a replica has is still answered.
+
+        Otherwise a request could wait for a backend that gets no replica any more because all traffic left it.
+        """
         endpoints = self._routes.endpoints
         for call in list(self.calls.values()):
-            if call.attempt is None and call.ask.endpoint.tag not in endpoints:
+            tag, router = call.ask.endpoint.tag, call.router
+            if tag not in changed or call.attempt is not None or call.key not in self.calls:
+                continue
+            endpoint = endpoints.get(tag)
+            if endpoint is None:
                 self._end_as_homeless(call)
+            elif (
+                router is not None
+                and call.ask.shadow_backend is None
+                and router.backend_tag not in endpoint.split.backend_tags
+            ):
+                self._leave_router(call)
+                self._submit(call)
 
     def _end_as_homeless(self, call: Call) -> None:
         self.end_with(call, NotFound(f"endpoint {call.ask.endpoint.tag!r} is gone"))

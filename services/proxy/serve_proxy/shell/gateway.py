@@ -82,7 +82,7 @@ class Gateway:
         bus: GatewayBus,
         subjects: Subjects,
         *,
-        request_timeout_s: float,
+        request_timeout_s: Callable[[], float],
         new_request_id: Callable[[], str],
     ) -> None:
         self._ingress = ingress
@@ -150,7 +150,7 @@ class Gateway:
                     request_id=request_id,
                     traceparent=read.traceparent,
                     is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
-                    deadline=self._loop.time() + self._request_timeout_s,
+                    deadline=self._loop.time() + self._request_timeout_s(),
                 )
             )
             body = await self._whole_body(call, answer)

@@ -6,17 +6,34 @@ Why it also hears the bucket: whoever came before the bucket was read waits for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
-from typing import final
+from typing import Protocol, final
 
 from serve_common.errors import BusUnavailable
 from serve_common.names import EndpointTag
+from serve_common.routing.snapshot_table import HttpChange
+from serve_common.subjects import HTTP_KEY
 from serve_common.wires.snapshots import Snapshot
 from serve_proxy.core.admission import Endpoint, admit, admit_call
 from serve_proxy.ports import Bus
 from serve_proxy.shell.calls import Answer, Ask, Call
 from serve_proxy.shell.dispatch import Dispatcher
 from serve_proxy.shell.routes import Routes
+from serve_proxy.shell.shadows import Shadows
+
+
+class HttpState(Protocol):
+    """The HTTP options in force; `LiveOptions` is one."""
+
+    @property
+    def why_not_in_force(self) -> str | None:
+        """Why the newest options are not in force (yet); None when they are."""
+        ...
+
+    def take(self, change: HttpChange) -> None:
+        """See `LiveOptions.take`."""
+        ...
 
 
 @final
@@ -28,6 +45,8 @@ class Ingress:
         routes: Routes,
         dispatcher: Dispatcher,
         bus: Bus,
+        shadows: Shadows,
+        http: HttpState,
         *,
         on_applied: Callable[[], None],
         bus_wait_s: float,
@@ -37,16 +56,35 @@ class Ingress:
         self.routes = routes
         self._dispatcher = dispatcher
         self._bus = bus
+        self._shadows = shadows
+        self._http = http
         self._on_applied = on_applied
         self._bus_wait_s = bus_wait_s
-        self._filled = asyncio.Event()
+        self._opened = asyncio.Event()
 
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
         """See `SnapshotListener`."""
-        self._dispatcher.update(snapshots, whole=whole)
-        if self.routes.is_filled:
-            self._filled.set()
-        self._on_applied()
+        try:
+            change = self._dispatcher.update(snapshots, whole=whole)
+            if change is not None:
+                self._http.take(change)
+                if not change.snapshot_id:
+                    self.routes.confirm(HTTP_KEY)
+        finally:
+            self._change_heard()
+
+    def http_settled(self, snapshot_id: int) -> None:
+        """The HTTP options of ``snapshot_id`` are in force, or were refused."""
+        self.routes.confirm(HTTP_KEY, snapshot_id)
+        self._change_heard()
+
+    @property
+    def is_open(self) -> bool:
+        """True once requests can be routed as the bucket says.
+
+        Not before the middlewares of the first options that were found are there: one of them may guard what is behind.
+        """
+        return self._opened.is_set()
 
     def why_not_routing(self) -> str | None:
         """Why no request can be routed now; None when it can."""
@@ -54,22 +92,22 @@ class Ingress:
             return "not connected to NATS"
         if not self.routes.is_filled:
             return "the bucket of snapshots was not read yet"
-        return None
+        return None if self.is_open else self._http.why_not_in_force
 
     def why_not_ready(self) -> str | None:
         """Why this proxy should get no new requests; None when it should."""
         return "draining" if self.is_draining else self.why_not_routing()
 
-    async def wait_filled(self) -> None:
-        """Wait, for a bounded time, until the bucket was read. Raises `BusUnavailable`."""
-        try:
+    async def wait_open(self) -> None:
+        """Wait for `is_open`, for a bounded time."""
+        with contextlib.suppress(TimeoutError):  # `admit` says so
             async with asyncio.timeout(self._bus_wait_s):
-                await self._filled.wait()
-        except TimeoutError as error:
-            raise BusUnavailable(self.why_not_routing() or "this proxy is not ready") from error
+                await self._opened.wait()
 
     def admit(self, method: str, path: str) -> Endpoint:
-        """The endpoint for an HTTP request; see `core.admission.admit`."""
+        """The endpoint for an HTTP request; see `core.admission.admit`. Raises `BusUnavailable` before `is_open`."""
+        if not self.is_open:
+            raise BusUnavailable(self.why_not_routing() or "this proxy is not ready")
         return admit(self.routes.table, self.routes.endpoints, method, path)
 
     def admit_call(self, tag: EndpointTag) -> Endpoint:
@@ -77,9 +115,16 @@ class Ingress:
         return admit_call(self.routes.endpoints, tag)
 
     async def ask(self, ask: Ask) -> tuple[Call, Answer]:
-        """See `Dispatcher.ask`."""
+        """See `Dispatcher.ask`; copies go where the endpoint's shadows want them."""
+        if ask.endpoint.shadows:
+            self._shadows.copy(ask)
         return await self._dispatcher.ask(ask)
 
     def abandon(self, call: Call) -> None:
         """See `Dispatcher.abandon`."""
         self._dispatcher.abandon(call)
+
+    def _change_heard(self) -> None:
+        if self.routes.is_filled and self._http.why_not_in_force is None:
+            self._opened.set()
+        self._on_applied()

@@ -35,14 +35,19 @@ class Reports:
         *,
         started_at: float,
         applied_snapshot_id: Callable[[], int],
+        http_refusal: Callable[[], tuple[str, int]],
     ) -> None:
-        """``started_at`` is when this life of the process began, in seconds since 1970."""
+        """``started_at`` is when this life of the process began, in seconds since 1970.
+
+        ``http_refusal`` tells why the newest HTTP options are not in force, and their snapshot id.
+        """
         self.address = ""
         """Where the proxy listens; set once it does."""
         self._control_plane = control_plane
         self._proxy_id = proxy_id
         self._started_at = started_at
         self._applied_snapshot_id = applied_snapshot_id
+        self._http_refusal = http_refusal
         self._sequence = 0
         self._is_leaving = False
         self._wake = asyncio.Event()
@@ -69,12 +74,15 @@ class Reports:
         """Send one report; one that cannot be sent is made up for by the next."""
         self._wake.clear()
         self._sequence += 1
+        http_error, http_error_snapshot_id = self._http_refusal()
         report = ProxyReport(
             proxy_id=self._proxy_id,
             sequence=self._sequence,
             started_at=self._started_at,
             applied_snapshot_id=self._applied_snapshot_id(),
             address=self.address,
+            http_error=http_error,
+            http_error_snapshot_id=http_error_snapshot_id,
             leaving=self._is_leaving,
         )
         try:

@@ -39,7 +39,7 @@ class Routes:
 
     @property
     def applied_snapshot_id(self) -> int:
-        """The highest snapshot id that is applied; 0 before the bucket was read."""
+        """Every snapshot up to this id is applied; 0 before the bucket was read."""
         return self._snapshots.applied_snapshot_id
 
     @property
@@ -47,8 +47,15 @@ class Routes:
         """True once the whole bucket was read."""
         return self._snapshots.is_filled
 
+    def confirm(self, key: str, snapshot_id: int | None = None) -> None:
+        """What changed under ``key`` is in force; see `SnapshotTable.confirm`."""
+        self._snapshots.confirm(key, snapshot_id)
+
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
-        """Take over what the bucket holds, endpoints included; the caller brings backends to their routers."""
+        """Take over what the bucket holds, endpoints included.
+
+        The caller brings backends to their routers, and calls `confirm` for each key that it has done so for.
+        """
         changes = self._snapshots.update(snapshots, whole=whole)
         for key, reason in changes.ignored:
             _log.warning("snapshot_ignored", key=key, reason=reason)
@@ -59,15 +66,18 @@ class Routes:
     def choose_router(self, endpoint: Endpoint) -> Router | None:
         """The router of the backend that the endpoint's traffic policy picks; None when there is no such backend.
 
-        A backend that was not heard of yet gets a router without replicas: its snapshot is on its way.
+        A backend that was not heard of yet gets a router without replicas: its snapshot is on its way. One that is
+        gone leaves its share to the others.
         """
-        backend_tag = endpoint.split.choose(self._draw())
-        if backend_tag is None:
-            return None
-        router = self.routers.get(backend_tag)
-        if router is None and not self._snapshots.is_gone(backend_key(backend_tag)):
-            return self.router(backend_tag)
-        return router
+        split = endpoint.split
+        backend_tag = split.choose(self._draw())
+        if backend_tag is not None and self._is_gone(backend_tag):
+            split = split.without([tag for tag in split.backend_tags if self._is_gone(tag)])
+            backend_tag = split.choose(self._draw())
+        return None if backend_tag is None else self.router(backend_tag)
+
+    def _is_gone(self, backend_tag: BackendTag) -> bool:
+        return backend_tag not in self.routers and self._snapshots.is_gone(backend_key(backend_tag))
 
     def orphans(self) -> list[BackendTag]:
         """Backends that have a router, but neither a snapshot nor an endpoint that sends them anything."""

@@ -27,6 +27,14 @@ _DEFAULTS: Final = {
 }
 
 
+_LOCAL_DEFAULTS: Final = {
+    # Ray would start as many idle workers as there are CPUs, of which a replica saves little; `ray_spares` does better.
+    "RAY_prestart_worker_first_driver": "0",
+    # How late a reservation is made after room for it has appeared.
+    "RAY_gcs_create_placement_group_retry_max_interval_ms": "200",
+}
+
+
 def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
     """Set what Ray reads; what the operator has set stays. Call it before Ray is imported.
 
@@ -37,6 +45,8 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
         os.environ.setdefault(name, value)
     if not is_local:
         return
+    for name, value in _LOCAL_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():

@@ -21,6 +21,21 @@ def actor_options(options: RayActorOptions) -> dict[str, Any]:
     return known
 
 
+def fits_spare(options: RayActorOptions) -> bool:
+    """Whether an actor that was started ahead can be this replica.
+
+    Its environment is given and it has no device. Ray tells numerical libraries at an actor's start how many threads
+    to use; below two CPUs that is one, as in an actor that was started ahead.
+    """
+    return not (
+        options.num_gpus
+        or options.memory
+        or options.resources
+        or options.runtime_env
+        or options.num_cpus >= 2
+    )
+
+
 def describe_needs(options: RayActorOptions) -> str:
     """What has to be free somewhere, such as ``4 CPU, 1 GPU``."""
     needed = {"CPU": options.num_cpus, "GPU": options.num_gpus, "bytes of memory": options.memory}

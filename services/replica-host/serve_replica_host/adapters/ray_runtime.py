@@ -1,38 +1,40 @@
-"""Replicas as Ray actors: the only module that imports Ray.
+"""Replicas as Ray actors.
 
 Why the calls never wait: every call's answer comes as the future of its ObjectRef and becomes an event. A replica's
 death is seen by a call that never returns, within milliseconds.
+
+Why two ways to start: an actor that waits already (`ray_spares`) becomes a replica at once, but was given no
+resources. So the replica's CPUs are reserved by a placement group as long as it lives, and Ray's account stays right.
+A replica that needs more than CPUs gets an actor of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Final, final
 
-import msgspec
 import ray
 import structlog
-from ray._private import worker as ray_worker
 from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from serve_common.errors import TransientError
 from serve_common.names import ReplicaTag
-from serve_common.settings import BusSettings
 from serve_common.values import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
-from serve_replica_host.adapters.ray_environment import remove_old_sessions
-from serve_replica_host.adapters.ray_lean import lean_ray
+from serve_replica_host.adapters.local_process import LocalProcess
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
     describe_end,
     describe_needs,
+    fits_spare,
 )
+from serve_replica_host.adapters.ray_session import RaySettings, open_ray
+from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
 from serve_replica_host.adapters.ray_thread import RayThread
 from serve_replica_host.core.events import (
     Constructed,
@@ -50,12 +52,11 @@ from serve_replica_host.replica.orders import StartOrder, decode_outcome, encode
 
 _log = structlog.get_logger(__name__)
 
-OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
-"""Near Ray's minimum: no object passes through Ray here."""
 PLACED_WITHIN_S: Final = 2.0
 """A process starts in well under a second; after this the report says what is waited for."""
+SPARE_AGAIN_S: Final = 5.0
+"""After one that waited has ended; it may be for a reason that stays."""
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
-_NOT_RESOURCES: Final = ("node:", "object_store_memory")
 
 
 class RayUnavailable(TransientError):
@@ -64,38 +65,26 @@ class RayUnavailable(TransientError):
     error_code = "ray_unavailable"
 
 
-class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runtime and its replicas need to know."""
-
-    temp_dir: str
-    address: str | None
-    num_cpus: int | None
-    replica_bus: BusSettings
-    app_root: str
-    metrics_dir: str
-
-
-class _Held(msgspec.Struct):
-    """An actor, and the answers that are awaited: a future lives as long as somebody holds it."""
-
-    actor: Any
-    pid: int = 0
-    futures: list[Future[Any]] = []
-
-
 @final
 class RayRuntime:
     """`ports.ReplicaRuntime` by Ray; events arrive on the loop that called `open`."""
 
     def __init__(self, settings: RaySettings, on_event: Callable[[ReplicaEvent], None]) -> None:
         self._settings = settings
+        self._is_local = settings.address is None
         self._on_event = on_event
         self._thread = RayThread()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._resources: dict[str, float] = {}
+        self._processes: dict[ReplicaTag, LocalProcess] = {}
         # The Ray thread's:
-        self._held: dict[ReplicaTag, _Held] = {}
+        self._held: dict[ReplicaTag, HeldActor] = {}
         self._actor_class: Any = None
+        self._spares = SparePool(
+            self._create_spare,
+            spares_max=settings.spare_replicas if self._is_local else 0,
+            starts_max=os.cpu_count() or 1,
+        )
 
     @property
     def resources(self) -> dict[str, float]:
@@ -139,113 +128,150 @@ class RayRuntime:
         """As `ports.ReplicaRuntime`."""
         self._thread.post(self._kill, replica_tag)
 
+    def kill_by_force(self, replica_tag: ReplicaTag) -> None:
+        """As `ports.ReplicaRuntime`; by the kernel where the process is of this machine, so also while Ray hangs."""
+        process = self._processes.get(replica_tag)
+        if process is None:
+            self.kill(replica_tag)
+        elif not process.kill():
+            self._hear(ProcessEnded(replica_tag, "its process is gone, though Ray did not tell"))
+
+    # -- on the loop ----------------------------------------------------------------------------------------------
+
+    def _hear(self, event: ReplicaEvent) -> None:
+        if isinstance(event, Placed) and self._is_local and event.replica_tag not in self._processes:
+            self._processes[event.replica_tag] = LocalProcess(event.pid)
+        if isinstance(event, ProcessEnded) and event.replica_tag in self._processes:
+            self._processes.pop(event.replica_tag).close()
+        self._on_event(event)
+
     # -- on the Ray thread ----------------------------------------------------------------------------------------
 
     def _open(self) -> dict[str, float]:
-        settings = self._settings
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if settings.address is not None:
-            options["address"] = settings.address
-        else:
-            remove_old_sessions(Path(settings.temp_dir))
-            options |= {
-                "address": "local",
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-                "num_cpus": settings.num_cpus,
-                "_temp_dir": settings.temp_dir,
-            }
-        untyped: Any = ray_worker
-        untyped.print_to_stdstream = _log_what_ray_prints
-        with nullcontext() if settings.address is not None else lean_ray():
-            ray.init(**options)
+        resources = open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
-        return {
-            name: float(amount)
-            for name, amount in ray.cluster_resources().items()
-            if not name.startswith(_NOT_RESOURCES)
-        }
+        self._spares.refill()
+        return resources
+
+    def _create_spare(self) -> HeldActor:
+        return self._create(num_cpus=0)
+
+    def _create(self, **options: Any) -> HeldActor:
+        actor = self._actor_class.options(
+            max_restarts=0, max_task_retries=0, max_concurrency=CONTROL_THREADS, **options
+        ).remote(self._settings.metrics_dir)
+        held = HeldActor(actor, futures=[])
+        # The first call, so that nothing that happens to the process can be missed.
+        held.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(held, ended))
+        held.watch(actor.hello.remote(), lambda answered: self._on_hello(held, answered))
+        return held
 
     def _start(self, goal: ReplicaGoal) -> None:
         tag = goal.replica_tag
         options = goal.replica_config.ray_actor_options
+        reservation = None
+        try:
+            if self._is_local and fits_spare(options):
+                if options.num_cpus:
+                    reservation = placement_group([{"CPU": options.num_cpus}], name=tag)
+                held = self._spares.take()
+            else:
+                held = self._create(name=tag, **actor_options(options))
+        except (ValueError, TypeError, RayError) as error:
+            self._emit(StartFailed(tag, f"Ray refused the replica: {error}"))
+            self._emit(ProcessEnded(tag, f"Ray refused the replica: {error}"))
+            if reservation is not None:
+                remove_placement_group(reservation)
+            return
+        held.replica_tag, held.reservation = tag, reservation
+        self._held[tag] = held
+        if reservation is None:
+            self._begin(held, goal)
+        else:
+            held.watch(reservation.ready(), lambda made: self._on_reserved(held, goal, made))
+        self._call_later(PLACED_WITHIN_S, self._look_at_start, held, options)
+
+    def _begin(self, held: HeldActor, goal: ReplicaGoal) -> None:
+        if self._held.get(goal.replica_tag) is not held:
+            return  # killed meanwhile
         order = StartOrder(
             goal=goal,
             bus=self._settings.replica_bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
-            metrics_dir=self._settings.metrics_dir,
         )
-        try:
-            actor = self._actor_class.options(
-                name=tag,
-                max_restarts=0,
-                max_task_retries=0,
-                max_concurrency=CONTROL_THREADS,
-                **actor_options(options),
-            ).remote()
-        except (ValueError, TypeError, RayError) as error:
-            self._emit(StartFailed(tag, f"Ray refused the replica: {error}"))
-            self._emit(ProcessEnded(tag, f"Ray refused the replica: {error}"))
-            return
-        held = _Held(actor, futures=[])
-        self._held[tag] = held
-        # The first call, so that nothing that happens to the process can be missed.
-        self._watch(held, actor.wait_for_exit.remote(), lambda ended: self._on_end(held, tag, ended))
-        self._watch(held, actor.hello.remote(), lambda placed: self._on_placed(held, tag, placed))
-        self._watch(
-            held,
-            actor.start.remote(encode(order)),
-            lambda started: self._on_started(tag, goal.config_version, started),
+        held.is_placed = True
+        self._tell_placed(held)
+        held.watch(
+            held.actor.start.remote(encode(order)),
+            lambda started: self._on_started(goal.replica_tag, goal.config_version, started),
         )
-        self._call_later(PLACED_WITHIN_S, self._tell_waiting, tag, options)
 
     def _reconfigure(self, goal: ReplicaGoal) -> None:
         tag, version = goal.replica_tag, goal.config_version
         held = self._held.get(tag)
         if held is not None:
             reference = held.actor.reconfigure.remote(encode(goal))
-            self._watch(
-                held, reference, lambda done: self._on_outcome(done, lambda e: Reconfigured(tag, version, e))
+            held.watch(
+                reference, lambda done: self._on_outcome(done, lambda e: Reconfigured(tag, version, e))
             )
 
     def _check_health(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
         if held is not None:
             reference = held.actor.check_health.remote()
-            self._watch(held, reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
+            held.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
 
     def _drain(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
         if held is not None:
-            self._watch(held, held.actor.drain.remote(), lambda done: self._on_drained(tag, done))
+            held.watch(held.actor.drain.remote(), lambda done: self._on_drained(tag, done))
 
     def _kill(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
         if held is not None:
             ray.kill(held.actor, no_restart=True)
 
-    def _tell_waiting(self, tag: ReplicaTag, options: RayActorOptions) -> None:
-        held = self._held.get(tag)
-        if held is not None and not held.pid:
-            self._emit(Waits(tag, f"waits for Ray to place it: it needs {describe_needs(options)}"))
+    def _look_at_start(self, held: HeldActor, options: RayActorOptions) -> None:
+        tag = held.replica_tag
+        if tag is not None and tag in self._held and not (held.pid and held.is_placed):
+            has_room = held.is_placed and held.reservation is not None
+            needs = f"waits for Ray to place it: it needs {describe_needs(options)}"
+            self._emit(Waits(tag, "waits for its process to start" if has_room else needs))
+        self._spares.refill()  # its constructor may take long
 
-    def _forget(self, tag: ReplicaTag) -> None:
-        self._held.pop(tag, None)
-
-    def _watch(self, held: _Held, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:
-        future: Future[Any] = reference.future()
-        held.futures = [known for known in held.futures if not known.done()]
-        held.futures.append(future)
-        future.add_done_callback(on_done)
+    def _ended(self, held: HeldActor, told: str) -> None:
+        self._spares.hear_end(held)
+        if held.reservation is not None:
+            remove_placement_group(held.reservation)
+        if held.replica_tag is not None:
+            self._held.pop(held.replica_tag, None)
+            self._emit(ProcessEnded(held.replica_tag, told))
+        elif self._is_local:
+            _log.warning("spare_ended", pid=held.pid, reason=told)
+            self._call_later(SPARE_AGAIN_S, self._spares.refill)
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
-    def _on_placed(self, held: _Held, tag: ReplicaTag, placed: Future[Any]) -> None:
-        if placed.exception() is None:
-            held.pid = placed.result()
-            self._emit(Placed(tag, held.pid))
+    def _on_hello(self, held: HeldActor, answered: Future[Any]) -> None:
+        if answered.exception() is None:
+            held.pid = answered.result()
+            self._tell_placed(held)
+            self._thread.post(self._spares.hear_ready, held)
+
+    def _on_reserved(self, held: HeldActor, goal: ReplicaGoal, made: Future[Any]) -> None:
+        error = made.exception()
+        if error is None:
+            self._thread.post(self._begin, held, goal)
+        else:  # also when it was given back, because the replica was killed; then nobody listens
+            self._emit(StartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
+
+    def _tell_placed(self, held: HeldActor) -> None:
+        """From two threads, each after it has noted its own half; what is told twice does no harm."""
+        if held.pid and held.is_placed and held.replica_tag is not None:
+            self._emit(Placed(held.replica_tag, held.pid))
 
     def _on_started(self, tag: ReplicaTag, config_version: int, started: Future[Any]) -> None:
+        self._thread.post(self._spares.refill)
         error = started.exception()
         if error is not None:
             if not isinstance(error, RayActorError):  # the end of the process is told by itself
@@ -270,14 +296,13 @@ class RayRuntime:
             _log.error("drain_failed", replica_tag=tag, error=str(error))
         self._emit(Drained(tag))
 
-    def _on_end(self, held: _Held, tag: ReplicaTag, ended: Future[Any]) -> None:
-        self._emit(ProcessEnded(tag, describe_end(held.pid, ended.exception())))
-        self._thread.post(self._forget, tag)
+    def _on_end(self, held: HeldActor, ended: Future[Any]) -> None:
+        self._thread.post(self._ended, held, describe_end(held.pid, ended.exception()))
 
     # -- to the loop ----------------------------------------------------------------------------------------------
 
     def _emit(self, event: ReplicaEvent) -> None:
-        self._call_on_loop(lambda loop: loop.call_soon_threadsafe(self._on_event, event))
+        self._call_on_loop(lambda loop: loop.call_soon_threadsafe(self._hear, event))
 
     def _call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
         def later(loop: asyncio.AbstractEventLoop) -> None:
@@ -291,8 +316,3 @@ class RayRuntime:
             call(self._loop)
         except RuntimeError as error:  # the loop is closed: the host ends, and nobody listens any more
             _log.debug("event_after_the_end", error=str(error))
-
-
-def _log_what_ray_prints(printed: dict[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001, FBT001 - Ray's call
-    """In place of Ray's own function, which prints coloured prose between our JSON lines."""
-    _log.warning("ray_says", lines=[str(line)[:1000] for line in printed.get("lines", [])])

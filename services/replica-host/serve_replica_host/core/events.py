@@ -5,17 +5,12 @@ Why values: the runtime's threads only hand these over; what they mean is decide
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from serve_common.names import ReplicaTag
 from serve_common.wires.host import ReplicaStatus
 from serve_replica_host.core.replica_status import Gone, Happening, after
 from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica, trim_error
-
-CHECKS_FAILED_MAX: Final = 3
-"""Health checks in a row that may fail before a replica is UNHEALTHY, as in Ray Serve."""
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
@@ -133,7 +128,7 @@ def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
     """``held`` after one more health check failed or did not answer in time."""
     failed = held.checks_failed + 1
     status = held.status
-    if failed >= CHECKS_FAILED_MAX:
+    if failed >= held.goal.health_check_failure_threshold:
         following = after(held.status, Happening.CHECKS_FAILED)
         assert not isinstance(following, Gone), "a health check never removes a replica"
         status = following

@@ -45,6 +45,8 @@ class KillReplica(msgspec.Struct, frozen=True):
     """End its process now."""
 
     replica_tag: ReplicaTag
+    is_forced: bool = False
+    """It was killed before and is still there."""
 
 
 Action = StartReplica | ReconfigureReplica | CheckReplica | DrainReplica | KillReplica
@@ -60,24 +62,28 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The next deadline; None when only an event or a goal can change anything."""
 
 
+KILL_WITHIN_S: Final = 1.0
+"""Ray ends a process within milliseconds; one that is still there is then killed by the kernel."""
+KILL_AGAIN_S: Final = 5.0
 _SERVING: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 
 
 def reconcile_host(state: HostState, now: float) -> HostPlan:
     """The actions that bring what ``state`` holds nearer to its goal, judged at ``now``."""
     wanted: dict[ReplicaTag, ReplicaGoal] = {}
+    undrained = frozenset(() if state.goal is None else state.goal.kill)
     if state.goal is not None and not state.is_leaving:
         wanted = {goal.replica_tag: goal for goal in state.goal.replicas}
     actions: list[Action] = []
     for tag, held in list(state.replicas.items()):
         goal = wanted.get(tag)
         changed = (
-            _omit(held, state.leave_by, now) if goal is None else msgspec.structs.replace(held, goal=goal)
+            _omit(held, state.leave_by, now, is_drained=tag not in undrained)
+            if goal is None
+            else msgspec.structs.replace(held, goal=goal)
         )
         if changed is None:
             state = forget_replica(state, tag)
-            if held.has_process and not held.is_kill_asked:
-                actions.append(KillReplica(tag))
             continue
         changed = _advance(changed, now, actions)
         state = put_replica(state, changed) if changed != held else state
@@ -107,15 +113,17 @@ def _first_seen(goal: ReplicaGoal, now: float, *, is_spent: bool) -> HeldReplica
     )
 
 
-def _omit(held: HeldReplica, leave_by: float | None, now: float) -> HeldReplica | None:
+def _omit(held: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool) -> HeldReplica | None:
     following = after(held.status, Happening.OMITTED)
     if isinstance(following, Gone):
-        return None
+        return held if held.has_process else None
     drain_by = held.drain_by
     if held.status is not ReplicaStatus.DRAINING:
         # What has not begun to serve has nothing to finish.
         grace_s = held.goal.graceful_shutdown_timeout_s if held.status in _SERVING else 0.0
         drain_by = now + grace_s
+    if not is_drained:
+        drain_by = now if drain_by is None else min(drain_by, now)
     if leave_by is not None and drain_by is not None:
         drain_by = min(drain_by, leave_by)
     return msgspec.structs.replace(held, status=following, drain_by=drain_by)
@@ -134,13 +142,26 @@ def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplic
             if not held.is_draining_asked:
                 actions.append(DrainReplica(held.tag))
                 held = msgspec.structs.replace(held, is_draining_asked=True)
-        elif not held.is_kill_asked:
-            actions.append(KillReplica(held.tag))
-            held = msgspec.structs.replace(held, is_kill_asked=True)
-    if held.status is ReplicaStatus.FAILED and held.has_process and not held.is_kill_asked:
-        actions.append(KillReplica(held.tag))
-        held = msgspec.structs.replace(held, is_kill_asked=True)
+        else:
+            if held.is_draining_asked and not held.is_drained and not held.is_kill_asked:
+                held = msgspec.structs.replace(held, error="what was in flight did not finish in time")
+            held = _kill(held, now, actions)
+    if held.status is ReplicaStatus.FAILED and held.has_process:
+        held = _kill(held, now, actions)
     return held
+
+
+def _kill(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if not held.is_kill_asked:
+        actions.append(KillReplica(held.tag))
+        return msgspec.structs.replace(held, is_kill_asked=True, kill_again_at=now + KILL_WITHIN_S)
+    if held.kill_again_at is None or now < held.kill_again_at:
+        return held
+    actions.append(KillReplica(held.tag, is_forced=True))
+    told = held.error
+    if held.status is ReplicaStatus.DRAINING:
+        told = f"its process {held.pid} was killed and is still there; it is killed by force"
+    return msgspec.structs.replace(held, kill_again_at=now + KILL_AGAIN_S, error=told)
 
 
 def _configure(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
@@ -186,6 +207,8 @@ def _deadline(held: HeldReplica) -> float | None:
         case ReplicaStatus.RUNNING | ReplicaStatus.UNHEALTHY:
             return min((at for at in (held.check_at, held.reconfigure_by) if at is not None), default=None)
         case ReplicaStatus.DRAINING:
-            return None if held.is_kill_asked else held.drain_by
-        case ReplicaStatus.FAILED | ReplicaStatus.DEAD:
+            return held.kill_again_at if held.is_kill_asked else held.drain_by
+        case ReplicaStatus.FAILED:
+            return held.kill_again_at if held.has_process else None
+        case ReplicaStatus.DEAD:
             return None

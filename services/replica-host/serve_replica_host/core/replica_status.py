@@ -12,7 +12,8 @@ each of them may change must be seen at one glance.
     └───────────────────────┴──▶ DRAINING ──▶ gone        OMITTED, then PROCESS_ENDED
 ```
 
-FAILED and DEAD stay until the goal omits them, so that no report of them can be missed; then they are gone.
+FAILED and DEAD stay until the goal omits them, so that no report of them can be missed; then they are gone, once
+they have no process any more.
 """
 
 from __future__ import annotations

@@ -27,6 +27,8 @@ class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
     has_process: bool = True
     """It may still have a process, or one may be under way."""
     is_kill_asked: bool = False
+    kill_again_at: float | None = None
+    """When a process that was killed and is still there is killed by force."""
     drain_by: float | None = None
     """When draining ends by force; None while it does not drain."""
     is_draining_asked: bool = False

@@ -19,8 +19,6 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     """With the credentials of role ``replica``."""
     app_dir: str
     """Absolute; empty for none."""
-    metrics_dir: str
-    """prometheus_client's multiprocess directory; empty when there is none on this machine."""
 
 
 class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,9 +86,7 @@ class ReplicaProcess:
         if goal.max_concurrent_queries != bus_side.max_concurrent_queries:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
             bus_side.max_concurrent_queries = goal.max_concurrent_queries
-        self._order = StartOrder(
-            goal=goal, bus=self._order.bus, app_dir=self._order.app_dir, metrics_dir=self._order.metrics_dir
-        )
+        self._order = StartOrder(goal=goal, bus=self._order.bus, app_dir=self._order.app_dir)
         return None
 
     def check_health(self) -> str | None:

@@ -208,6 +208,9 @@ class HostShell:
                 self._runtime.check_health(tag)
             case DrainReplica(tag):
                 self._runtime.drain(tag)
+            case KillReplica(tag, is_forced=True):
+                _log.warning("replica_survives_kill", replica_tag=tag, pid=self._pids.get(tag, 0))
+                self._runtime.kill_by_force(tag)
             case KillReplica(tag):
                 self._runtime.kill(tag)
 

@@ -48,7 +48,8 @@ SELECT kind, key, schema_version, value FROM checkpoint_rows;
 -- One statement: there is no moment at which a stopped controller holds the lock on the leader row and blocks its
 -- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement.
 -- Parameters: 1 epoch; puts: 2 kinds, 3 keys, 4 schema versions, 5 values; deletes: 6 kinds, 7 keys;
--- history: 8 times, 9 verbs, 10 subjects, 11 goal ids, 12 requests; 13 history rows kept, null to keep all.
+-- history: 8 times, 9 who, 10 verbs, 11 subjects, 12 goal ids, 13 requests, 14 old, 15 new;
+-- 16 history rows kept, null to keep all.
 WITH fence AS (
     SELECT epoch FROM leader WHERE epoch = $1 FOR SHARE
 ), put AS (
@@ -65,14 +66,37 @@ WITH fence AS (
     USING fence, unnest($6::text[], $7::text[]) AS gone (kind, key)
     WHERE old.kind = gone.kind AND old.key = gone.key
 ), noted AS (
-    INSERT INTO history (at, epoch, verb, subject, goal_id, request)
-    SELECT to_timestamp(new.at), fence.epoch, new.verb, new.subject, new.goal_id, new.request::json
-    FROM fence, unnest($8::float8[], $9::text[], $10::text[], $11::text[], $12::text[])
-        WITH ORDINALITY AS new (at, verb, subject, goal_id, request, place)
-    ORDER BY new.place
+    INSERT INTO history (at, epoch, who, verb, subject, goal_id, request, old, new)
+    SELECT to_timestamp(line.at), fence.epoch, line.who, line.verb, line.subject, line.goal_id,
+        line.request::json, line.old::json, line.new::json
+    FROM fence, unnest($8::float8[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[], $14::text[],
+            $15::text[])
+        WITH ORDINALITY AS line (at, who, verb, subject, goal_id, request, old, new, place)
+    ORDER BY line.place
 ), trimmed AS (
     DELETE FROM history USING fence
-    WHERE $13::integer IS NOT NULL
-        AND id <= (SELECT h.id FROM history AS h ORDER BY h.id DESC OFFSET $13::integer LIMIT 1)
+    WHERE $16::integer IS NOT NULL
+        AND id <= (SELECT h.id FROM history AS h ORDER BY h.id DESC OFFSET $16::integer LIMIT 1)
 )
 SELECT EXISTS (SELECT FROM fence);
+
+-- name: read_history
+-- A page of the audit log, the newest first: rows at most, subject or null, id that all must be below or null, bytes at
+-- most (the first row comes whatever its size, so that a reader gets on).
+WITH page AS (
+    SELECT id, at, who, epoch, verb, subject, goal_id, request, old, new
+    FROM history
+    WHERE ($2::text IS NULL OR subject = $2) AND ($3::bigint IS NULL OR id < $3)
+    ORDER BY id DESC
+    LIMIT $1
+), measured AS (
+    SELECT *, row_number() OVER newest AS place,
+        sum(octet_length(request::text) + coalesce(octet_length(old::text), 0) + coalesce(octet_length(new::text), 0))
+            OVER newest AS bytes
+    FROM page
+    WINDOW newest AS (ORDER BY id DESC)
+)
+SELECT id, extract(epoch FROM at)::float8, who, epoch, verb, subject, goal_id, request, old, new
+FROM measured
+WHERE place = 1 OR bytes <= $4
+ORDER BY id DESC;

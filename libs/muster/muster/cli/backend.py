@@ -1,0 +1,157 @@
+"""`muster backend …`: code and configuration with replicas, without an endpoint of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from muster.cli import output
+from muster.cli.asking import Question, asking
+from muster.cli.changing import changing
+from muster.cli.config_options import (
+    BACKEND_CHANGES,
+    BACKEND_OPTIONS,
+    CODE_OPTIONS,
+    backend_config_of,
+    partial_backend_config,
+    replica_config_of,
+)
+from muster.cli.group import group
+from muster.cli.intent import Intent
+from muster.cli.session import Session
+from muster.cli.tables import config_facts, counts, print_facts, print_table, styled, table
+from muster.client.changes import Change
+from serve_common.names import deployment_tag
+from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
+from serve_common.wires.queries import GetBackendConfig
+from serve_common.wires.views import BackendConfigView, BackendView
+
+Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Its tag; of a deployment its name.")]
+
+app = group("Code and its replicas: create, update, delete, config, list.")
+
+
+@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
+def create(
+    session: Session,
+    *,
+    tag: Tag,
+    import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
+    given: Mapping[str, Any],
+) -> Intent:
+    """Make a backend be as given, and wait until its replicas run.
+
+    Example:
+      muster backend create v2 digits:Digits --app-dir examples/digits
+
+    What is not given gets its default. No request reaches it until an
+    endpoint sends some: 'muster endpoint create', 'muster traffic set'.
+    """
+    return _intent(
+        CreateBackend(
+            backend_tag=deployment_tag(tag, "BACKEND"),
+            replica_config=replica_config_of(import_path, given, session.directory),
+            backend_config=backend_config_of(given, session.directory),
+        ),
+        tag,
+        "is created",
+    )
+
+
+@changing(timeout_s=600.0, options=BACKEND_CHANGES)
+def update(
+    session: Session,
+    *,
+    tag: Tag,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
+    ] = None,
+    given: Mapping[str, Any],
+) -> Intent:
+    """Change some of a backend's configuration, also of a deployment's.
+
+    Examples:
+      muster backend update digits --num-replicas 3
+      muster backend update digits --config '{"max_replicas_per_host": null}'
+
+    What is not given stays as it is. No replica is replaced.
+    """
+    return _intent(
+        UpdateBackendConfig(
+            backend_tag=deployment_tag(tag, "BACKEND"),
+            config=partial_backend_config(given, config, session.directory),
+        ),
+        tag,
+        "is updated",
+    )
+
+
+@changing()
+def delete(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    tag: Tag,
+    force_kill: Annotated[
+        bool, typer.Option("--force-kill", help="Do not let replicas finish what is in flight.")
+    ] = False,
+) -> Intent:
+    """Delete a backend and wait until its replicas are gone.
+
+    Example:
+      muster backend delete v1
+
+    Refused while an endpoint sends or copies traffic to it.
+    """
+    request = DeleteBackend(backend_tag=deployment_tag(tag, "BACKEND"), force_kill=force_kill)
+    return _intent(request, tag, "is deleted", "does not exist")
+
+
+@asking
+def config(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    tag: Tag,
+) -> Question[BackendConfigView]:
+    """Show a backend's configuration."""
+    query = GetBackendConfig(backend_tag=deployment_tag(tag, "BACKEND"))
+    return Question(lambda admin: admin.get_backend_config(query), _show_config)
+
+
+@asking
+def list_(session: Session) -> Question[list[BackendView]]:  # noqa: ARG001 - every command gets it
+    """List backends, those of deployments included."""
+    return Question(lambda admin: admin.get_all_backends(), _show_backends)
+
+
+def _intent(command: Change, tag: str, done: str, already: str = "is already as given") -> Intent:
+    what = f"backend {output.short_name(tag)}"
+    return Intent(command=command, what=what, done=done, already=already, look="muster backend list")
+
+
+def _show_config(view: BackendConfigView) -> None:
+    facts = {"backend": output.short_name(view.backend_tag), "version": view.version or "(none)"}
+    print_facts({**facts, **config_facts(view.backend_config, view.replica_config)})
+
+
+def _show_backends(views: Sequence[BackendView]) -> None:
+    rows = table("backend", "status", "replicas", "import path", "message")
+    for view in views:
+        rows.add_row(
+            Text(output.short_name(view.backend_tag)),
+            styled(view.status.value),
+            Text(counts(view.replicas, view.backend_config)),
+            Text(view.replica_config.import_path),
+            Text(output.brief(view.message)),
+        )
+    print_table("Backends", rows)
+
+
+app.command("create")(create)
+app.command("update")(update)
+app.command("delete")(delete)
+app.command("config")(config)
+app.command("list")(list_)

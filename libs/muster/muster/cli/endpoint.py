@@ -1,0 +1,108 @@
+"""`muster endpoint …`: names and routes that traffic is sent to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from muster.cli import output, values_given
+from muster.cli.asking import Question, asking
+from muster.cli.changing import changing
+from muster.cli.group import group
+from muster.cli.intent import Intent
+from muster.cli.session import Session
+from muster.cli.tables import print_table, shares, table
+from serve_common.names import check_route, deployment_tag
+from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint
+from serve_common.wires.views import EndpointView
+
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name; of a deployment the deployment's.")]
+Weights = Annotated[
+    list[str],
+    typer.Argument(metavar="BACKEND=WEIGHT...", help="The weights' sum must be 1; BACKEND alone is all."),
+]
+
+app = group("Names and routes that requests go to: create, delete, list.")
+
+
+@changing()
+def create(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+    weights: Weights,
+    route: Annotated[
+        str | None,
+        typer.Option("--route", help="Where HTTP reaches it, such as /digits; over NATS only unless given."),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; GET,POST unless given."),
+    ] = None,
+) -> Intent:
+    """Make an endpoint, and wait until every proxy knows it.
+
+    Example:
+      muster endpoint create digits v1=0.9 v2=0.1 --route /digits
+
+    The backends must exist: 'muster backend create'.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    request = CreateEndpoint(
+        endpoint=tag,
+        traffic=values_given.read_shares(weights, "BACKEND=WEIGHT"),
+        route=None if route is None else check_route(route, "--route"),
+        **values_given.read_methods(methods),
+    )
+    what = f"endpoint {output.short_name(tag)}"
+    return Intent(command=request, what=what, done="is created", look="muster endpoint list")
+
+
+@changing()
+def delete(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+) -> Intent:
+    """Delete an endpoint; its backends stay.
+
+    Example:
+      muster endpoint delete digits
+
+    Deleting what does not exist is a success.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    return Intent(
+        command=DeleteEndpoint(endpoint=tag),
+        what=f"endpoint {output.short_name(tag)}",
+        done="is deleted",
+        already="does not exist",
+        look="muster endpoint list",
+    )
+
+
+@asking
+def list_(session: Session) -> Question[list[EndpointView]]:  # noqa: ARG001 - every command gets it
+    """List endpoints with their routes and traffic."""
+    return Question(lambda admin: admin.get_all_endpoints(), _show_endpoints)
+
+
+def _show_endpoints(views: Sequence[EndpointView]) -> None:
+    rows = table("endpoint", "route", "methods", "traffic", "shadows")
+    for view in views:
+        rows.add_row(
+            Text(output.short_name(view.endpoint_tag)),
+            Text(view.route or "-"),
+            Text(",".join(view.methods)),
+            Text(shares(view.traffic)),
+            Text(shares(view.shadows)),
+        )
+    print_table("Endpoints", rows)
+
+
+app.command("create")(create)
+app.command("delete")(delete)
+app.command("list")(list_)

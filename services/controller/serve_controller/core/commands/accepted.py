@@ -1,0 +1,103 @@
+"""What a decision comes to, and how it makes a goal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from serve_common.errors import LimitReached
+from serve_common.names import GoalId, check_name
+from serve_common.subjects import backend_key
+from serve_common.wires.commands import ChangeReply, CommandReply
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.goals import end_goal, number_of
+from serve_controller.core.objects import Goal, GoalKind
+
+GOALS_PENDING_MAX = 20_000
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True):
+    """What to record and then to answer. Empty changes: there was nothing to do."""
+
+    changes: Changes
+    reply: CommandReply
+    subject: str
+    """What the command was about, for the audit log."""
+    goal_id: GoalId | None
+
+
+def changed(draft: Draft, subject: str, goal_id: GoalId | None) -> Accepted:
+    """A change that is to be recorded and waited for."""
+    reply = ChangeReply(goal_id=goal_id, updating=True)
+    return Accepted(changes=draft.changes(), reply=reply, subject=subject, goal_id=goal_id)
+
+
+def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = False) -> Accepted:
+    """Everything is as asked, or a goal that makes it so is under way."""
+    reply = ChangeReply(goal_id=goal_id or None, updating=updating)
+    return Accepted(changes=Changes(), reply=reply, subject=subject, goal_id=None)
+
+
+def retried(checkpoint: Checkpoint, request_id: str | None, subject: str) -> Accepted | None:
+    """The answer to a command that was accepted before under the same request id, or None.
+
+    Raises `BadField` for an id that is no name.
+    """
+    if request_id is None:
+        return None
+    check_name(request_id, "request_id")
+    goal_id = checkpoint.requests.get(request_id)
+    goal = None if goal_id is None else checkpoint.goals.get(goal_id)
+    if goal is None or goal.subject != subject:
+        return None
+    return nothing_to_do(subject, goal.goal_id, updating=True)
+
+
+def new_goal(
+    draft: Draft,
+    kind: GoalKind,
+    subject: str,
+    owns: Sequence[str],
+    now: float,
+    *,
+    request_id: str | None = None,
+) -> GoalId:
+    """A pending goal; pending ones that it replaces end SUPERSEDED.
+
+    A change of one part of something larger that is pending (a deployment of an application that is being deployed)
+    becomes a goal of the whole, so that the rest is not forgotten.
+    """
+    replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
+    for goal_id in sorted(replaced, key=number_of):
+        former = draft.pending[goal_id]
+        is_part = former.kind is GoalKind.APPLICATION and backend_keys(owns) < backend_keys(former.owns)
+        if is_part and kind is GoalKind.DEPLOY:
+            kind, subject, owns = former.kind, former.subject, former.owns
+    if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
+        raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
+    goal_id = draft.next_goal_id()
+    for former_id in sorted(replaced, key=number_of):
+        former = draft.pending[former_id]
+        if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
+            end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
+    draft.put(
+        Goal(
+            goal_id=goal_id,
+            kind=kind,
+            subject=subject,
+            owns=list(owns),
+            status=GoalStatus.PENDING,
+            created_at=now,
+            request_id=request_id,
+        )
+    )
+    return goal_id
+
+
+def backend_keys(owns: Sequence[str]) -> set[str]:
+    """The keys of backends among what a goal owns."""
+    prefix = backend_key("")  # type: ignore[arg-type]  # the empty tag gives what all keys begin with
+    return {key for key in owns if key.startswith(prefix)}

@@ -1,0 +1,179 @@
+"""Applications: groups of deployments with one ingress, changed together or not at all."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.errors import BadField, Conflict, LimitReached
+from serve_common.names import BackendTag, EndpointTag, check_name, check_route
+from serve_common.wires.commands import DeleteApplication, DeployApplication
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do, retried
+from serve_controller.core.commands.deployments import (
+    check_is_deployment,
+    check_route_free,
+    check_unused,
+    give_up,
+    is_deployed_as,
+    put_deployment,
+)
+from serve_controller.core.commands.versions import (
+    Wanted,
+    check_methods,
+    check_room_for_backends,
+    check_wanted,
+    make_backend,
+)
+from serve_controller.core.objects import (
+    Application,
+    ApplicationVersion,
+    EndpointConfig,
+    GoalKind,
+    application_owned,
+    deployment_owned,
+)
+
+DEPLOYMENTS_MAX = 100
+"""Of one application: what must be recorded at once stays bounded."""
+
+
+def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: float) -> Accepted:
+    """See `DeployApplication`."""
+    name = check_name(command.name, "name")
+    parts = _checked_parts(command)
+    again = retried(checkpoint, command.request_id, name)
+    if again is not None:
+        return again
+    for index, tag in enumerate(parts):
+        check_is_deployment(checkpoint, tag, f"deployments[{index}].name")
+    route = None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix")
+    methods = check_methods(command.methods)
+    ingress = BackendTag(f"{name}/{command.ingress}")
+    check_route_free(checkpoint, route, EndpointTag(ingress), "route_prefix")
+    existing = checkpoint.applications.get(name)
+    if existing is None:
+        _check_name_free(checkpoint, name, set(parts))
+    check_room_for_backends(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
+    target = ApplicationVersion(ingress=ingress, deployments=sorted(parts))
+    configs = {
+        tag: EndpointConfig(route=route if tag == ingress else None, methods=methods, traffic={tag: 1.0})
+        for tag in parts
+    }
+    if existing is not None and _is_same(checkpoint, existing, target, parts, configs):
+        return nothing_to_do(name, existing.goal_id)
+    left_out = _left_out(existing, target)
+    for tag in left_out:
+        check_unused(checkpoint, tag, {EndpointTag(tag)})
+    draft = Draft(checkpoint)
+    owns = [
+        application_owned(name),
+        *(key for tag in (*target.deployments, *left_out) for key in deployment_owned(tag)),
+    ]
+    goal_id = new_goal(draft, GoalKind.APPLICATION, name, owns, now, request_id=command.request_id)
+    draft.put(
+        Application(
+            name=name,
+            goal_id=goal_id,
+            target=target,
+            # What a goal that was replaced had left out goes away with this one.
+            last_good=_known(existing, left_out),
+        )
+    )
+    for tag, wanted in parts.items():
+        backend = checkpoint.backends.get(tag)
+        if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
+            draft.put(make_backend(backend, tag, goal_id, wanted))
+        else:
+            draft.put(msgspec.structs.replace(backend, goal_id=goal_id))
+        put_deployment(draft, tag, configs[tag], now, name)
+    return changed(draft, name, goal_id)
+
+
+def _checked_parts(command: DeployApplication) -> dict[BackendTag, Wanted]:
+    if not command.deployments:
+        raise BadField("deployments", "must not be empty")
+    if len(command.deployments) > DEPLOYMENTS_MAX:
+        raise LimitReached(
+            f"deployments: {len(command.deployments)} are given; at most {DEPLOYMENTS_MAX} may be"
+        )
+    parts: dict[BackendTag, Wanted] = {}
+    for index, spec in enumerate(command.deployments):
+        at = f"deployments[{index}]."
+        tag = BackendTag(f"{command.name}/{check_name(spec.name, f'{at}name')}")
+        if tag in parts:
+            raise BadField(f"{at}name", f"{spec.name!r} is given twice")
+        parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
+        check_wanted(parts[tag], at)
+    if BackendTag(f"{command.name}/{command.ingress}") not in parts:
+        raise BadField("ingress", f"{command.ingress[:100]!r} is none of the deployments")
+    return parts
+
+
+def _check_name_free(checkpoint: Checkpoint, name: str, tags: set[BackendTag]) -> None:
+    """A new application takes over the deployments of its name that were deployed one by one, if it names them all."""
+    prefix = f"{name}/"
+    for tag, deployment in sorted(checkpoint.deployments.items()):
+        if deployment.ended_at is None and tag.startswith(prefix) and tag not in tags:
+            raise Conflict(f"name: the deployment {tag!r} has this application's name and is not part of it")
+
+
+def _left_out(existing: Application | None, target: ApplicationVersion) -> list[BackendTag]:
+    if existing is None:
+        return []
+    known = {*existing.target.deployments}
+    if existing.last_good is not None:
+        known |= {*existing.last_good.deployments}
+    return sorted(known - {*target.deployments})
+
+
+def _known(existing: Application | None, left_out: list[BackendTag]) -> ApplicationVersion | None:
+    """What last succeeded, with everything that is there and is to go away."""
+    if existing is None or existing.deleting:
+        return None
+    base = existing.last_good
+    if base is None:
+        return None if not left_out else existing.target
+    return msgspec.structs.replace(base, deployments=sorted({*base.deployments, *left_out}))
+
+
+def _is_same(
+    checkpoint: Checkpoint,
+    existing: Application,
+    target: ApplicationVersion,
+    parts: dict[BackendTag, Wanted],
+    configs: dict[BackendTag, EndpointConfig],
+) -> bool:
+    goal = checkpoint.goals.get(existing.goal_id)
+    if existing.deleting or existing.target != target:
+        return False
+    if goal is not None and goal.status is GoalStatus.FAILED:
+        return False
+    for tag, wanted in parts.items():
+        backend = checkpoint.backends.get(tag)
+        if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
+            return False
+    return True
+
+
+def delete_application(checkpoint: Checkpoint, command: DeleteApplication, now: float) -> Accepted:
+    """See `DeleteApplication`."""
+    name = check_name(command.name, "name")
+    existing = checkpoint.applications.get(name)
+    if existing is None:
+        return nothing_to_do(name, None)
+    if existing.deleting:
+        return nothing_to_do(name, existing.goal_id, updating=True)
+    tags = sorted({*existing.target.deployments, *_left_out(existing, existing.target)})
+    own = {EndpointTag(tag) for tag in tags}
+    for tag in tags:
+        check_unused(checkpoint, tag, own)
+    draft = Draft(checkpoint)
+    owns = [application_owned(name), *(key for tag in tags for key in deployment_owned(tag))]
+    goal_id = new_goal(draft, GoalKind.DELETE, name, owns, now)
+    draft.put(msgspec.structs.replace(existing, goal_id=goal_id, deleting=True))
+    for tag in tags:
+        backend = draft.backends.get(tag)
+        if backend is not None:
+            give_up(draft, backend, goal_id)
+    return changed(draft, name, goal_id)

@@ -1,0 +1,83 @@
+"""Backends that are made by themselves, for endpoints to split traffic over."""
+
+from __future__ import annotations
+
+from serve_common.errors import Conflict, NotFound
+from serve_common.names import deployment_tag
+from serve_common.subjects import backend_key
+from serve_common.values import merged
+from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.deployments import check_unused, give_up
+from serve_controller.core.commands.versions import (
+    Wanted,
+    check_room_for_backends,
+    check_wanted,
+    is_as_wanted,
+    make_backend,
+)
+from serve_controller.core.objects import GoalKind, deployment_owned
+
+_FIELD = "backend_tag"
+
+
+def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -> Accepted:
+    """See `CreateBackend`."""
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
+    check_wanted(wanted)
+    deployment = checkpoint.deployments.get(tag)
+    if deployment is not None and deployment.ended_at is None:
+        raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use deploy or update_backend_config")
+    existing = checkpoint.backends.get(tag)
+    if existing is None:
+        check_room_for_backends(checkpoint, 1)
+    else:
+        goal = checkpoint.goals.get(existing.goal_id)
+        has_failed = goal is not None and goal.status is GoalStatus.FAILED
+        if not has_failed and is_as_wanted(existing, wanted):
+            return nothing_to_do(tag, existing.goal_id)
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, [backend_key(tag)], now)
+    draft.put(make_backend(existing, tag, goal_id, wanted))
+    return changed(draft, tag, goal_id)
+
+
+def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -> Accepted:
+    """See `DeleteBackend`."""
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    existing = checkpoint.backends.get(tag)
+    if existing is None:
+        return nothing_to_do(tag, None)
+    if existing.deleting and (existing.force_kill or not command.force_kill):
+        return nothing_to_do(tag, existing.goal_id, updating=True)
+    check_unused(checkpoint, tag, set())
+    draft = Draft(checkpoint)
+    goal_id = existing.goal_id
+    if not existing.deleting:
+        goal_id = new_goal(draft, GoalKind.DELETE, tag, [backend_key(tag)], now)
+    give_up(draft, existing, goal_id, force_kill=command.force_kill)
+    return changed(draft, tag, goal_id)
+
+
+def update_backend_config(checkpoint: Checkpoint, command: UpdateBackendConfig, now: float) -> Accepted:
+    """See `UpdateBackendConfig`."""
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    existing = checkpoint.backends.get(tag)
+    if existing is None or existing.deleting:
+        raise NotFound(f"{_FIELD}: there is no backend {command.backend_tag[:100]!r}")
+    target = existing.target
+    config = merged(target.backend_config, command.config, "config")
+    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True)
+    check_wanted(wanted)
+    if is_as_wanted(existing, wanted):
+        return nothing_to_do(tag, existing.goal_id)
+    draft = Draft(checkpoint)
+    deployment = checkpoint.deployments.get(tag)
+    is_deployment = deployment is not None and deployment.ended_at is None
+    owns = deployment_owned(tag) if is_deployment else [backend_key(tag)]
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now)
+    draft.put(make_backend(existing, tag, goal_id, wanted))
+    return changed(draft, tag, goal_id)

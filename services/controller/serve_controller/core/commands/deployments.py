@@ -1,0 +1,226 @@
+"""Deployments: a backend and the endpoint of its tag, made and deleted together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.errors import Conflict
+from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
+from serve_common.wires.commands import DeleteDeployment, Deploy
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do, retried
+from serve_controller.core.commands.versions import (
+    Wanted,
+    check_methods,
+    check_room_for_backends,
+    check_wanted,
+    is_as_wanted,
+    make_backend,
+)
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    Deployment,
+    Endpoint,
+    EndpointConfig,
+    GoalKind,
+    deployment_owned,
+)
+
+
+def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
+    """See `Deploy`."""
+    tag = deployment_tag(command.name)
+    wanted = Wanted(
+        command.replica_config, command.backend_config, command.version, command.version is not None
+    )
+    check_wanted(wanted)
+    config = EndpointConfig(
+        route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
+        methods=check_methods(command.methods),
+        traffic={tag: 1.0},
+    )
+    again = retried(checkpoint, command.request_id, tag)
+    if again is not None:
+        return again
+    check_is_deployment(checkpoint, tag)
+    check_route_free(checkpoint, config.route, EndpointTag(tag), "route_prefix")
+    existing = checkpoint.backends.get(tag)
+    _check_prev_version(existing, command)
+    if existing is None:
+        check_room_for_backends(checkpoint, 1)
+    elif not _has_failed(checkpoint, existing) and is_deployed_as(checkpoint, existing, wanted, config):
+        return nothing_to_do(tag, existing.goal_id)
+    draft = Draft(checkpoint)
+    owns = deployment_owned(tag)
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now, request_id=command.request_id)
+    draft.put(make_backend(existing, tag, goal_id, wanted))
+    put_deployment(draft, tag, config, now)
+    return changed(draft, tag, goal_id)
+
+
+def put_deployment(
+    draft: Draft, tag: BackendTag, config: EndpointConfig, now: float, application: str | None = None
+) -> None:
+    """Make the endpoint of a deployment be ``config``, and remember that it is one.
+
+    ``application`` None: it stays in the application that it is in, or joins the one of its tag when that exists.
+    """
+    endpoint = draft.endpoints.get(EndpointTag(tag))
+    shadows = {} if endpoint is None else endpoint.target.shadows
+    draft.put(
+        Endpoint(
+            endpoint_tag=EndpointTag(tag),
+            target=msgspec.structs.replace(config, shadows=shadows),
+            last_good=None if endpoint is None else endpoint.last_good,
+        )
+    )
+    known = draft.deployments.get(tag)
+    if known is not None and known.ended_at is None:
+        application = known.application if application is None else application
+        draft.put(msgspec.structs.replace(known, application=application))
+        return
+    name = tag.partition("/")[0]
+    if application is None:
+        application = _joined(draft, name, tag)
+    draft.put(Deployment(tag=tag, application=application, started_at=now))
+
+
+def _joined(draft: Draft, name: str, tag: BackendTag) -> str:
+    """A deployment that is deployed by itself under the name of an application becomes part of it."""
+    application = draft.applications.get(name)
+    if application is None or application.deleting:
+        return ""
+
+    def joined(application: Application) -> Application:
+        target = application.target
+        last_good = application.last_good
+        return msgspec.structs.replace(
+            application,
+            target=msgspec.structs.replace(target, deployments=[*target.deployments, tag]),
+            last_good=None
+            if last_good is None
+            else msgspec.structs.replace(last_good, deployments=[*last_good.deployments, tag]),
+        )
+
+    if tag not in application.target.deployments:
+        draft.put(joined(application))
+    return name
+
+
+def _check_prev_version(existing: Backend | None, command: Deploy) -> None:
+    if command.prev_version is None:
+        return
+    if existing is None or existing.deleting:
+        raise Conflict(f"prev_version: {command.prev_version[:200]!r} was expected, and nothing is deployed")
+    if existing.target.version != command.prev_version:
+        known = existing.target.version
+        running = "an unversioned one" if known is None else repr(known)
+        raise Conflict(
+            f"prev_version: {command.prev_version[:200]!r} was expected, and {running} is deployed"
+        )
+
+
+def check_is_deployment(checkpoint: Checkpoint, tag: BackendTag, field: str = "name") -> None:
+    """Raise `Conflict` when a backend or an endpoint that was made by itself has the name."""
+    known = checkpoint.deployments.get(tag)
+    if known is not None and known.ended_at is None:
+        return
+    if tag in checkpoint.backends:
+        raise Conflict(f"{field}: {tag!r} is a backend that was made by create_backend; choose another name")
+    if EndpointTag(tag) in checkpoint.endpoints:
+        raise Conflict(
+            f"{field}: {tag!r} is an endpoint that was made by create_endpoint; choose another name"
+        )
+
+
+def check_route_free(checkpoint: Checkpoint, route: str | None, of: EndpointTag, field: str) -> None:
+    """Raise `Conflict` when another endpoint has the route, or may take it back when its pending goal fails."""
+    if route is None:
+        return
+    other = checkpoint.routes.get(route)
+    if other is not None and other != of:
+        raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}")
+
+
+def _has_failed(checkpoint: Checkpoint, backend: Backend) -> bool:
+    """The newest goal is a failed attempt at something: what is asked now is not answered with its failure."""
+    goal = checkpoint.goals.get(backend.goal_id)
+    return goal is not None and goal.status is GoalStatus.FAILED
+
+
+def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, config: EndpointConfig) -> bool:
+    """Whether a deployment is this already."""
+    endpoint = checkpoint.endpoints.get(EndpointTag(existing.backend_tag))
+    if endpoint is None or not is_as_wanted(existing, wanted):
+        return False
+    return msgspec.structs.replace(endpoint.target, shadows={}) == config
+
+
+def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: float) -> Accepted:
+    """See `DeleteDeployment`."""
+    tag = deployment_tag(command.name)
+    existing = checkpoint.backends.get(tag)
+    if existing is None:
+        return nothing_to_do(tag, None)
+    check_is_deployment(checkpoint, tag)
+    if existing.deleting:
+        return nothing_to_do(tag, existing.goal_id, updating=True)
+    check_unused(checkpoint, tag, {EndpointTag(tag)})
+    draft = Draft(checkpoint)
+    owns = deployment_owned(tag)
+    application = draft.applications.get(draft.deployments[tag].application)
+    goal_id = new_goal(draft, GoalKind.DELETE, tag, owns, now)
+    if application is not None:
+        _leave(draft, application, tag)
+    give_up(draft, existing, goal_id)
+    return changed(draft, tag, goal_id)
+
+
+def _leave(draft: Draft, application: Application, tag: BackendTag) -> None:
+    """Take a deployment out of its application. The ingress cannot go alone."""
+    others = [t for t in application.target.deployments if t != tag]
+    if application.target.ingress == tag and others:
+        raise Conflict(
+            f"name: {tag!r} is the ingress of the application {application.name!r}; delete the application"
+        )
+    if not others:
+        draft.delete((Kind.APPLICATION, application.name))
+        return
+    last_good = application.last_good
+    draft.put(
+        msgspec.structs.replace(
+            application,
+            target=msgspec.structs.replace(application.target, deployments=others),
+            last_good=None
+            if last_good is None
+            else msgspec.structs.replace(
+                last_good, deployments=[t for t in last_good.deployments if t != tag]
+            ),
+        )
+    )
+
+
+def check_unused(checkpoint: Checkpoint, tag: BackendTag, but: set[EndpointTag]) -> None:
+    """Raise `Conflict` while another endpoint sends or copies traffic to a backend."""
+    for endpoint_tag in sorted(checkpoint.used_by.get(tag, {})):
+        if endpoint_tag not in but:
+            raise Conflict(f"{tag!r} is used by the endpoint {endpoint_tag!r}: change its traffic first")
+
+
+def give_up(draft: Draft, backend: Backend, goal_id: GoalId, *, force_kill: bool = False) -> None:
+    """Mark a backend as deleted, and its deployment's endpoint with it."""
+    tag = backend.backend_tag
+    draft.put(
+        msgspec.structs.replace(
+            backend, goal_id=goal_id, deleting=True, force_kill=backend.force_kill or force_kill
+        )
+    )
+    deployment = draft.deployments.get(tag)
+    endpoint = draft.endpoints.get(EndpointTag(tag))
+    if deployment is not None and deployment.ended_at is None:
+        if endpoint is not None:
+            draft.put(msgspec.structs.replace(deployment, ended_route=endpoint.target.route))
+        draft.delete((Kind.ENDPOINT, tag))

@@ -1,0 +1,139 @@
+"""Endpoints that are made by themselves, and the traffic of any endpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
+from serve_common.subjects import endpoint_key
+from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint, SetTraffic, ShadowTraffic
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.deployments import check_route_free
+from serve_controller.core.commands.versions import check_methods
+from serve_controller.core.objects import Endpoint, EndpointConfig, GoalKind
+
+NUM_ENDPOINTS_MAX = 10_000
+SPLIT_MAX = 100
+"""Backends that one endpoint sends or copies requests to."""
+_SUM_PLAY = 1e-6
+
+
+def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float) -> Accepted:
+    """See `CreateEndpoint`."""
+    tag = _tag(command.endpoint)
+    config = EndpointConfig(
+        route=None if command.route is None else check_route(command.route, "route"),
+        methods=check_methods(command.methods),
+        traffic=_checked_weights(checkpoint, command.traffic, "traffic"),
+    )
+    existing = checkpoint.endpoints.get(tag)
+    if existing is not None:
+        if msgspec.structs.replace(existing.target, shadows={}) == config and not _is_deployments(
+            checkpoint, tag
+        ):
+            return nothing_to_do(tag, existing.goal_id)
+        raise Conflict(f"endpoint: {tag!r} exists already, with another route, methods or traffic")
+    check_route_free(checkpoint, config.route, tag, "route")
+    if len(checkpoint.endpoints) >= NUM_ENDPOINTS_MAX:
+        raise LimitReached(f"there are {NUM_ENDPOINTS_MAX} endpoints already")
+    return _changed(checkpoint, Endpoint(endpoint_tag=tag, target=config, last_good=None), now)
+
+
+def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float) -> Accepted:
+    """See `DeleteEndpoint`."""
+    tag = _tag(command.endpoint)
+    if tag not in checkpoint.endpoints:
+        return nothing_to_do(tag, None)
+    if _is_deployments(checkpoint, tag):
+        raise Conflict(f"endpoint: {tag!r} belongs to the deployment of that name; use delete_deployment")
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
+    draft.delete((Kind.ENDPOINT, tag))
+    return changed(draft, tag, goal_id)
+
+
+def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Accepted:
+    """See `SetTraffic`."""
+    endpoint = _existing(checkpoint, command.endpoint)
+    weights = _checked_weights(checkpoint, command.weights, "weights")
+    if weights == endpoint.target.traffic:
+        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
+    target = msgspec.structs.replace(endpoint.target, traffic=weights)
+    return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
+
+
+def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -> Accepted:
+    """See `ShadowTraffic`."""
+    endpoint = _existing(checkpoint, command.endpoint)
+    if not 0 <= command.proportion <= 1:
+        raise BadField("proportion", f"is {command.proportion:g}; it must be between 0 and 1")
+    tag = deployment_tag(command.backend_tag, "backend_tag")
+    shadows = dict(endpoint.target.shadows)
+    shadows.pop(tag, None)
+    if command.proportion > 0:
+        _check_backend(checkpoint, tag, "backend_tag")
+        shadows[tag] = command.proportion
+    if len(shadows) > SPLIT_MAX:
+        raise LimitReached(f"an endpoint has at most {SPLIT_MAX} shadows")
+    if shadows == endpoint.target.shadows:
+        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
+    target = msgspec.structs.replace(endpoint.target, shadows=shadows)
+    return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
+
+
+def _changed(checkpoint: Checkpoint, endpoint: Endpoint, now: float) -> Accepted:
+    tag = endpoint.endpoint_tag
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
+    draft.put(msgspec.structs.replace(endpoint, goal_id=goal_id))
+    return changed(draft, tag, goal_id)
+
+
+def _tag(name: str) -> EndpointTag:
+    return EndpointTag(deployment_tag(name, "endpoint"))
+
+
+def _existing(checkpoint: Checkpoint, name: str) -> Endpoint:
+    endpoint = checkpoint.endpoints.get(_tag(name))
+    if endpoint is None:
+        raise NotFound(f"endpoint: there is no endpoint {name[:100]!r}")
+    return endpoint
+
+
+def _is_deployments(checkpoint: Checkpoint, tag: EndpointTag) -> bool:
+    deployment = checkpoint.deployments.get(BackendTag(tag))
+    return deployment is not None and deployment.ended_at is None
+
+
+def _check_backend(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
+    backend = checkpoint.backends.get(tag)
+    if backend is None or backend.deleting:
+        raise NotFound(f"{field}: there is no backend {tag!r}")
+
+
+def _checked_weights(
+    checkpoint: Checkpoint, weights: Mapping[str, float], field: str
+) -> dict[BackendTag, float]:
+    if not weights:
+        raise BadField(field, "must name at least one backend")
+    if len(weights) > SPLIT_MAX:
+        raise BadField(field, f"names {len(weights)} backends; at most {SPLIT_MAX} are allowed")
+    checked: dict[BackendTag, float] = {}
+    for name, weight in weights.items():
+        tag = deployment_tag(name, field)
+        if not 0 <= weight <= 1:
+            raise BadField(f"{field}.{name[:100]}", f"is {weight:g}; it must be between 0 and 1")
+        if tag in checked:
+            raise BadField(f"{field}.{name[:100]}", "is named twice")
+        _check_backend(checkpoint, tag, f"{field}.{name[:100]}")
+        checked[tag] = weight
+    total = math.fsum(checked.values())
+    if abs(total - 1) > _SUM_PLAY:
+        raise BadField(field, f"sum to {total:g}; they must sum to 1")
+    return checked

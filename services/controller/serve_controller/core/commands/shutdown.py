@@ -1,0 +1,41 @@
+"""Emptying the whole system."""
+
+from __future__ import annotations
+
+from serve_common.names import BackendTag, GoalId
+from serve_common.subjects import endpoint_key
+from serve_common.wires.commands import ShutdownReply
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, new_goal
+from serve_controller.core.commands.deployments import give_up
+from serve_controller.core.objects import GoalKind, deployment_owned
+
+SUBJECT = "everything"
+
+
+def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
+    """See `Shutdown`. What is being deleted already is answered with the goal that does it."""
+    draft = Draft(checkpoint)
+    goal_ids: dict[GoalId, None] = {}
+    for name in sorted(draft.applications):
+        draft.delete((Kind.APPLICATION, name))
+    for tag in sorted(draft.backends):
+        backend = draft.backends[tag]
+        if backend.deleting:
+            goal_ids[backend.goal_id] = None
+            continue
+        goal_id = new_goal(draft, GoalKind.DELETE, tag, deployment_owned(tag), now)
+        give_up(draft, backend, goal_id)
+        goal_ids[goal_id] = None
+    for endpoint_tag in sorted(draft.endpoints):
+        owned = endpoint_key(endpoint_tag)
+        if BackendTag(endpoint_tag) not in draft.backends:
+            goal_ids[new_goal(draft, GoalKind.ROUTE, endpoint_tag, [owned], now)] = None
+        draft.delete((Kind.ENDPOINT, endpoint_tag))
+    return Accepted(
+        changes=draft.changes(),
+        reply=ShutdownReply(goal_ids=list(goal_ids)),
+        subject=SUBJECT,
+        goal_id=next(iter(goal_ids), None),
+    )

@@ -1,0 +1,153 @@
+"""What a backend becomes by a change: which parts of it a running replica must hear of, and which replace it.
+
+Why one place: what a change costs (nothing, a reconfigure, a restart) is a promise to users, whichever command made it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.errors import BadField, LimitReached
+from serve_common.names import BackendTag, GoalId
+from serve_common.values import (
+    METHODS,
+    BackendConfig,
+    ReplicaConfig,
+    check_backend_config,
+    check_replica_config,
+)
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Backend, BackendVersion
+
+NUM_BACKENDS_MAX = 10_000
+VERSION_LENGTH_MAX = 200
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a backend should be."""
+
+    replica_config: ReplicaConfig
+    backend_config: BackendConfig
+    version: str | None
+    is_same_code: bool
+    """Whether replicas of the present target may stay, provided that the replica configuration is the same too."""
+
+
+def check_wanted(wanted: Wanted, at: str = "") -> None:
+    """Raise `BadField` for what cannot be; ``at`` is put before the field's path."""
+    check_backend_config(wanted.backend_config, f"{at}backend_config")
+    check_replica_config(wanted.replica_config, f"{at}replica_config")
+    if wanted.version is not None and not 0 < len(wanted.version) <= VERSION_LENGTH_MAX:
+        raise BadField(f"{at}version", f"must have 1 to {VERSION_LENGTH_MAX} characters")
+
+
+def check_methods(methods: list[str]) -> list[str]:
+    """HTTP methods in their normal order. Raises `BadField`."""
+    if not methods:
+        raise BadField("methods", "must not be empty")
+    for index, method in enumerate(methods):
+        if method not in METHODS:
+            raise BadField(f"methods[{index}]", f"{method[:40]!r} is none of {', '.join(METHODS)}")
+    return sorted(set(methods))
+
+
+def check_room_for_backends(checkpoint: Checkpoint, more: int) -> None:
+    """Raise `LimitReached` when there would be too many."""
+    if len(checkpoint.backends) + more > NUM_BACKENDS_MAX:
+        raise LimitReached(
+            f"there are {len(checkpoint.backends)} backends; at most {NUM_BACKENDS_MAX} may be"
+        )
+
+
+def is_as_wanted(backend: Backend, wanted: Wanted) -> bool:
+    """Whether the target is this already."""
+    target = backend.target
+    return (
+        wanted.is_same_code
+        and not backend.deleting
+        and not backend.halted
+        and wanted.version == target.version
+        and wanted.replica_config == target.replica_config
+        and wanted.backend_config == target.backend_config
+    )
+
+
+def make_backend(existing: Backend | None, tag: BackendTag, goal_id: GoalId, wanted: Wanted) -> Backend:
+    """The backend with ``wanted`` as its target."""
+    if existing is not None:
+        return _changed(existing, goal_id, wanted)
+    return Backend(
+        backend_tag=tag,
+        goal_id=goal_id,
+        target=BackendVersion(
+            code_version=1,
+            config_version=1,
+            version=wanted.version,
+            replica_config=wanted.replica_config,
+            backend_config=wanted.backend_config,
+        ),
+        last_good=None,
+        newest_code_version=1,
+        newest_config_version=1,
+    )
+
+
+def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
+    target = existing.target
+    same_code = (
+        wanted.is_same_code
+        and wanted.version == target.version
+        and wanted.replica_config == target.replica_config
+        and not existing.halted
+    )
+    light = same_code and replica_part(wanted.backend_config) == replica_part(target.backend_config)
+    newest_code = existing.newest_code_version + (0 if same_code else 1)
+    newest_config = existing.newest_config_version + (0 if light else 1)
+    version = BackendVersion(
+        code_version=target.code_version if same_code else newest_code,
+        config_version=target.config_version if light else newest_config,
+        version=wanted.version,
+        replica_config=wanted.replica_config,
+        backend_config=wanted.backend_config,
+    )
+    others = existing.others if light else [*existing.others, target]
+    if existing.kept is not None:
+        others = [*others, existing.kept]
+    last_good = existing.last_good
+    if existing.deleting and last_good is not None:
+        # It was given up: should the new version fail, what was deleted must not come back.
+        others, last_good = [*others, last_good], None
+    return msgspec.structs.replace(
+        existing,
+        goal_id=goal_id,
+        target=version,
+        last_good=last_good,
+        kept=None,
+        others=others,
+        newest_code_version=newest_code,
+        newest_config_version=newest_config,
+        deleting=False,
+        force_kill=False,
+        halted=False,
+        start_failures=0,
+        last_error="",
+        retry_at=0.0,
+    )
+
+
+_DEFAULTS = BackendConfig()
+
+
+def replica_part(config: BackendConfig) -> BackendConfig:
+    """The configuration less what no replica needs to hear of."""
+    return msgspec.structs.replace(
+        config,
+        num_replicas=_DEFAULTS.num_replicas,
+        max_queued_requests=_DEFAULTS.max_queued_requests,
+        max_constructor_retry_count=_DEFAULTS.max_constructor_retry_count,
+        on_failure=_DEFAULTS.on_failure,
+        max_surge_percent=_DEFAULTS.max_surge_percent,
+        max_unavailable_percent=_DEFAULTS.max_unavailable_percent,
+        placement=_DEFAULTS.placement,
+        max_replicas_per_host=_DEFAULTS.max_replicas_per_host,
+    )

@@ -1,0 +1,221 @@
+"""What happened, told from what was recorded.
+
+Why from the changes alone: an event says what is durable, a decision does not have to remember to tell of itself, and
+whoever makes the same change again tells the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Reversible
+from typing import Final
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import EndpointTag, GoalId, HostId, ReplicaTag, backend_tag_of, deployment_tag
+from serve_common.subjects import backend_key, endpoint_key
+from serve_common.wires.views import EventView, GoalStatus, GoalView
+from serve_controller.core.changes import Changes, Kind
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.event_words import ReplicaWords, backend_news, cut, host_news, last_line
+from serve_controller.core.goals import number_of
+from serve_controller.core.objects import (
+    Backend,
+    CheckpointObject,
+    Goal,
+    HostRecord,
+    ProxyRecord,
+    Replica,
+    ReplicaState,
+    application_owned,
+    host_owned,
+)
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.views.goals import view_goal
+
+EVENTS_LIMIT_MAX: Final = 1000
+"""Events in one answer."""
+
+_Place = tuple[int, str, int]
+"""Of an event among those of one change: its rank, then the name and number of what it is about."""
+_GOAL_BEGAN, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
+
+
+def events_of(before: Checkpoint, after: Checkpoint, changes: Changes, now: float) -> list[EventView]:
+    """What ``changes``, which lead from ``before`` to ``after``, mean for people. The same always in the same order.
+
+    Goals that begin come first and goals that end last, so that what one brought about stands between.
+    """
+    told = _Telling(before, after, now)
+    for value in changes.puts:
+        told.of_put(value)
+    for kind, name in changes.deletes:
+        told.of_delete(kind, name)
+    return told.events()
+
+
+def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalId | None) -> EventView:
+    """A command that was accepted."""
+    message = cut(f"{verb} by {who}" if who else verb)
+    return EventView(at=now, kind="audit", subject=subject, message=message, state=verb, goal_id=goal_id)
+
+
+class _Telling:
+    """The events of one change, as they are found."""
+
+    def __init__(self, before: Checkpoint, after: Checkpoint, now: float) -> None:
+        self._before = before
+        self._after = after
+        self._now = now
+        self._words = ReplicaWords(before, after)
+        self._found: list[tuple[_Place, EventView]] = []
+
+    def events(self) -> list[EventView]:
+        """Everything found, in order."""
+        return [event for _, event in sorted(self._found, key=lambda found: found[0])]
+
+    def of_put(self, value: CheckpointObject) -> None:
+        """Find what the new value of an object means."""
+        match value:
+            case Goal():
+                self._goal(self._before.goals.get(value.goal_id), value)
+            case HostRecord():
+                for state, message in host_news(self._before.hosts.get(value.host_id), value):
+                    self._add((_HOST, value.host_id, 0), "host", state, message)
+            case ProxyRecord():
+                if value.proxy_id not in self._before.proxies:
+                    self._add((_PROXY, value.proxy_id, 0), "proxy", "live", "is heard of: goals wait for it")
+            case Backend():
+                self._backend(self._before.backends.get(value.backend_tag), value)
+            case Replica():
+                known = self._before.replicas_of(value.backend_tag).get(value.replica_tag)
+                if known is None or known.state is not value.state:
+                    self._replica(value, value.state, self._words.of_move(known, value))
+            case _:
+                return
+
+    def of_delete(self, kind: Kind, name: str) -> None:
+        """Find what it means that an object is gone."""
+        if kind is Kind.HOST:
+            self._add((_HOST, name, 0), "host", "forgotten", "is lost, runs nothing and is forgotten")
+        elif kind is Kind.PROXY:
+            self._add((_PROXY, name, 0), "proxy", "gone", "is silent or leaves: no goal waits for it")
+        elif kind is Kind.BACKEND:
+            self._add((_BACKEND, name, 0), "backend", "deleted", "its last replica is gone")
+        elif kind is Kind.REPLICA:
+            tag = ReplicaTag(name)
+            replica = self._before.replicas_of(backend_tag_of(tag)).get(tag)
+            if replica is not None:
+                self._replica(replica, ReplicaState.STOPPED, self._words.of_end(replica))
+
+    def _goal(self, known: Goal | None, goal: Goal) -> None:
+        about = f"{goal.kind.value} {goal.subject}".strip()
+        number, status = number_of(goal.goal_id), goal.status
+        if known is None:
+            place = (_GOAL_BEGAN, goal.goal_id, number)
+            self._add(place, "goal", GoalStatus.PENDING.value, about, goal_id=goal.goal_id)
+        if status is not (GoalStatus.PENDING if known is None else known.status):
+            line = last_line(goal.error)
+            place = (_GOAL_ENDED, goal.goal_id, number)
+            self._add(
+                place, "goal", status.value, f"{about}: {line}" if line else about, goal_id=goal.goal_id
+            )
+
+    def _backend(self, known: Backend | None, backend: Backend) -> None:
+        goal_id = backend.goal_id
+        goal = self._after.goals.get(goal_id)
+        has_failed = goal is not None and goal.status is GoalStatus.FAILED and goal_id in self._before.pending
+        for state, message in backend_news(known, backend, has_failed=has_failed):
+            self._add((_BACKEND, backend.backend_tag, 0), "backend", state, message, goal_id=goal_id)
+
+    def _replica(self, replica: Replica, state: ReplicaState, message: str) -> None:
+        tag = replica.backend_tag
+        backend = self._after.backends.get(tag) or self._before.backends.get(tag)
+        goal_id = None if backend is None else backend.goal_id
+        if goal_id is not None and goal_id not in self._before.pending and goal_id not in self._after.pending:
+            goal_id = None  # it is over: what happens now happens by itself
+        place = (_REPLICA, tag, replica.ordinal)
+        self._add(place, "replica", state.value, message, goal_id=goal_id, subject=replica.replica_tag)
+
+    def _add(
+        self,
+        place: _Place,
+        kind: str,
+        state: str,
+        message: str,
+        *,
+        goal_id: GoalId | None = None,
+        subject: str | None = None,
+    ) -> None:
+        event = EventView(
+            at=self._now,
+            kind=kind,
+            subject=place[1] if subject is None else subject,
+            message=cut(message),
+            state=state,
+            goal_id=goal_id,
+        )
+        # Goals are told in the order of their numbers, not of their names.
+        self._found.append(((place[0], "" if kind == "goal" else place[1], place[2]), event))
+
+
+def goal_progress(
+    checkpoint: Checkpoint,
+    observed: ObservedState,
+    goal_ids: Iterable[GoalId],
+    last_messages: Mapping[GoalId, str],
+) -> list[GoalView]:
+    """Those of the goals that wait for something else than ``last_messages`` says, in the order of their numbers.
+
+    Goals that ended or are forgotten are left out: their end is an event by itself. Messages are cut as events' are.
+    """
+    views = []
+    for goal_id in sorted(set(goal_ids), key=number_of):
+        if goal_id not in checkpoint.pending:
+            continue
+        view = view_goal(checkpoint, observed, goal_id)
+        view = msgspec.structs.replace(view, message=cut(view.message))
+        if view.message != last_messages.get(goal_id):
+            views.append(view)
+    return views
+
+
+def latest_events(
+    events: Reversible[EventView], checkpoint: Checkpoint, limit: int, subject: str | None
+) -> list[EventView]:
+    """The newest ``limit`` events, the oldest first, of those about ``subject`` (None: of all).
+
+    An event about a replica is also about its backend, and one about a goal also about what the goal is about, as long
+    as the goal is remembered.
+    """
+    is_meant = _about(subject, checkpoint) if subject is not None else (lambda _: True)
+    found: list[EventView] = []
+    for event in reversed(events):
+        if len(found) >= limit:
+            break
+        if is_meant(event):
+            found.append(event)
+    return found[::-1]
+
+
+def _about(subject: str, checkpoint: Checkpoint) -> Callable[[EventView], bool]:
+    names, owned = {subject}, {application_owned(subject), host_owned(HostId(subject))}
+    try:
+        tag = deployment_tag(subject)
+    except BadField:
+        pass  # a replica's tag, say
+    else:
+        names.add(tag)
+        owned |= {backend_key(tag), endpoint_key(EndpointTag(tag))}
+
+    def is_meant(event: EventView) -> bool:
+        if event.subject in names or event.goal_id == subject:
+            return True
+        if event.kind == "replica":
+            return backend_tag_of(ReplicaTag(event.subject)) in names
+        if event.kind == "goal":
+            goal = checkpoint.goals.get(GoalId(event.subject))
+            return goal is not None and (goal.subject in names or not owned.isdisjoint(goal.owns))
+        return False
+
+    return is_meant

@@ -1,0 +1,290 @@
+"""What a command would do, told before it is made.
+
+Why from two checkpoints: the command is decided as if it were in earnest, so it is refused for the same reasons, and
+what would follow is read off the difference between what is and what would be wanted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from immutables import Map
+
+from serve_common.names import BackendTag, HostId, replica_tag
+from serve_common.wires.views import PlannedAction, PlannedReplica, PlanView
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.differences import changed_names, code_change, config_change
+from serve_controller.core.event_words import cut
+from serve_controller.core.forecast_notes import notes_of
+from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.placement import Ledger
+from serve_controller.core.rollout import stop_rank
+from serve_controller.core.transitions import ROUTED, WANTED
+
+PLANNED_MAX: Final = 1_000
+"""Replicas that one answer names: it must fit one NATS message. A note counts them all."""
+NOTES_MAX: Final = 300
+WHY_LENGTH_MAX: Final = 300
+NOTE_LENGTH_MAX: Final = 500
+HOSTS_SHOWN_MAX: Final = 5
+
+
+def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now: float) -> PlanView:
+    """What the command whose changes lead from ``before`` to ``after`` would do, once everything is as it asks."""
+    drained = _newly_drained(before, after)
+    moved = {replica.backend_tag for host_id in drained for replica in _on_host(after, host_id)}
+    dropped = _dropped(before, after)
+    tags = {*changed_names(before.backends, after.backends), *moved, *dropped}
+    plans = [_BackendPlan(before, after, tag, drained, dropped.get(tag, "")) for tag in sorted(tags)]
+    replicas = [replica for plan in plans for replica in plan.replicas()]
+    notes = notes_of(before, after, {plan.tag for plan in plans if plan.replicas()})
+    notes += _room_notes(after, plans, observed, now)
+    if len(replicas) > PLANNED_MAX:
+        counts = ", ".join(f"{sum(r.action is a for r in replicas)} to {a.value}" for a in PlannedAction)
+        notes.insert(0, f"only the first {PLANNED_MAX} of {len(replicas)} replicas are named: {counts}")
+    if len(notes) > NOTES_MAX:
+        notes[NOTES_MAX:] = [f"and {len(notes) - NOTES_MAX} more notes"]
+    return PlanView(
+        updating=bool(replicas or notes) or _differs(before, after),
+        replicas=replicas[:PLANNED_MAX],
+        notes=[cut(note, NOTE_LENGTH_MAX) for note in notes],
+    )
+
+
+def _differs(before: Checkpoint, after: Checkpoint) -> bool:
+    """Whether anything was decided at all."""
+    return (
+        bool(changed_names(before.backends, after.backends))
+        or bool(changed_names(before.endpoints, after.endpoints))
+        or bool(changed_names(before.applications, after.applications))
+        or before.http != after.http
+    )
+
+
+def _newly_drained(before: Checkpoint, after: Checkpoint) -> set[HostId]:
+    hosts = set()
+    for host_id in changed_names(before.hosts, after.hosts):
+        known, host = before.hosts.get(host_id), after.hosts.get(host_id)
+        if host is not None and host.draining and not (known is not None and known.draining):
+            hosts.add(host_id)
+    return hosts
+
+
+def _dropped(before: Checkpoint, after: Checkpoint) -> dict[BackendTag, str]:
+    """Deployments that an application no longer has, and its name: they go once the rest of it runs."""
+    dropped = {}
+    for name in changed_names(before.applications, after.applications):
+        application = after.applications.get(name)
+        if application is not None and not application.deleting and application.last_good is not None:
+            left_out = set(application.last_good.deployments) - set(application.target.deployments)
+            dropped.update(dict.fromkeys(left_out, name))
+    return dropped
+
+
+def _on_host(checkpoint: Checkpoint, host_id: HostId) -> Iterable[Replica]:
+    replicas = checkpoint.by_host.get(host_id, Map()).values()
+    return (replica for replica in replicas if replica.state in WANTED)
+
+
+class _BackendPlan:
+    """What would become of one backend's replicas."""
+
+    def __init__(
+        self,
+        before: Checkpoint,
+        after: Checkpoint,
+        tag: BackendTag,
+        drained: Collection[HostId],
+        dropped_by: str,
+    ) -> None:
+        self.tag = tag
+        self.starts: list[PlannedReplica] = []
+        self.stops: list[PlannedReplica] = []
+        self._reconfigured: list[PlannedReplica] = []
+        self._hosts = after.hosts
+        self._known = before.backends.get(tag)
+        self._is_deployment = tag in before.deployments or tag in after.deployments
+        self._running = sorted(
+            (r for r in before.replicas_of(tag).values() if r.state in WANTED), key=lambda r: r.ordinal
+        )
+        backend = after.backends.get(tag)
+        if backend is None or backend.deleting:
+            if self._known is not None and not self._known.deleting:
+                self._stop(self._running, f"{self._what} goes away")
+        elif dropped_by:
+            self._stop(self._running, f"the application {dropped_by} has it no longer")
+        elif self._known is None or _aim(self._known) != _aim(backend):
+            self._follow(self._known, backend)
+        elif not backend.halted:
+            self._empty(drained)
+
+    @property
+    def _what(self) -> str:
+        return "the deployment" if self._is_deployment else "the backend"
+
+    def replicas(self) -> list[PlannedReplica]:
+        """Everything that would happen, in order."""
+        return [*self.starts, *self.stops, *self._reconfigured]
+
+    def _follow(self, known: Backend | None, backend: Backend) -> None:
+        """Plan for what is wanted now, by the rules of the rollout."""
+        target = backend.target
+        stay: list[Replica] = []
+        num_moved = 0
+        for replica in self._running:
+            was = _version_of(known, replica)
+            if not _serves(backend, replica):
+                self._stop([replica], f"{self._what} is new" if was is None else code_change(was, target))
+            elif self._is_draining(replica):
+                self._stop([replica], f"the host {replica.host_id} is drained")
+                num_moved += 1
+            else:
+                stay.append(replica)
+        surplus = len(stay) - backend.num_wanted
+        if surplus > 0:
+            stay.sort(key=stop_rank)
+            why = _num_change(known, backend) or f"{backend.num_wanted} replicas are wanted"
+            self._stop(stay[:surplus], why)
+            stay = sorted(stay[surplus:], key=lambda r: r.ordinal)
+        else:
+            self._start_missing(known, backend, -surplus, num_moved)
+        for replica in stay:
+            if _must_hear(backend, replica):
+                was = _version_of(known, replica)
+                why = "a newer configuration" if was is None else config_change(was, target)
+                self._reconfigured.append(self._planned(PlannedAction.RECONFIGURE, replica, why))
+
+    def _start_missing(self, known: Backend | None, backend: Backend, missing: int, num_moved: int) -> None:
+        if known is None:
+            self._start(missing, f"{self._what} is new")
+        elif known.deleting:
+            self._start(missing, f"{self._what} is made again")
+        elif known.target.code_version != backend.target.code_version:
+            self._start(missing, code_change(known.target, backend.target))
+        else:
+            added = min(max(backend.num_wanted - known.num_wanted, 0), missing)
+            moved = min(num_moved, missing - added)
+            self._start(moved, "instead of one on a host that is drained")
+            self._start(missing - added - moved, "is missing already, whatever the command changes")
+            self._start(added, _num_change(known, backend))
+
+    def _empty(self, drained: Collection[HostId]) -> None:
+        """Plan for hosts that are drained: what is wanted is started elsewhere first."""
+        for replica in self._running:
+            if replica.host_id in drained:
+                why = f"the host {replica.host_id} is drained"
+                self._start(1, f"{why}: instead of {replica.replica_tag}")
+                self._stop([replica], why)
+
+    def _is_draining(self, replica: Replica) -> bool:
+        host = None if replica.host_id is None else self._hosts.get(replica.host_id)
+        return host is not None and host.draining
+
+    def _start(self, count: int, why: str) -> None:
+        self.starts += [self._planned(PlannedAction.START, None, why)] * count
+
+    def _stop(self, replicas: Iterable[Replica], why: str) -> None:
+        self.stops += [self._planned(PlannedAction.STOP, replica, why) for replica in replicas]
+
+    def _planned(self, action: PlannedAction, replica: Replica | None, why: str) -> PlannedReplica:
+        return PlannedReplica(
+            action=action,
+            backend_tag=self.tag,
+            replica_tag=None if replica is None else replica.replica_tag,
+            why=cut(why, WHY_LENGTH_MAX),
+        )
+
+
+def _aim(backend: Backend) -> object:
+    """What of a backend decides on its replicas."""
+    return backend.target, backend.deleting, backend.halted, backend.kept
+
+
+def _serves(backend: Backend, replica: Replica) -> bool:
+    """Whether the replica runs what is wanted, or what a failed update left and is kept."""
+    if replica.code_version == backend.target.code_version:
+        return True
+    kept = backend.kept
+    return kept is not None and replica.code_version == kept.code_version and replica.state in ROUTED
+
+
+def _must_hear(backend: Backend, replica: Replica) -> bool:
+    """Whether the replica runs, or starts, with another configuration than is wanted, and is to take that."""
+    if replica.state is ReplicaState.SHOULD_START or replica.code_version != backend.target.code_version:
+        return False
+    is_kept = backend.kept is not None and replica.config_version == backend.kept.config_version
+    return replica.config_version != backend.target.config_version and not is_kept
+
+
+def _version_of(known: Backend | None, replica: Replica) -> BackendVersion | None:
+    if known is None:
+        return None
+    same_code = (v for v in known.versions() if v.code_version == replica.code_version)
+    return known.version_of(replica.config_version) or next(same_code, None)
+
+
+def _num_change(known: Backend | None, backend: Backend) -> str:
+    """Why more or fewer replicas are wanted; empty when they are not."""
+    if known is None or known.num_wanted == backend.num_wanted:
+        return ""
+    return f"num_replicas {known.num_wanted} → {backend.num_wanted}"
+
+
+def _room_notes(
+    after: Checkpoint, plans: Iterable[_BackendPlan], observed: ObservedState, now: float
+) -> list[str]:
+    """How many of the new replicas would fit where, beside everything that runs now."""
+    draft = Draft(after)
+    ledger = Ledger(draft, observed, now)
+    notes = []
+    for plan in plans:
+        if not plan.starts:
+            continue
+        count, version = len(plan.starts), after.backends[plan.tag].target
+        where = _place(draft, ledger, plan.tag, version, count)
+        fit = sum(where.values())
+        new = f"{count} new replica{'s' if count > 1 else ''}"
+        if fit == count:
+            notes.append(f"{plan.tag}: there is room for {new}: {_shown_hosts(where)}")
+            continue
+        room = f"there is room for {fit} of {new}" + (f" ({_shown_hosts(where)})" if fit else "")
+        wait = "the others wait, also for the room of those that stop" if plan.stops else "the others wait"
+        notes.append(f"{plan.tag}: {room}; {wait}: {ledger.why_not(plan.tag, version)}")
+    return notes
+
+
+def _place(
+    draft: Draft, ledger: Ledger, tag: BackendTag, version: BackendVersion, count: int
+) -> Counter[HostId]:
+    """Put so many replicas into the draft as have room, so that the next backend's see what these take."""
+    placer = ledger.placer(tag, version)
+    where: Counter[HostId] = Counter()
+    for _ in range(count):
+        host_id = placer.place()
+        if host_id is None:
+            break
+        where[host_id] += 1
+        draft.put(
+            Replica(
+                replica_tag=replica_tag(tag, draft.next_ordinal()),
+                backend_tag=tag,
+                code_version=version.code_version,
+                config_version=version.config_version,
+                state=ReplicaState.STARTING,
+                since=0.0,
+                host_id=host_id,
+                needs=placer.needs,
+                goal_bytes=placer.goal_bytes,
+            )
+        )
+    return where
+
+
+def _shown_hosts(where: Counter[HostId]) -> str:
+    hosts = sorted(where)
+    shown = [f"{where[host_id]} on {host_id}" for host_id in hosts[:HOSTS_SHOWN_MAX]]
+    more = len(hosts) - HOSTS_SHOWN_MAX
+    return ", ".join(shown) + (f" and more on {more} others" if more > 0 else "")

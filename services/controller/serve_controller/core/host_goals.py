@@ -1,0 +1,97 @@
+"""Whole goals for hosts: everything that one of them should run, sent until it says that it obeys."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+
+import msgspec
+
+from serve_common.names import HostId
+from serve_common.wires.host import HostGoal, ReplicaGoal
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Replica
+from serve_controller.core.observed import GOAL_RESEND_AFTER_S, HostStatus, ObservedState, host_status
+from serve_controller.core.transitions import IN_HOST_GOAL
+
+
+class SendHostGoal(msgspec.Struct, frozen=True):
+    """Send a host everything it should run. May be performed twice."""
+
+    goal: HostGoal
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """One backend's or host's part of the plan could not be made; the others' were."""
+
+    about: str
+    """The backend's tag or the host's id."""
+    error: str
+
+
+class DueTime(msgspec.Struct, frozen=True):
+    """When time alone makes a look at something necessary."""
+
+    at: float
+    subject: tuple[str, str]
+    """``backend`` or ``host_goal``, and its name."""
+
+
+def send_host_goals(
+    checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, host_ids: Iterable[HostId]
+) -> tuple[list[SendHostGoal], list[DueTime], list[Fault]]:
+    """Goals for those of the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`."""
+    actions: list[SendHostGoal] = []
+    times: list[DueTime] = []
+    faults: list[Fault] = []
+    for host_id in sorted(host_ids):
+        host, record = observed.hosts.get(host_id), checkpoint.hosts.get(host_id)
+        if host is None or record is None or host_status(observed, host_id, now) is HostStatus.LOST:
+            continue
+        wanted = (epoch, record.generation)
+        if (host.report.epoch, host.report.generation) == wanted:
+            continue
+        resend_at = host.sent_at + GOAL_RESEND_AFTER_S
+        if host.sent == wanted and now < resend_at:
+            times.append(DueTime(resend_at, ("host_goal", host_id)))
+            continue
+        times.append(DueTime(now + GOAL_RESEND_AFTER_S, ("host_goal", host_id)))
+        try:
+            goal = _host_goal(checkpoint, host_id, wanted)
+        except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs it
+            # No goal at all: one that lacks a replica would end it.
+            faults.append(Fault(host_id, traceback.format_exc()))
+            continue
+        actions.append(SendHostGoal(goal))
+    return actions, times, faults
+
+
+def _host_goal(checkpoint: Checkpoint, host_id: HostId, number: tuple[int, int]) -> HostGoal:
+    known = checkpoint.by_host.get(host_id)
+    replicas = [] if known is None else sorted(known.values(), key=lambda r: r.replica_tag)
+    return HostGoal(
+        host_id=host_id,
+        epoch=number[0],
+        generation=number[1],
+        replicas=[_replica_goal(checkpoint, r) for r in replicas if r.state in IN_HOST_GOAL],
+        kill=[r.replica_tag for r in replicas if r.force_kill and r.state not in IN_HOST_GOAL],
+    )
+
+
+def _replica_goal(checkpoint: Checkpoint, replica: Replica) -> ReplicaGoal:
+    version = checkpoint.backends[replica.backend_tag].version_of(replica.config_version)
+    assert version is not None, f"{replica.replica_tag} runs a version that is forgotten"
+    config = version.backend_config
+    return ReplicaGoal(
+        replica_tag=replica.replica_tag,
+        backend_tag=replica.backend_tag,
+        replica_config=version.replica_config,
+        config_version=version.config_version,
+        user_config=config.user_config,
+        max_concurrent_queries=config.max_concurrent_queries,
+        graceful_shutdown_timeout_s=config.graceful_shutdown_timeout_s,
+        health_check_period_s=config.health_check_period_s,
+        health_check_timeout_s=config.health_check_timeout_s,
+        health_check_failure_threshold=config.health_check_failure_threshold,
+        start_timeout_s=config.start_timeout_s,
+    )

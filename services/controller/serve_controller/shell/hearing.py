@@ -1,0 +1,203 @@
+"""What a leader hears, and what the next plan must therefore look at.
+
+Why apart from the term: it is all soft state (reports, the bucket's content, times to look again), changed in place by
+whoever brings news, and none of it is ever recorded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from immutables import Map
+
+from serve_common.names import BackendTag, HostId, ProxyId
+from serve_common.wires.host import HostReport
+from serve_common.wires.proxy import ProxyReport
+from serve_controller.core.attention import (
+    EVERYTHING,
+    Agenda,
+    Attending,
+    Attention,
+    Silence,
+    of_host_report,
+    of_proxy_report,
+)
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.host_goals import DueTime
+from serve_controller.core.observed import (
+    ObservedState,
+    forget_silent,
+    observe_break,
+    observe_bucket,
+    observe_host,
+    observe_proxy,
+    observe_sent,
+)
+
+INBOX_MAX: Final = 50_000
+"""Reports that wait to be folded in; beyond it the oldest are dropped, and the next reports say it again."""
+TIDY_EVERY_S: Final = 60.0
+SWEEP_S: Final = 120.0
+"""Within this time everything is looked at once, whatever was heard."""
+SWEEP_STEP_S: Final = 1.0
+
+
+class Hearing:
+    """Soft knowledge of one term."""
+
+    def __init__(self, now: float) -> None:
+        """Begins with a look at everything, for nothing is known."""
+        self.observed = ObservedState(since=now)
+        self.attending = Attending()
+        self.attending.add(EVERYTHING)
+        self._agenda = Agenda()
+        self._silence = Silence()
+        self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
+        self._revisions: Map[str, int] = Map()
+        """The bucket's revision of each key, also of those that are gone."""
+        self._tidy_at = now + TIDY_EVERY_S
+        self._sweep_at = now + SWEEP_STEP_S
+        self._to_sweep: deque[Attention] = deque()
+
+    def hear(self, report: HostReport | ProxyReport, now: float) -> None:
+        """Take in a report; it is folded in by `fold`."""
+        self._inbox.append((now, report))
+
+    def hear_break(self, since: float | None) -> None:
+        """The bus went away (None) or came back at ``since``."""
+        self.observed = observe_break(self.observed, since)
+        self.attending.add(EVERYTHING)
+
+    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """Take in what the bucket holds: revision and snapshot id by key (None: the key is gone).
+
+        ``whole`` says that ``entries`` is all of it; otherwise entries that are older than what is known (the echo of
+        this leader's own writes) change nothing.
+        """
+        bucket: Map[str, int] | None = Map() if whole else self.observed.bucket
+        if bucket is None:
+            return
+        if whole:
+            self._revisions = Map()
+            self.attending.add(EVERYTHING)
+        changed: set[str] = set()
+        for key, (revision, snapshot_id) in entries.items():
+            if not whole and revision <= self._revisions.get(key, 0):
+                continue
+            self._revisions = self._revisions.set(key, revision)
+            if snapshot_id is not None:
+                bucket = bucket.set(key, snapshot_id)
+            elif key in bucket:
+                bucket = bucket.delete(key)
+            changed.add(key)
+        self.observed = observe_bucket(self.observed, bucket)
+        self.attending.add(Attention(keys=frozenset(changed), goals=bool(changed)))
+
+    def retracted(self, key: str) -> None:
+        """A key of the bucket was removed."""
+        bucket = self.observed.bucket
+        if bucket is not None and key in bucket:
+            self.observed = observe_bucket(self.observed, bucket.delete(key))
+
+    def sent(self, host_id: HostId, goal: tuple[int, int], now: float) -> None:
+        """A goal was sent to a host."""
+        self.observed = observe_sent(self.observed, host_id, goal, now)
+
+    def due(self, times: Iterable[DueTime]) -> None:
+        """Look again at these times."""
+        for time in times:
+            self._agenda.add(time.at, time.subject)
+
+    def next_at(self) -> float:
+        """When to look at the latest."""
+        at = self._agenda.next_at()
+        return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
+
+    def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
+        """Fold in everything that came, and say what to look at now."""
+        hosts: set[HostId] = set()
+        proxies: set[ProxyId] = set()
+        while self._inbox:
+            heard_at, report = self._inbox.popleft()
+            match report:
+                case HostReport():
+                    self._fold_host(report, heard_at)
+                    hosts.add(report.host_id)
+                case ProxyReport():
+                    self._fold_proxy(report, heard_at)
+                    proxies.add(report.proxy_id)
+        self._take_due(hosts, proxies, now)
+        if now >= self._tidy_at:
+            self._tidy(checkpoint, now)
+        if now >= self._sweep_at:
+            self._sweep(checkpoint, now)
+        attention = self.attending.take()
+        if attention.is_everything:
+            hosts.update(checkpoint.hosts, self.observed.hosts)
+            proxies.update(checkpoint.proxies, self.observed.proxies)
+        for host_id in hosts:
+            self.attending.add(self._silence.of_host(self.observed, host_id, now, self._agenda))
+        for proxy_id in proxies:
+            self.attending.add(self._silence.of_proxy(self.observed, proxy_id, now, self._agenda))
+        if self.attending.is_empty:
+            return attention
+        self.attending.add(attention)
+        return self.attending.take()
+
+    def _fold_host(self, report: HostReport, heard_at: float) -> None:
+        before = self.observed.hosts.get(report.host_id)
+        self.observed = observe_host(self.observed, report, heard_at)
+        after = self.observed.hosts[report.host_id]
+        if after is not before:
+            self.attending.add(of_host_report(before, after))
+
+    def _fold_proxy(self, report: ProxyReport, heard_at: float) -> None:
+        before = self.observed.proxies.get(report.proxy_id)
+        self.observed = observe_proxy(self.observed, report, heard_at)
+        after = self.observed.proxies[report.proxy_id]
+        if after is not before:
+            self.attending.add(of_proxy_report(before, after))
+
+    def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
+        for kind, name in self._agenda.pop_due(now):
+            match kind:
+                case "backend":
+                    self.attending.add(Attention(backends=frozenset({BackendTag(name)})))
+                case "host_goal":
+                    self.attending.add(Attention(hosts=frozenset({HostId(name)})))
+                case "host":
+                    hosts.add(HostId(name))
+                case "proxy":
+                    proxies.add(ProxyId(name))
+                case _:
+                    raise AssertionError(f"nothing is known of {kind}")
+
+    def _tidy(self, checkpoint: Checkpoint, now: float) -> None:
+        self._tidy_at = now + TIDY_EVERY_S
+        self.observed = forget_silent(self.observed, now)
+        self._silence.forget(
+            {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
+        )
+        self.attending.add(Attention(tidy=True))
+
+    def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
+        """Look at one more slice of everything; the last slices of a round may hold what is gone by now."""
+        self._sweep_at = now + SWEEP_STEP_S
+        if not self._to_sweep:
+            slices = int(SWEEP_S / SWEEP_STEP_S)
+            backends, endpoints = sorted(checkpoint.backends), sorted(checkpoint.endpoints)
+            hosts, keys = sorted(checkpoint.hosts), sorted(checkpoint.snapshots)
+            proxies = sorted({*checkpoint.proxies, *self.observed.proxies})
+            self._to_sweep.extend(
+                Attention(
+                    backends=frozenset(backends[n::slices]),
+                    endpoints=frozenset(endpoints[n::slices]),
+                    hosts=frozenset(hosts[n::slices]),
+                    proxies=frozenset(proxies[n::slices]),
+                    keys=frozenset(keys[n::slices]),
+                )
+                for n in range(slices)
+            )
+        self.attending.add(self._to_sweep.popleft())

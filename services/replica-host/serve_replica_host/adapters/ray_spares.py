@@ -1,0 +1,86 @@
+"""Actors that have started ahead, and wait for a replica that needs one.
+
+Why: a process that can serve takes most of a second to start, nearly all of it Python's imports. One that waits is a
+replica within some hundredths of a second, so that scaling up and rolling updates do not wait for it. Each costs memory
+meanwhile, so there are few, and the missing ones are started when no replica waits for the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, final
+
+import msgspec
+
+from serve_common.names import ReplicaTag
+
+
+class HeldActor(msgspec.Struct, eq=False):
+    """An actor, and the answers that are awaited: a future lives as long as somebody holds it."""
+
+    actor: Any
+    replica_tag: ReplicaTag | None = None
+    """None while it waits for a replica."""
+    reservation: Any = None
+    """The placement group that holds its replica's resources; None when Ray gave them to the actor itself."""
+    is_placed: bool = False
+    """Its replica has its resources."""
+    pid: int = 0
+    """0 until its process has said hello."""
+    futures: list[Future[Any]] = []
+
+    def watch(self, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:
+        """Call ``on_done`` with the answer, on a thread of Ray's."""
+        future: Future[Any] = reference.future()
+        self.futures = [known for known in self.futures if not known.done()]
+        self.futures.append(future)
+        future.add_done_callback(on_done)
+
+
+@final
+class SparePool:
+    """Keeps up to ``spares_max`` waiting actors. All methods on one thread."""
+
+    def __init__(self, create: Callable[[], HeldActor], *, spares_max: int, starts_max: int) -> None:
+        """``create`` starts one; ``starts_max`` is how many processes may start at once to fill up the pool."""
+        self._create = create
+        self._spares_max = spares_max
+        self._starts_max = starts_max
+        self._waiting: list[HeldActor] = []
+        self._starting: list[HeldActor] = []
+
+    @property
+    def waiting(self) -> int:
+        """Actors that no replica has, those that still start included."""
+        return len(self._waiting)
+
+    def take(self) -> HeldActor:
+        """The one that will be ready first; a new one when there is none. What it is told it does when it is ready."""
+        if not self._waiting:
+            return self._start()
+        ready = next((held for held in self._waiting if held.pid), self._waiting[0])
+        self._waiting.remove(ready)
+        return ready
+
+    def hear_ready(self, held: HeldActor) -> None:
+        """``held`` has said hello."""
+        if held in self._starting:
+            self._starting.remove(held)
+        self.refill()
+
+    def hear_end(self, held: HeldActor) -> None:
+        """``held`` is gone. The pool is not filled up here: what ends at its start would end again at once."""
+        for known in (self._starting, self._waiting):
+            if held in known:
+                known.remove(held)
+
+    def refill(self) -> None:
+        """Start what is missing, as far as not too many start already."""
+        while len(self._waiting) < self._spares_max and len(self._starting) < self._starts_max:
+            self._waiting.append(self._start())
+
+    def _start(self) -> HeldActor:
+        held = self._create()
+        self._starting.append(held)
+        return held

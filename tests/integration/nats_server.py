@@ -1,0 +1,70 @@
+"""A NATS server of the tests' own, that can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nats.aio.client import Client
+
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+
+
+class NatsServer:
+    """A nats-server with JetStream, on a port of the system's choice that it keeps over a restart."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = -1
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        binary = Path(sysconfig.get_path("scripts")) / "nats-server"
+        arguments = ["-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self.directory / "js"]
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [binary, *arguments, "--ports_file_dir", self.directory], stderr=log, stdout=log
+            )
+        self.process = process
+        ports_file = self.directory / f"nats-server_{process.pid}.ports"
+        give_up_at = time.monotonic() + 10
+        while not ports_file.exists() or not ports_file.read_text():
+            assert process.poll() is None, (self.directory / "log").read_text()
+            assert time.monotonic() < give_up_at, (self.directory / "log").read_text()
+            time.sleep(0.01)  # the server has no other way to tell its port
+        self.port = int(json.loads(ports_file.read_text())["nats"][0].rpartition(":")[2])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+        self.process = None
+
+    def forget(self) -> None:
+        """While it is down: lose everything that JetStream had."""
+        assert self.process is None
+        shutil.rmtree(self.directory / "js")
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+
+async def connected(server: NatsServer, subjects: Subjects, **callbacks: Callable[[], None]) -> Client:
+    """A client as the services use it."""
+    settings = BusSettings(
+        servers=[server.url],
+        user="",
+        password="",
+        inbox_prefix="_INBOX_test",
+        subject_prefix=subjects.prefix,
+    )
+    return await connect_nats(settings, name="test", deadline_s=5.0, **callbacks)

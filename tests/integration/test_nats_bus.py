@@ -1,0 +1,212 @@
+"""The controller's adapter to NATS by itself, with answers and ears of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from nats.aio.msg import Msg
+
+from serve_common.adapters.nats_client import close_nats
+from serve_common.errors import NotFound
+from serve_common.names import HostId, ProxyId
+from serve_common.subjects import Subjects
+from serve_common.wires.admin import WHO_HEADER, WHO_LENGTH_MAX, ErrorView
+from serve_common.wires.host import HostReport
+from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_common.wires.views import EventView
+from serve_controller.adapters.nats_bus import NatsBus
+from tests.integration.nats_server import NatsServer, connected
+
+pytestmark = pytest.mark.integration
+
+
+class Ears:
+    def __init__(self) -> None:
+        self.reports: asyncio.Queue[HostReport | ProxyReport] = asyncio.Queue()
+
+    def hear(self, report: HostReport | ProxyReport) -> None:
+        self.reports.put_nowait(report)
+
+    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """Not of interest here."""
+
+    def hear_leader(self, notice: LeaderNotice) -> None:
+        """Not of interest here."""
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.who: list[str] = []
+        self.size = 2
+
+    async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
+        self.who.append(who)
+        if verb == "get_deployment_info":
+            raise NotFound("no such thing")
+        return b" " * self.size
+
+
+class Side:
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.subjects = Subjects(f"t{uuid.uuid4().hex[:10]}")
+        self.ears, self.answers = Ears(), Answers()
+
+    async def open(self) -> None:
+        self.client = await connected(self.server, self.subjects)
+        self.caller = await connected(self.server, self.subjects)
+        self.bus = NatsBus(self.client, self.subjects, "0.0.1")
+        await self.bus.start(self.ears, self.answers)
+
+    async def close(self) -> None:
+        await self.bus.close()
+        await close_nats(self.client)
+        await close_nats(self.caller)
+
+    async def lead(self) -> None:
+        await self.bus.begin_term(LeaderNotice(controller_id="c", epoch=1))
+        await self.client.flush()
+
+    async def ask(self, verb: str, headers: dict[str, str] | None = None) -> Msg:
+        return await self.caller.request(self.subjects.admin(verb), b"", timeout=5, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def side(server: NatsServer) -> AsyncIterator[Side]:
+    side = Side(server)
+    await side.open()
+    yield side
+    await side.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "who"),
+    [
+        (None, ""),
+        ({"Other": "x"}, ""),
+        ({WHO_HEADER: "ann@laptop"}, "ann@laptop"),
+        ({WHO_HEADER: "Zoë \t\x1b[31m\x00red"}, "Zoë [31mred"),
+        ({WHO_HEADER: "x" * 5000}, "x" * WHO_LENGTH_MAX),
+    ],
+)
+async def test_who_asks_is_told_in_printable_characters(
+    side: Side, headers: dict[str, str] | None, who: str
+) -> None:
+    await side.lead()
+    assert (await side.ask("list_deployments", headers)).data == b"  "
+    assert side.answers.who == [who]
+
+
+async def test_headers_that_are_no_text_do_not_cut_the_connection(side: Side) -> None:
+    await side.lead()
+    block = b"NATS/1.0\r\n" + WHO_HEADER.encode() + b": \xff\xfe\r\n\xff: x\r\nno colon\r\n\r\n"
+    inbox = side.caller.new_inbox()
+    answers = await side.caller.subscribe(inbox)
+    subject = side.subjects.admin("list_deployments")
+    line = f"HPUB {subject} {inbox} {len(block)} {len(block)}\r\n".encode()
+    await side.caller._send_command(line + block + b"\r\n")
+    await side.caller.flush()
+    assert (await answers.next_msg(timeout=5)).data == b"  "
+    assert side.answers.who == ["\ufffd\ufffd"]
+    assert (await side.ask("list_deployments")).data == b"  "
+
+
+async def test_an_answer_that_is_too_large_says_how_to_ask_for_less(side: Side) -> None:
+    await side.lead()
+    side.answers.size = side.caller.max_payload + 1
+    view = refusal(await side.ask("list_deployments"))
+    assert view.code == "limit_reached"
+    assert "use limit and after" in view.message
+    side.answers.size = side.caller.max_payload
+    assert len((await side.ask("list_deployments")).data) == side.caller.max_payload
+
+
+async def test_a_refusal_is_told_in_headers_and_body(side: Side) -> None:
+    await side.lead()
+    message = await side.ask("get_deployment_info")
+    assert refusal(message).code == "not_found"
+    assert (message.headers or {})["Nats-Service-Error-Code"] == "404"
+
+
+def refusal(message: Msg) -> ErrorView:
+    assert message.headers is not None
+    assert message.headers["Nats-Service-Error"]
+    return msgspec.json.decode(message.data, type=ErrorView)
+
+
+async def test_events_go_out_during_a_term_only(side: Side) -> None:
+    heard = await side.caller.subscribe(side.subjects.events)
+    await side.caller.flush()
+    side.bus.publish_event("host", "before", b"{}")
+    await side.lead()
+    payload = msgspec.json.encode(EventView(at=1.0, kind="host", subject="h1", message="came"))
+    side.bus.publish_event("host", "h1", payload)
+    assert (await heard.next_msg(timeout=5)).subject == side.subjects.event("host", "h1")
+    side.bus.publish_event("host", "h1", payload)
+    await side.bus.end_term()
+    assert (await heard.next_msg(timeout=5)).data == payload
+    side.bus.publish_event("host", "after", b"{}")
+    assert [view.subject for view in await side.bus.recent_events(10)] == ["h1", "h1"]
+    await side.lead()
+    side.bus.publish_event("host", "h2", payload)
+    assert (await heard.next_msg(timeout=5)).subject == side.subjects.event("host", "h2")
+
+
+def host_report(**changes: Any) -> bytes:
+    fields = {
+        "host_id": "h1",
+        "incarnation": "1",
+        "sequence": 1,
+        "started_at": 1.0,
+        "epoch": 0,
+        "generation": 0,
+        "resources": {},
+        "replicas": [],
+    }
+    return msgspec.json.encode({**fields, **changes})
+
+
+async def test_of_many_reports_the_good_ones_are_heard_in_order(side: Side) -> None:
+    host, proxy = side.subjects.host_report(HostId("h1")), side.subjects.proxy_report(ProxyId("p1"))
+    await side.client.flush()
+    bottomless = b'{"x":' + b"[" * 100_000
+    for payload in (b"nonsense", b"\xff", host_report(host_id="h2"), host_report(host_id=""), bottomless):
+        await side.caller.publish(host, payload)
+    for number in range(1000):
+        await side.caller.publish(host, host_report(sequence=number))
+        await side.caller.publish(
+            proxy,
+            msgspec.json.encode(
+                ProxyReport(proxy_id=ProxyId("p1"), sequence=number, started_at=1.0, applied_snapshot_id=2)
+            ),
+        )
+    reports = [await asyncio.wait_for(side.ears.reports.get(), 5) for _ in range(2000)]
+    for kind in (HostReport, ProxyReport):
+        assert [r.sequence for r in reports if isinstance(r, kind)] == list(range(1000))
+
+
+async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    side = Side(server)
+    await side.open()
+    await side.lead()
+    server.kill()
+    begun = asyncio.get_running_loop().time()
+    side.bus.publish_event("host", "h1", b"{}")
+    await side.close()
+    assert asyncio.get_running_loop().time() - begun < 10

@@ -1,0 +1,217 @@
+"""A proxy that is told to stop while another one serves: real processes, real load, and no request is lost.
+
+The clients do what a load balancer or a careful client does: they use a connection until they are told that it closes,
+look whether it was closed before they send on it, and connect elsewhere when a connection is refused. Everything that
+goes wrong after a request was sent counts as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.proxy_stack import R0, R1, NatsServer, Stack, running_stack
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def stack(server: NatsServer) -> AsyncIterator[Stack]:
+    async with running_stack(server) as stack:
+        yield stack
+
+
+class ProxyProcess:
+    """A proxy as a process of its own."""
+
+    def __init__(self, proxy_id: str) -> None:
+        self.proxy_id = proxy_id
+        self.port = 0
+
+    async def start(self, server: NatsServer) -> None:
+        environment = {
+            **os.environ,
+            "SERVE_NATS_URL": server.url,
+            "SERVE_NATS_PASSWORD": "unused",
+            "SERVE_HTTP_PORT": "0",
+            "SERVE_OPS_PORT": "0",
+            "SERVE_PROXY_ID": self.proxy_id,
+            "SERVE_DRAIN_TIMEOUT_S": "10",
+        }
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE
+        )
+        assert self.process.stderr is not None
+        async with asyncio.timeout(30):
+            while b"proxy_listening" not in (line := await self.process.stderr.readline()):
+                assert line
+        self.port = int(json.loads(line)["address"].rpartition(":")[2])
+
+    async def end(self, number: int) -> str:
+        """Send the signal; what it wrote until it ended."""
+        self.process.send_signal(number)
+        _, log = await self.process.communicate()
+        return log.decode()
+
+    async def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.communicate()
+
+
+class Load:
+    """Clients that spread over all ports and count what happened to their requests."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self.ports = ports
+        self.outcomes: Counter[str] = Counter()
+        self.open: Counter[int] = Counter()
+        self.is_over = False
+        self._random = random.Random(7)
+
+    async def client(self, *, think_s: float = 0.0, requests_each_max: int = 1_000_000) -> None:
+        while not self.is_over:
+            port = self._random.choice(self.ports)
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionRefusedError:
+                self.outcomes["connected elsewhere"] += 1
+                await asyncio.sleep(0.001)
+                continue
+            self.open[port] += 1
+            try:
+                await self._use(reader, writer, think_s, requests_each_max)
+            finally:
+                self.open[port] -= 1
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+
+    async def _use(self, reader, writer, think_s: float, requests_each_max: int) -> None:
+        for _ in range(requests_each_max):
+            if self.is_over or reader.at_eof():
+                return
+            try:
+                status, is_kept = await asyncio.wait_for(self._ask(reader, writer), 10)
+            except (OSError, EOFError, TimeoutError) as error:
+                self.outcomes[f"failed: {type(error).__name__}"] += 1
+                return
+            self.outcomes[str(status)] += 1
+            if not is_kept:
+                self.outcomes["told to close"] += 1
+                return
+            if think_s:
+                await asyncio.sleep(self._random.uniform(0, 2 * think_s))
+
+    async def _ask(self, reader, writer) -> tuple[int, bool]:
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        assert await reader.readexactly(length) == b"hello"
+        return int(head.split()[1]), "connection: close" not in head
+
+    async def requests(self, count: int) -> None:
+        """Until so many more were answered."""
+        goal = self.outcomes["200"] + count
+        async with asyncio.timeout(30):
+            while self.outcomes["200"] < goal:  # noqa: ASYNC110 - counting is all that is told
+                await asyncio.sleep(0.01)
+
+    @property
+    def failed(self) -> dict[str, int]:
+        return {
+            outcome: count
+            for outcome, count in self.outcomes.items()
+            if outcome not in ("200", "told to close", "connected elsewhere")
+        }
+
+
+async def test_a_proxy_told_to_stop_behind_a_second_one_loses_no_request(
+    server: NatsServer, stack: Stack
+) -> None:
+    await stack.serve(R0, R1)
+    proxies = [ProxyProcess("leaving"), ProxyProcess("staying")]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for proxy in proxies:
+                group.create_task(proxy.start(server))
+        for proxy in proxies:
+            await stack.report(
+                lambda report, proxy=proxy: (
+                    report.proxy_id == proxy.proxy_id and report.applied_snapshot_id >= stack.snapshot_id
+                )
+            )
+        load = Load([proxy.port for proxy in proxies])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(load.client())
+            for _ in range(8):
+                group.create_task(load.client(think_s=0.05))
+            for _ in range(4):
+                group.create_task(load.client(requests_each_max=1))
+            await load.requests(500)
+            log = await proxies[0].end(signal.SIGTERM)
+            assert not load.open[proxies[0].port]
+            await load.requests(500)
+            load.is_over = True
+        assert not load.failed, dict(load.outcomes)
+        assert load.outcomes["told to close"] > 0
+        assert load.outcomes["connected elsewhere"] > 0
+        assert proxies[0].process.returncode == 0
+        assert "drain_timed_out" not in log
+        last = [report for report in stack.reports if report.proxy_id == "leaving"][-1]
+        assert last.leaving
+    finally:
+        for proxy in proxies:
+            await proxy.kill()
+
+
+async def test_what_is_in_flight_in_a_proxy_told_to_stop_is_answered_and_idle_connections_are_closed(
+    server: NatsServer, stack: Stack
+) -> None:
+    (replica,) = await stack.serve(R0)
+    proxy = ProxyProcess("leaving")
+    try:
+        await proxy.start(server)
+        await stack.report(
+            lambda report: report.proxy_id == "leaving" and report.applied_snapshot_id >= stack.snapshot_id
+        )
+        held, idle = [await asyncio.open_connection("127.0.0.1", proxy.port) for _ in range(2)]
+        held[1].write(b"GET /echo/hold HTTP/1.1\r\nHost: x\r\n\r\n")
+        await replica.wait(lambda: len(replica.held) == 1)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(proxy.end(signal.SIGTERM))
+            await stack.report(lambda report: report.proxy_id == "leaving" and report.leaving)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", proxy.port)
+            idle[1].write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
+            late = await asyncio.wait_for(idle[0].read(), 5)
+            assert late.startswith(b"HTTP/1.1 200")
+            assert b"Connection: close" in late
+            replica.release()
+            answer = await asyncio.wait_for(held[0].read(), 5)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert answer.endswith(b"released")
+        assert proxy.process.returncode == 0
+        for _, writer in (held, idle):
+            writer.close()
+    finally:
+        await proxy.kill()

@@ -1,0 +1,126 @@
+"""A controller that a test plays, behind the real admin client: what commands send is what would go over the bus."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer.main
+from typer.testing import CliRunner, Result
+
+from muster.cli.main import app
+from muster.cli.session import Session
+from muster.client.address import StackAddress
+from muster.client.admin import AdminClient
+from muster.client.ports import Answer
+from serve_common.errors import BadField, ServeError
+from serve_common.names import GoalId
+from serve_common.subjects import Subjects
+from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.wires.admin import COMMANDS, VERBS, ErrorView
+from serve_common.wires.commands import ChangeReply, Request, ShutdownReply
+from serve_common.wires.views import (
+    DeploymentStatus,
+    DeploymentView,
+    GoalStatus,
+    GoalView,
+    PlanView,
+    ProxyView,
+    ReplicaView,
+)
+
+COMMANDS_BUILT = typer.main.get_command(app)
+GOAL = GoalId("goal-1")
+DEPLOYMENT = DeploymentView(
+    name="default/digits",
+    status=DeploymentStatus.HEALTHY,
+    message="",
+    route_prefix="/digits",
+    methods=["GET", "POST"],
+    version="v1",
+    code_version=1,
+    backend_config=BackendConfig(num_replicas=1, user_config={"threshold": 0.5}),
+    replica_config=ReplicaConfig(import_path="digits:Digits"),
+    goal_id=GOAL,
+    goal_status=GoalStatus.SUCCEEDED,
+    replicas=[ReplicaView(replica_tag="default/digits#1", state="running", host_id="host-1", version="v1")],
+    started_at=1_700_000_000.0,
+)
+PROXY = ProxyView(
+    proxy_id="proxy-1", status="live", report_age_s=0.5, address="0.0.0.0:8000", applied_snapshot_id=9
+)
+
+
+class PlayedController:
+    """Implements `muster.client.ports.Requests`: answers each verb as a test says, and keeps what was asked."""
+
+    where = "nats://stack.example:4222"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Request]] = []
+        self.goal = GoalView(goal_id=GOAL, status=GoalStatus.SUCCEEDED)
+        self.answers: dict[str, Any] = {
+            **dict.fromkeys(COMMANDS, ChangeReply(goal_id=GOAL, updating=True)),
+            "shutdown": ShutdownReply(goal_ids=[GOAL, GoalId("goal-2")]),
+            "get_deployment_info": DEPLOYMENT,
+            "get_http_proxies": [PROXY],
+            "plan": PlanView(updating=False, replicas=[], notes=[]),
+        }
+
+    async def request(
+        self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        verb = subject.removeprefix("serve.admin.")
+        request = msgspec.json.decode(body, type=VERBS[verb][0])
+        self.asked.append((verb, request))
+        answer = self.answers.get(verb, self.goal if verb == "wait_for_goal" else None)
+        if isinstance(answer, ServeError):
+            field = answer.field if isinstance(answer, BadField) else ""
+            view = ErrorView(code=answer.error_code, message=str(answer), field=field)
+            return Answer(msgspec.json.encode(view), {"Nats-Service-Error-Code": str(answer.status_hint)})
+        if isinstance(answer, BaseException):
+            raise answer
+        return Answer(msgspec.json.encode(answer))
+
+    @property
+    def admin(self) -> AdminClient:
+        return AdminClient(self, Subjects(), retry_for_s=0.0)
+
+    @property
+    def caller(self) -> Any:
+        raise AssertionError("nothing is called")
+
+    @asynccontextmanager
+    async def connect(
+        self, address: StackAddress, *, retry_for_s: float, on_retry: Callable[[str], None]
+    ) -> AsyncIterator[PlayedController]:
+        yield self
+
+    def asked_of(self, verb: str) -> list[Request]:
+        return [request for asked, request in self.asked if asked == verb]
+
+
+@pytest.fixture
+def controller() -> PlayedController:
+    return PlayedController()
+
+
+@pytest.fixture
+def muster(
+    controller: PlayedController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Result]:
+    """Runs `muster` in an empty directory, with the stack of ``controller``."""
+
+    # The runner would build all commands anew for every run.
+    monkeypatch.setattr("typer.testing._get_command", lambda _app: COMMANDS_BUILT)
+
+    def run(*arguments: str, given: str | None = None) -> Result:
+        environment = {"MUSTER_NATS_URL": "nats://stack.example"}
+        session = Session(connect=controller.connect, environment=environment, directory=tmp_path)
+        return CliRunner().invoke(app, arguments, obj=session, input=given, catch_exceptions=False)
+
+    return run

@@ -1,0 +1,452 @@
+"""Every changing command: arguments to request, how its end is told, `--json`, `--dry-run` and exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import Result
+
+from muster.cli.config_options import BACKEND_CHANGES, BACKEND_OPTIONS, CODE_OPTIONS
+from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
+from serve_common.names import GoalId
+from serve_common.values import BackendConfig, OnFailure, Placement, RayActorOptions, ReplicaConfig
+from serve_common.wires.admin import COMMANDS
+from serve_common.wires.commands import (
+    ChangeReply,
+    CreateBackend,
+    CreateEndpoint,
+    DeleteApplication,
+    DeleteBackend,
+    DeleteDeployment,
+    DeleteEndpoint,
+    Deploy,
+    DrainHost,
+    Request,
+    Rollback,
+    SetHttpOptions,
+    SetTraffic,
+    ShadowTraffic,
+    Shutdown,
+    ShutdownReply,
+    UndrainHost,
+    UpdateBackendConfig,
+)
+from serve_common.wires.views import GoalStatus, GoalView, PlannedAction, PlannedReplica, PlanView
+
+Muster = Callable[..., Result]
+V1, V2 = "default/v1", "default/v2"
+CODE = ReplicaConfig(import_path="digits:Digits")
+
+COMMAND_LINES: list[tuple[str, Request, str]] = [
+    (
+        "deploy digits:Digits --name digits --version v2 --prev-version v1",
+        Deploy(name="default/digits", replica_config=CODE, version="v2", prev_version="v1"),
+        "digits is deployed: 1 replica, version v1",
+    ),
+    (
+        "scale digits 0",
+        UpdateBackendConfig(backend_tag="default/digits", config={"num_replicas": 0}),
+        "digits is scaled to 0",
+    ),
+    ("rollback digits", Rollback(name="default/digits"), "digits is rolled back to what it was before"),
+    ("rollback digits --to 3", Rollback(name="default/digits", to="3"), "digits is rolled back to 3"),
+    (
+        "rollback shop/digits --to-revision 3",
+        Rollback(name="shop/digits", to=3),
+        "shop/digits is rolled back to revision 3",
+    ),
+    ("delete digits", DeleteDeployment(name="default/digits"), "digits is deleted"),
+    ("app delete shop", DeleteApplication(name="shop"), "application shop is deleted"),
+    (
+        "backend create v1 digits:Digits",
+        CreateBackend(backend_tag=V1, replica_config=CODE),
+        "backend v1 is created",
+    ),
+    ("backend delete v1", DeleteBackend(backend_tag=V1), "backend v1 is deleted"),
+    (
+        "backend delete v1 --force-kill",
+        DeleteBackend(backend_tag=V1, force_kill=True),
+        "backend v1 is deleted",
+    ),
+    (
+        "backend update v1 --num-replicas 3 --placement pack --on-failure go-back",
+        UpdateBackendConfig(
+            backend_tag=V1, config={"num_replicas": 3, "placement": "pack", "on_failure": "go_back"}
+        ),
+        "backend v1 is updated",
+    ),
+    (
+        "endpoint create digits v1=0.75 v2=0.25 --route /digits/ --methods get",
+        CreateEndpoint(
+            endpoint="default/digits", traffic={V1: 0.75, V2: 0.25}, route="/digits", methods=["GET"]
+        ),
+        "endpoint digits is created",
+    ),
+    (
+        "endpoint create digits v1",
+        CreateEndpoint(endpoint="default/digits", traffic={V1: 1.0}),
+        "endpoint digits is created",
+    ),
+    ("endpoint delete digits", DeleteEndpoint(endpoint="default/digits"), "endpoint digits is deleted"),
+    (
+        "traffic set digits v1=0.9 v2=0.1",
+        SetTraffic(endpoint="default/digits", weights={V1: 0.9, V2: 0.1}),
+        "traffic of digits is set",
+    ),
+    (
+        "traffic shadow digits v2 0.1",
+        ShadowTraffic(endpoint="default/digits", backend_tag=V2, proportion=0.1),
+        "shadow traffic of digits to v2 is set",
+    ),
+    (
+        "traffic shadow digits v2 0",
+        ShadowTraffic(endpoint="default/digits", backend_tag=V2, proportion=0.0),
+        "shadow traffic of digits to v2 is ended",
+    ),
+    ("host drain host-1", DrainHost(host_id="host-1"), "host host-1 is drained"),
+    ("host undrain host-1", UndrainHost(host_id="host-1"), "host host-1 takes replicas again"),
+    (
+        "http set --request-timeout-s 30 --body-bytes-max 1000 --middlewares a:b --middlewares c:d",
+        SetHttpOptions(
+            options={"request_timeout_s": 30.0, "body_bytes_max": 1000, "middlewares": ["a:b", "c:d"]}
+        ),
+        "options of all proxies are changed",
+    ),
+    ("shutdown --yes", Shutdown(), "everything is deleted"),
+]
+EACH = pytest.mark.parametrize("line", [line for line, *_ in COMMAND_LINES])
+
+
+def test_every_command_of_the_table_is_tried_here_or_with_files() -> None:
+    assert {type(request) for _line, request, _told in COMMAND_LINES} == {
+        request for verb, (request, _reply) in COMMANDS.items() if verb != "deploy_application"
+    }
+
+
+@pytest.mark.parametrize(("line", "request_", "told"), COMMAND_LINES)
+def test_a_command_sends_what_was_given_waits_and_tells_the_end(
+    muster: Muster, controller: Any, line: str, request_: Request, told: str
+) -> None:
+    result = muster(*line.split())
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(told)
+    _verb, sent = controller.asked[0]
+    if getattr(sent, "request_id", None):
+        sent = msgspec.structs.replace(sent, request_id=None)
+    assert sent == request_
+    assert controller.asked_of("wait_for_goal")
+
+
+@EACH
+def test_as_json_the_outcome_is_one_document(muster: Muster, line: str) -> None:
+    result = muster(*line.split(), "--json")
+    assert result.exit_code == 0
+    outcome = json.loads(result.stdout)
+    assert outcome["result"] == "succeeded"
+    assert outcome["goal_id"] == "goal-1"
+    assert outcome["took_s"] >= 0
+
+
+@EACH
+def test_no_wait_returns_with_the_goal(muster: Muster, controller: Any, line: str) -> None:
+    result = muster(*line.split(), "--no-wait")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("accepted as goal-1")
+    assert not controller.asked_of("wait_for_goal")
+
+
+@EACH
+def test_a_dry_run_plans_and_changes_nothing(muster: Muster, controller: Any, line: str) -> None:
+    result = muster("plan", *line.split())
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("nothing to do: ")
+    assert result.stdout.endswith("this was a dry run; nothing was changed\n")
+    [(verb, plan)] = controller.asked
+    assert verb == "plan"
+    wanted = next(request for each, request, _told in COMMAND_LINES if each == line)
+    assert COMMANDS[plan.verb][0] is type(wanted)
+    assert msgspec.json.decode(plan.request, type=type(wanted)) == wanted
+
+    assert muster(*line.split(), "--dry-run").stdout == result.stdout
+
+
+FAILED = GoalView(goal_id=GoalId("goal-1"), status=GoalStatus.FAILED, error="RuntimeError: no model")
+ENDS = pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (GoalStatus.FAILED, 1, "error: traffic of digits: the change failed:\nRuntimeError: no model"),
+        (
+            GoalStatus.SUPERSEDED,
+            1,
+            "error: another change of traffic of digits came after this one: RuntimeError",
+        ),
+        (GoalStatus.PENDING, 5, "error: traffic of digits: not done after 0 s: needs 4 CPU"),
+    ],
+)
+
+
+@EACH
+def test_a_goal_that_failed_ends_with_1_and_tells_why(muster: Muster, controller: Any, line: str) -> None:
+    controller.goal = FAILED
+    result = muster(*line.split())
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "the change failed:\nRuntimeError: no model" in result.stderr
+
+
+@ENDS
+def test_how_a_goal_ended_decides_the_exit_code(
+    muster: Muster, controller: Any, status: GoalStatus, code: int, told: str
+) -> None:
+    controller.goal = msgspec.structs.replace(FAILED, status=status, message="needs 4 CPU")
+    line = ("traffic", "set", "digits", "v1", "--timeout-s", "0")
+    result = muster(*line)
+    assert result.exit_code == code
+    assert told in result.stderr
+    as_json = muster(*line, "--json")
+    assert as_json.exit_code == code
+    assert json.loads(as_json.stdout)["result"] == status.value
+
+
+@EACH
+def test_a_refusal_is_one_plain_line(muster: Muster, controller: Any, line: str) -> None:
+    error = BadField("weights", "sum to 2; they must sum to 1")
+    controller.answers.update(dict.fromkeys((*COMMANDS, "plan"), error))
+    for more in ((), ("--dry-run",)):
+        result = muster(*line.split(), *more)
+        assert result.exit_code == 2
+        assert result.stderr == "error: weights: sum to 2; they must sum to 1\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Conflict("route: '/digits' belongs to the endpoint other"), 2),
+        (NotFound("name: there is no such thing"), 4),
+        (StoreUnavailable("Postgres does not answer"), 3),
+        (TransientError("no controller answers"), 3),
+    ],
+)
+@pytest.mark.parametrize("line", ["traffic set digits v1", "plan traffic set digits v1"])
+def test_an_error_has_its_exit_code_and_is_json_when_asked(
+    muster: Muster, controller: Any, line: str, error: Exception, code: int
+) -> None:
+    controller.answers.update(dict.fromkeys((*COMMANDS, "plan"), error))
+    result = muster(*line.split(), "--json")
+    assert result.exit_code == code
+    assert result.stderr == f"error: {error}\n"
+    assert json.loads(result.stdout)["error"]["message"] == str(error)
+
+
+@EACH
+def test_nothing_to_do_is_a_success(muster: Muster, controller: Any, line: str) -> None:
+    controller.answers.update(dict.fromkeys(COMMANDS, ChangeReply(goal_id=None, updating=False)))
+    controller.answers["shutdown"] = ShutdownReply(goal_ids=[])
+    result = muster(*line.split())
+    assert result.exit_code == 0
+    assert result.stdout.startswith("nothing to do: ")
+    assert not controller.asked_of("wait_for_goal")
+
+
+def test_nothing_to_do_mentions_that_the_last_change_failed(muster: Muster, controller: Any) -> None:
+    controller.answers["create_backend"] = ChangeReply(goal_id=GoalId("goal-1"), updating=False)
+    controller.goal = GoalView(goal_id=GoalId("goal-1"), status=GoalStatus.FAILED, error="no model")
+    result = muster("backend", "create", "v1", "digits:Digits")
+    assert result.exit_code == 0
+    assert "its last change, goal-1, failed: no model" in result.stdout
+
+    controller.answers["wait_for_goal"] = NotFound("goal_id: is unknown")
+    assert muster("backend", "create", "v1", "digits:Digits").exit_code == 0
+
+
+def test_nothing_to_do_waits_for_the_same_change_that_is_under_way(muster: Muster, controller: Any) -> None:
+    controller.answers["create_backend"] = ChangeReply(goal_id=GoalId("goal-1"), updating=False)
+    controller.goal = GoalView(goal_id=GoalId("goal-1"), status=GoalStatus.PENDING, message="0 of 1")
+    assert muster("backend", "create", "v1", "digits:Digits", "--timeout-s", "0").exit_code == 5
+
+
+def test_an_endpoint_with_a_route_says_where_it_is_reached(muster: Muster, controller: Any) -> None:
+    result = muster("endpoint", "create", "digits", "v1", "--route", "/digits", "--methods", "POST")
+    assert "  curl -X POST http://stack.example:8000/digits" in result.stdout
+    controller.answers["get_http_proxies"] = TransientError("only a convenience")
+    assert muster("endpoint", "create", "digits", "v1", "--route", "/digits").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("scale digits 10001", "N: is 10001"),
+        ("scale digits many", "N"),
+        ("scale a/b/c 1", "name: "),
+        ("rollback digits --to v1 --to-revision 1", "--to-revision: "),
+        ("rollback digits --to-revision 0", "--to-revision"),
+        ("app delete a/b", "APP: "),
+        ("backend create v#1 digits:Digits", "BACKEND: "),
+        ("backend create v1 digits", "import_path: "),
+        ("backend create v1 a:b --num-cpus -1", "--ray-actor-options.num_cpus: "),
+        ("backend create v1 a:b --max-replicas-per-host 0", "--max-replicas-per-host: "),
+        ("backend create v1 a:b --max-surge-percent 0 --max-unavailable-percent 0", "--max-surge-percent: "),
+        ("backend create v1 a:b --placement everywhere", "--placement"),
+        ("backend create v1 a:b --on-failure explode", "--on-failure"),
+        ("backend create v1 a:b --user-config {", "--user-config: is not JSON"),
+        ("backend update v1", "config: nothing is given"),
+        ("backend update v1 --config []", "--config: must be an object"),
+        ("backend update v1 --config @absent.json", "absent.json"),
+        ('backend update v1 --config {"num_cats":3}', "--num-cats: is unknown"),
+        ('backend update v1 --config {"num_replicas":"3"}', "--num-replicas: "),
+        ("backend update v1 --num-replicas -3", "--num-replicas: is -3"),
+        ("endpoint create digits", "BACKEND=WEIGHT"),
+        ("endpoint create digits v1=much", "BACKEND=WEIGHT: 'v1=much' must read"),
+        ("endpoint create digits v1=1.5", "BACKEND=WEIGHT v1: is 1.5"),
+        ("endpoint create digits v1=nan", "BACKEND=WEIGHT v1: is nan"),
+        ("endpoint create digits v1=0.5 default/v1=0.5", "default/v1 is given twice"),
+        ("endpoint create digits v1 --route digits", "--route: "),
+        ("traffic set digits =1", "BACKEND=WEIGHT: "),
+        ("traffic set a#b v1", "ENDPOINT: "),
+        ("traffic shadow digits v1 2", "PROPORTION: is 2"),
+        ("traffic shadow digits v1 some", "PROPORTION"),
+        ("host drain a/b", "HOST: "),
+        ("http set", "options: nothing is given"),
+        ("http set --request-timeout-s 0", "--request-timeout-s: "),
+        ("http set --body-bytes-max 0", "--body-bytes-max: "),
+        ("http set --middlewares nocolon", "--middlewares[0]: "),
+        ("plan", "plan: needs a command"),
+        ("plan status", "'status' changes nothing"),
+        ("plan backend list", "'backend list' changes nothing"),
+        ("plan explode", "No such command 'explode'"),
+        ("plan scale digits", "N"),
+    ],
+)
+def test_bad_input_is_refused_by_name_before_anything_is_sent(
+    muster: Muster, controller: Any, line: str, field: str
+) -> None:
+    result = muster(*line.split())
+    assert result.exit_code == 2, result.output
+    assert field in result.stderr
+    assert controller.asked == []
+
+
+def test_a_plan_shows_which_replicas_would_be_touched_and_why(muster: Muster, controller: Any) -> None:
+    view = PlanView(
+        updating=True,
+        replicas=[
+            PlannedReplica(
+                action=PlannedAction.START, backend_tag=V1, replica_tag=None, why="3 are wanted, [1] runs"
+            ),
+            PlannedReplica(
+                action=PlannedAction.STOP, backend_tag=V1, replica_tag=f"{V1}#7", why="another code version"
+            ),
+        ],
+        notes=["2 of 3 would fit: needs 4 CPU; the freest host has 2"],
+    )
+    controller.answers["plan"] = view
+    lines = muster("plan", "scale", "v1", "3").stdout.splitlines()
+    assert lines[0] == "v1: 1 to start, 1 to stop"
+    assert [line.split() for line in lines if line.startswith(("start", "stop"))] == [
+        ["start", "v1", "(new)", "3", "are", "wanted,", "[1]", "runs"],
+        ["stop", "v1", "v1#7", "another", "code", "version"],
+    ]
+    assert "note: 2 of 3 would fit: needs 4 CPU; the freest host has 2" in lines
+
+    as_json = muster("plan", "scale", "v1", "3", "--json")
+    assert msgspec.json.decode(as_json.stdout, type=PlanView) == view
+
+    controller.answers["plan"] = msgspec.structs.replace(view, replicas=[])
+    assert "no replica is touched" in muster("scale", "v1", "3", "--dry-run").stdout
+
+
+def test_a_planned_command_may_ask_for_its_own_help(muster: Muster, controller: Any) -> None:
+    result = muster("plan", "traffic", "set", "--help")
+    assert result.exit_code == 0
+    assert "Divide an endpoint's requests" in result.stdout
+    assert controller.asked == []
+
+
+def test_a_shutdown_asks_first(muster: Muster, controller: Any) -> None:
+    refused = muster("shutdown", given="n\n")
+    assert refused.exit_code == 1
+    assert "Delete every application" in refused.stderr
+    assert "nothing was changed" in refused.stderr
+    assert controller.asked == []
+
+    nobody = muster("shutdown", given="")
+    assert nobody.exit_code == 2
+    assert "--yes: is needed where nobody answers" in nobody.stderr
+    assert controller.asked == []
+
+    agreed = muster("shutdown", given="y\n")
+    assert agreed.exit_code == 0
+    assert "everything is deleted" in agreed.stdout
+    waits = [request.goal_id for request in controller.asked_of("wait_for_goal")]
+    assert waits == ["goal-1", "goal-2"]
+
+
+def test_every_field_of_a_configuration_has_its_option(muster: Muster, controller: Any) -> None:
+    assert [each.name for each in BACKEND_OPTIONS] == [each.name for each in BACKEND_CHANGES]
+    assert {each.name for each in BACKEND_OPTIONS} == set(BackendConfig.__struct_fields__)
+    code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path"}
+    assert {each.name for each in CODE_OPTIONS} == code
+
+
+def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> None:
+    config = BackendConfig(
+        num_replicas=2,
+        max_concurrent_queries=3,
+        max_queued_requests=-1,
+        user_config={"a": [1]},
+        graceful_shutdown_timeout_s=4.0,
+        health_check_period_s=5.0,
+        health_check_timeout_s=6.0,
+        health_check_failure_threshold=7,
+        start_timeout_s=8.0,
+        max_constructor_retry_count=9,
+        on_failure=OnFailure.GO_BACK,
+        max_surge_percent=11.0,
+        max_unavailable_percent=12.0,
+        placement=Placement.PACK,
+        max_replicas_per_host=13,
+    )
+    given = msgspec.to_builtins(config)
+    given |= {"user_config": '{"a": [1]}', "on_failure": "go-back"}
+    options = [
+        text
+        for name, value in given.items()
+        for text in (f"--{name.replace('_', '-')}", value if isinstance(value, str) else str(value))
+    ]
+    code = ("--num-cpus", "0.5", "--num-gpus", "1", "--init-args", "[1]", "--init-kwargs", '{"a": 2}')
+    for line in (("backend", "create", "v1", "a:B"), ("deploy", "a:B", "--name", "v1")):
+        controller.asked.clear()
+        assert muster(*line, *options, *code).exit_code == 0
+        request = controller.asked[0][1]
+        assert request.backend_config == config
+        assert request.replica_config == ReplicaConfig(
+            import_path="a:B",
+            init_args=[1],
+            init_kwargs={"a": 2},
+            ray_actor_options=RayActorOptions(num_cpus=0.5, num_gpus=1.0),
+        )
+    assert muster("backend", "update", "v1", *options).exit_code == 0
+    assert controller.asked_of("update_backend_config")[0].config == msgspec.to_builtins(config)
+
+
+def test_options_go_over_the_fields_of_an_update(muster: Muster, controller: Any) -> None:
+    line = ("backend", "update", "v1", "--config", '{"max_replicas_per_host": null, "num_replicas": 1}')
+    assert muster(*line, "--num-replicas", "2").exit_code == 0
+    [request] = controller.asked_of("update_backend_config")
+    assert request.config == {"max_replicas_per_host": None, "num_replicas": 2}
+
+
+def test_no_middlewares_can_be_said(muster: Muster, controller: Any) -> None:
+    assert muster("http", "set", "--middlewares", "").exit_code == 0
+    assert controller.asked_of("set_http_options")[0].options == {"middlewares": []}
+
+
+def test_ctrl_c_while_waiting_says_where_to_look(muster: Muster, controller: Any) -> None:
+    controller.answers["wait_for_goal"] = KeyboardInterrupt()
+    result = muster("traffic", "set", "digits", "v1")
+    assert result.exit_code == 130
+    assert "the change goes on: 'muster endpoint list'" in result.stderr

@@ -1,0 +1,166 @@
+"""A dispatcher against a bus made of lists, for tests of everything that goes through it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.errors import ServeError
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.subjects import Subjects, backend_key
+from serve_common.wires.frames import ResponseHead, decode_frame, encode_frame
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_proxy.shell.beat import Beat
+from serve_proxy.shell.calls import Ask
+from serve_proxy.shell.dispatch import Dispatcher
+from serve_proxy.shell.outgoing import Outgoing
+from serve_proxy.shell.routes import Routes
+from serve_proxy.shell.shadows import Shadows
+
+BACKEND = BackendTag("d/a")
+R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
+TIMEOUT_S = 60.0
+
+
+class Bus:
+    """Bus and replies in one; remembers what was published until a test takes it."""
+
+    def __init__(self) -> None:
+        self.is_connected = True
+        self.is_full = False
+        self.sent: list[tuple[str, bytes, object, bytes]] = []
+        self.receivers: dict[int, tuple] = {}
+        self.tokens = 0
+
+    def publish(self, subject, payload, reply=b"", headers=None) -> None:
+        if not self.is_connected:
+            raise NotConnected("away")
+        if self.is_full:
+            raise OutboundFull("full")
+        head, body = decode_frame(payload)
+        self.sent.append((subject.decode(), reply, head, bytes(body)))
+
+    def new_reply(self, on_reply, on_no_responders):
+        self.tokens += 1
+        self.receivers[self.tokens] = (on_reply, on_no_responders)
+        return self.tokens, b"inbox.%d" % self.tokens
+
+    def forget(self, token) -> None:
+        self.receivers.pop(token, None)
+
+
+class World:
+    """A dispatcher with one endpoint whose backend has the given replicas."""
+
+    def __init__(self, *, limit: int = 1, queue: int = 10, bus_wait_s: float = 5.0) -> None:
+        self.bus = Bus()
+        self.chance = 0.0
+        self.routes = Routes(lambda: self.chance)
+        outgoing = Outgoing(self.bus, self.bus, Subjects())
+        self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=bus_wait_s)
+        self.beat = Beat(self.dispatcher, self.routes, outgoing)
+        self.shadows = Shadows(self.dispatcher, lambda: self.chance, asyncio.get_running_loop().time)
+        self.limit, self.queue = limit, queue
+        self.snapshot_id = 0
+        self.tasks: list[asyncio.Task] = []
+        self.now = asyncio.get_running_loop().time()
+        self.put_endpoint()
+        self.put(R0)
+
+    def put_endpoint(self, content: EndpointSnapshot | str | None = "") -> None:
+        if content == "":
+            content = EndpointSnapshot(
+                endpoint_tag=EndpointTag("d/a"), route="/a", methods=["GET"], traffic={BACKEND: 1.0}
+            )
+        self._publish("endpoints.d.a", content)
+
+    def put_traffic(self, traffic, shadows=None) -> None:
+        self.put_endpoint(
+            EndpointSnapshot(
+                endpoint_tag=EndpointTag("d/a"),
+                route="/a",
+                methods=["GET"],
+                traffic=traffic,
+                shadows=shadows or {},
+            )
+        )
+
+    def put(self, *replicas: ReplicaTag, draining=(), backend: BackendTag = BACKEND) -> None:
+        self._publish(
+            backend_key(backend),
+            BackendSnapshot(
+                backend_tag=backend,
+                replicas=list(replicas),
+                draining=list(draining),
+                max_concurrent_queries=self.limit,
+                max_queued_requests=self.queue,
+            ),
+        )
+
+    def _publish(self, key, content) -> None:
+        self.snapshot_id += 1
+        snapshot = Snapshot(snapshot_id=self.snapshot_id, epoch=1, content=content)
+        self.dispatcher.update({key: snapshot}, whole=False)
+
+    def drop_backend(self, backend: BackendTag = BACKEND) -> None:
+        self._publish(backend_key(backend), None)
+
+    async def ask(self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S):
+        ask = Ask(
+            endpoint=self.routes.endpoints[EndpointTag("d/a")],
+            method="GET",
+            path="/a",
+            route="/a",
+            query="",
+            headers=list(headers),
+            body=body,
+            request_id="id",
+            traceparent="",
+            is_repeatable=repeatable,
+            deadline=self.now + timeout_s,
+        )
+        task = asyncio.get_running_loop().create_task(self._ask(ask))
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+    async def _ask(self, ask: Ask):
+        self.shadows.copy(ask)
+        return await self.dispatcher.ask(ask)
+
+    def take(self, kind):
+        """The next published frame, which must be of ``kind``: its replica, reply, head and body."""
+        subject, reply, head, body = self.bus.sent.pop(0)
+        assert type(head) is kind, head
+        return subject.rpartition(".")[2], reply, head, body
+
+    def answer(self, reply: bytes, head, body: bytes = b"") -> None:
+        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        if receiver is not None:
+            receiver[0](encode_frame(head, body), b"", None)
+
+    def no_responders(self, reply: bytes) -> None:
+        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        if receiver is not None:
+            receiver[1]()
+
+    def ok(self, reply: bytes, body: bytes = b"ok") -> None:
+        self.answer(reply, ResponseHead(200, [], True, 0), body)
+
+    def look(self, after_s: float) -> None:
+        self.beat.look(self.now + after_s)
+
+    def assert_nothing_is_left(self) -> None:
+        assert not self.dispatcher.calls
+        assert not self.shadows.in_flight
+        assert not self.bus.receivers
+        assert all(router.in_flight == router.queue_depth == 0 for router in self.routes.routers.values())
+
+
+async def failure(task) -> ServeError:
+    with pytest.raises(ServeError) as caught:
+        await task
+    return caught.value

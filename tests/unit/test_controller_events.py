@@ -1,0 +1,267 @@
+"""What is told of recorded changes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import pytest
+
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId
+from serve_common.wires.views import EventView, GoalStatus
+from serve_controller.core.changes import Changes, Key, Kind
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.event_words import MESSAGE_LENGTH_MAX
+from serve_controller.core.events import audit_event, events_of, goal_progress, latest_events
+from serve_controller.core.objects import (
+    CheckpointObject,
+    Counters,
+    GoalKind,
+    HostRecord,
+    ProxyRecord,
+    ReplicaState,
+    host_owned,
+)
+from serve_controller.core.observed import ObservedState
+from tests.unit.controller_parts import (
+    NOW,
+    TAG,
+    backend_of,
+    checkpoint_of,
+    goal_of,
+    replica_of,
+    version_of,
+)
+
+V1, V2 = version_of(num_replicas=2), version_of(2, version="v2", num_replicas=2)
+TRACEBACK = "Traceback (most recent call last):\n  File x\nRuntimeError: no\n"
+HOST = HostId("host-1")
+
+
+def told(before: Checkpoint, *values: CheckpointObject, deletes: tuple[Key, ...] = ()) -> list[EventView]:
+    changes = Changes(values, deletes)
+    return events_of(before, before.applied(changes), changes, NOW)
+
+
+def told_of_replica(before: Checkpoint, *values: CheckpointObject) -> tuple[str, str]:
+    (event,) = told(before, *values)
+    assert (event.kind, event.at) == ("replica", NOW)
+    return event.state, event.message
+
+
+def test_a_goal_is_told_when_it_begins_and_when_it_ends() -> None:
+    (event,) = told(checkpoint_of(), goal_of(status=GoalStatus.PENDING), Counters(goal=1))
+    assert event == EventView(
+        at=NOW, kind="goal", subject="g1", message="deploy default/a", state="pending", goal_id=GoalId("g1")
+    )
+    before = checkpoint_of(goal_of(status=GoalStatus.PENDING))
+    (event,) = told(before, goal_of(status=GoalStatus.FAILED, error=TRACEBACK))
+    assert (event.state, event.message) == ("failed", "deploy default/a: RuntimeError: no")
+    assert [e.state for e in told(checkpoint_of(), goal_of())] == ["pending", "succeeded"]
+    assert told(checkpoint_of(goal_of()), deletes=((Kind.GOAL, "g1"),)) == []
+
+
+def test_every_move_of_a_replica_is_told_with_where_or_why() -> None:
+    before = checkpoint_of(backend_of(V1), replica_of(1, V1))
+    assert told(before, replica_of(1, V1, message="other")) == []
+    assert told_of_replica(before, replica_of(2, V1, ReplicaState.SHOULD_START, None)) == (
+        "should_start",
+        "waits for a host",
+    )
+    waiting = replica_of(2, V1, ReplicaState.SHOULD_START, None, message="needs 4 CPU")
+    assert told_of_replica(before, waiting)[1] == "needs 4 CPU"
+    assert told_of_replica(before, replica_of(2, V1, ReplicaState.STARTING))[1] == "starts on host-1"
+    assert told_of_replica(before, replica_of(1, V1, ReplicaState.UPDATING))[0] == "updating"
+    for state, words in [
+        (ReplicaState.STARTING, "runs on host-1"),
+        (ReplicaState.UPDATING, "runs with its new configuration on host-1"),
+        (ReplicaState.UNHEALTHY, "is healthy again on host-1"),
+    ]:
+        now = checkpoint_of(replica_of(1, V1, state), base=before)
+        assert told_of_replica(now, replica_of(1, V1)) == ("running", words)
+
+
+@pytest.mark.parametrize(
+    ("others", "was", "why"),
+    [
+        ([backend_of(V1, deleting=True)], ReplicaState.RUNNING, "default/a is deleted"),
+        ([backend_of(V1, halted=True)], ReplicaState.RUNNING, "default/a is halted"),
+        (
+            [backend_of(V1), HostRecord(host_id=HOST, generation=1, draining=True)],
+            ReplicaState.RUNNING,
+            "the host host-1 is drained",
+        ),
+        ([backend_of(V2, others=[V1])], ReplicaState.RUNNING, "version v1 is replaced by v2"),
+        ([backend_of(V2, last_good=V2)], ReplicaState.RUNNING, "version 1 is replaced by v2"),
+        ([backend_of(V1)], ReplicaState.UNHEALTHY, "its health check fails"),
+        (
+            [backend_of(V1), replica_of(2, V1), replica_of(3, V1)],
+            ReplicaState.RUNNING,
+            "2 replicas are wanted",
+        ),
+        ([backend_of(V1), replica_of(2, V1)], ReplicaState.RUNNING, "another one is started in its place"),
+    ],
+)
+def test_a_replica_that_stops_says_why(others: list, was: ReplicaState, why: str) -> None:
+    before = checkpoint_of(*others, replica_of(1, V1, was))
+    stopping = replica_of(1, V1, ReplicaState.SHOULD_STOP)
+    assert told_of_replica(before, stopping) == ("should_stop", f"is to stop: {why}")
+
+
+def test_a_replica_that_is_gone_says_whether_it_should_be() -> None:
+    gone: tuple[Key, ...] = ((Kind.REPLICA, "default/a#1"),)
+    before = checkpoint_of(backend_of(V1), replica_of(1, V1, ReplicaState.STOPPING))
+    (event,) = told(before, deletes=gone)
+    assert (event.subject, event.state, event.message) == ("default/a#1", "stopped", "has stopped")
+    before = checkpoint_of(backend_of(V1), replica_of(1, V1, ReplicaState.STARTING))
+    failing, event = told(before, backend_of(V1, start_failures=1, last_error=TRACEBACK), deletes=gone)
+    assert event.message == "ended on host-1 while it was starting: RuntimeError: no"
+    assert (failing.kind, failing.subject, failing.state) == ("backend", TAG, "failing")
+    assert failing.message == "version v1: 1 starts failed (a goal fails at 3): RuntimeError: no"
+    (event,) = told(before, deletes=gone)
+    assert event.message == "ended on host-1 while it was starting"
+
+
+def test_what_becomes_of_a_failed_update_is_told() -> None:
+    updating = checkpoint_of(backend_of(V2, last_good=V1, others=[V1]))
+    back = backend_of(msgspec.structs.replace(V1, config_version=3), last_error=TRACEBACK)
+    (event,) = told(updating, back)
+    assert (event.state, event.message) == ("went back", "version v1 is put back: RuntimeError: no")
+    (event,) = told(updating, msgspec.structs.replace(back, kept=V2))
+    assert event.state == "kept"
+    assert event.message == (
+        "version v1 is wanted again; replicas of version v2 that serve are kept: RuntimeError: no"
+    )
+    first = checkpoint_of(backend_of(V1, last_good=None))
+    (event,) = told(first, backend_of(V1, last_good=None, halted=True, last_error=TRACEBACK))
+    assert (event.state, event.message) == (
+        "halted",
+        "nothing is started until the next deploy: RuntimeError: no",
+    )
+    rollback = told(updating, msgspec.structs.replace(back, goal_id=GoalId("g2")))
+    assert rollback == []  # a command's doing, of which its goal tells
+    failing = checkpoint_of(backend_of(V1, start_failures=2))
+    assert [e.state for e in told(failing, backend_of(V1))] == ["recovered"]
+    pending = checkpoint_of(goal_of(status=GoalStatus.PENDING), base=failing)
+    ended = told(pending, backend_of(V1), goal_of(status=GoalStatus.FAILED))
+    assert [(e.kind, e.state) for e in ended] == [("goal", "failed")]
+
+
+def test_hosts_and_proxies_come_and_go() -> None:
+    record = HostRecord(host_id=HOST, generation=1)
+    draining = msgspec.structs.replace(record, draining=True)
+    known = checkpoint_of(record, ProxyRecord(proxy_id=ProxyId("p")))
+    assert [(e.kind, e.subject, e.state) for e in told(checkpoint_of(), record)] == [("host", HOST, "known")]
+    assert (
+        told(known, msgspec.structs.replace(record, generation=2), ProxyRecord(proxy_id=ProxyId("p"))) == []
+    )
+    assert [e.state for e in told(known, draining)] == ["draining"]
+    assert [e.state for e in told(checkpoint_of(draining), record)] == ["undrained"]
+    gone = told(known, deletes=((Kind.PROXY, "p"), (Kind.HOST, HOST), (Kind.BACKEND, TAG)))
+    assert [(e.kind, e.state) for e in gone] == [
+        ("host", "forgotten"),
+        ("proxy", "gone"),
+        ("backend", "deleted"),
+    ]
+
+
+def test_the_order_is_the_same_however_the_changes_are_ordered() -> None:
+    replicas = [replica_of(n, V1, ReplicaState.STARTING) for n in (10, 9, 2)]
+    before = checkpoint_of(backend_of(V1), goal_of("g9", GoalStatus.PENDING))
+    values = [
+        *replicas,
+        replica_of(1, V1, tag=BackendTag("default/b")),
+        goal_of("g9"),
+        goal_of("g10", GoalStatus.PENDING),
+        HostRecord(host_id=HOST, generation=1),
+        backend_of(V1, start_failures=1),
+    ]
+    expected = told(before, *values)
+    assert [e.subject for e in expected] == [
+        "g10",
+        "host-1",
+        "default/a",
+        "default/a#2",
+        "default/a#9",
+        "default/a#10",
+        "default/b#1",
+        "g9",
+    ]
+    for seed in range(5):
+        random.Random(seed).shuffle(values)
+        assert told(before, *values) == expected
+
+
+def test_a_replica_names_the_goal_that_moves_it_while_that_is_pending() -> None:
+    pending = checkpoint_of(backend_of(V1), goal_of(status=GoalStatus.PENDING))
+    (event,) = told(pending, replica_of(1, V1, ReplicaState.STARTING))
+    assert event.goal_id == "g1"
+    events = told(pending, replica_of(1, V1), goal_of())
+    assert [e.goal_id for e in events] == ["g1", "g1"]
+    (event,) = told(checkpoint_of(backend_of(V1), goal_of()), replica_of(1, V1))
+    assert event.goal_id is None
+
+
+def test_messages_are_bounded() -> None:
+    long = "x" * 10_000
+    before = checkpoint_of(backend_of(V1), goal_of(status=GoalStatus.PENDING))
+    values = [
+        goal_of(status=GoalStatus.FAILED, error=long),
+        replica_of(1, V1, ReplicaState.SHOULD_START, None, message=long),
+        backend_of(V1, halted=True, start_failures=1, last_error=long),
+    ]
+    events = [*told(before, *values), audit_event(NOW, verb="deploy", subject=TAG, who=long, goal_id=None)]
+    assert len(events) == 5
+    assert all(len(e.message) <= MESSAGE_LENGTH_MAX for e in events)
+
+
+def test_many_replicas_are_told_of_in_time_that_grows_with_their_number_only() -> None:
+    num = 3_000
+    before = checkpoint_of(backend_of(V1), *(replica_of(n, V1) for n in range(num)))
+    events = told(before, *(replica_of(n, V1, ReplicaState.SHOULD_STOP) for n in range(2, num)))
+    assert {e.message for e in events} == {"is to stop: 2 replicas are wanted"}
+
+
+def test_events_are_asked_for_by_what_they_are_about() -> None:
+    drain = goal_of("g2", kind=GoalKind.DRAIN, subject=HOST, owns=[host_owned(HOST)])
+    checkpoint = checkpoint_of(goal_of("g1"), drain)
+    events = deque(
+        [
+            *told(checkpoint_of(), goal_of("g1")),
+            *told(checkpoint_of(), drain, HostRecord(host_id=HOST, generation=1)),
+            *told(checkpoint_of(), replica_of(1, V1), replica_of(1, V1, tag=BackendTag("other/a"))),
+        ]
+    )
+
+    def about(subject: str | None, limit: int = 100) -> list[str]:
+        return [e.subject for e in latest_events(events, checkpoint, limit, subject)]
+
+    assert about("a") == about("default/a") == ["g1", "g1", "default/a#1"]
+    assert about("default/a#1") == ["default/a#1"]
+    assert about("host-1") == ["g2", "host-1", "g2"]
+    assert about("g1") == ["g1", "g1"]
+    assert about("../..") == []
+    assert len(about(None)) == len(events)
+    assert about(None, 2) == ["default/a#1", "other/a#1"]
+
+
+def test_progress_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = {"g2": "for b", "g10": "x" * 10_000}
+    monkeypatch.setattr(
+        "serve_controller.core.views.goals.waits_for",
+        lambda _checkpoint, _observed, goal: waits[goal.goal_id],
+    )
+    observed = ObservedState(since=NOW)
+    pending = [goal_of(goal_id, GoalStatus.PENDING) for goal_id in ("g10", "g2")]
+    checkpoint = checkpoint_of(*pending, goal_of("g3"))
+    asked = [GoalId(g) for g in ("g10", "g2", "g3", "g77")]
+    first = goal_progress(checkpoint, observed, asked, {})
+    assert [(v.goal_id, v.message[:5], v.status) for v in first] == [
+        ("g2", "for b", GoalStatus.PENDING),
+        ("g10", "xxxxx", GoalStatus.PENDING),
+    ]
+    last = {v.goal_id: v.message for v in first}
+    assert goal_progress(checkpoint, observed, asked, last) == []
+    waits["g2"] = "for c"
+    assert [v.goal_id for v in goal_progress(checkpoint, observed, asked, last)] == ["g2"]

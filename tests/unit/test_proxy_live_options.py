@@ -1,0 +1,136 @@
+"""Options that change while the proxy runs: in force, refused, or still being imported, and what is said of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from serve_common.routing.snapshot_table import HttpChange
+from serve_common.values import HttpOptions
+from serve_proxy.shell import live_options
+from serve_proxy.shell.live_options import LiveOptions, MiddlewareRefused
+
+DEFAULTS = HttpOptions(request_timeout_s=7.0)
+
+
+class World:
+    """Middlewares are their names; loading waits for `finish`."""
+
+    def __init__(self) -> None:
+        self.loading: list[tuple[list[str], asyncio.Future[tuple[str, ...]]]] = []
+        self.used: list[tuple[HttpOptions, tuple[str, ...]]] = []
+        self.settled: list[int] = []
+        self.live: LiveOptions[tuple[str, ...]] = LiveOptions(
+            DEFAULTS, nothing=(), load=self.load, use=self.use, on_settled=self.settled.append
+        )
+
+    async def load(self, paths: Sequence[str]) -> tuple[str, ...]:
+        loaded: asyncio.Future[tuple[str, ...]] = asyncio.get_running_loop().create_future()
+        self.loading.append((list(paths), loaded))
+        return await loaded
+
+    def use(self, options: HttpOptions, middlewares: tuple[str, ...]) -> None:
+        self.used.append((options, middlewares))
+
+    def take(self, snapshot_id: int, **options) -> None:
+        self.live.take(HttpChange(options=HttpOptions(**options), snapshot_id=snapshot_id))
+
+    async def finish(self, error: str = "") -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        paths, loaded = self.loading.pop(0)
+        if error:
+            loaded.set_exception(MiddlewareRefused(error))
+        else:
+            loaded.set_result(tuple(paths))
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world():
+    world = World()
+    yield world
+    await world.live.close(1)
+
+
+async def test_what_needs_no_import_is_in_force_at_once(world: World) -> None:
+    assert world.live.options is DEFAULTS
+    world.take(3, request_timeout_s=1.0, body_bytes_max=10)
+    assert world.live.options.body_bytes_max == 10
+    assert world.used == [(world.live.options, ())]
+    assert (world.settled, world.live.why_not_in_force) == ([3], None)
+
+
+async def test_middlewares_are_in_force_once_imported_and_not_before(world: World) -> None:
+    world.take(3, middlewares=["a:b"])
+    assert (world.live.options, world.settled) == (DEFAULTS, [])
+    assert world.live.why_not_in_force is not None
+    await world.finish()
+    assert world.live.options.middlewares == ["a:b"]
+    assert world.used == [(world.live.options, ("a:b",))]
+    assert (world.settled, world.live.why_not_in_force) == ([3], None)
+    world.take(4, middlewares=["a:b"], request_timeout_s=2.0)  # the same ones are not imported again
+    assert world.used[-1] == (world.live.options, ("a:b",))
+    assert (world.settled, world.live.options.request_timeout_s) == ([3, 4], 2.0)
+    world.take(5)
+    assert world.used[-1] == (world.live.options, ())
+
+
+async def test_what_is_refused_leaves_everything_as_it_was_and_says_why(world: World) -> None:
+    world.take(3, request_timeout_s=1.0)
+    world.take(4, middlewares=["a:b"], request_timeout_s=2.0)
+    await world.finish("a:b: no such thing")
+    assert world.live.options.request_timeout_s == 1.0
+    assert (world.live.error, world.live.error_snapshot_id) == ("a:b: no such thing", 4)
+    assert world.settled == [3, 4]
+    world.take(5, request_timeout_s=3.0)
+    assert (world.live.error, world.live.error_snapshot_id) == ("", 0)
+
+
+async def test_options_out_of_their_limits_are_refused(world: World) -> None:
+    world.take(3, request_timeout_s=-1.0)
+    assert "request_timeout_s" in world.live.error
+    assert (world.live.options, world.settled) == (DEFAULTS, [3])
+
+
+async def test_only_the_newest_change_counts_also_while_an_older_one_is_being_imported(world: World) -> None:
+    world.take(3, middlewares=["hangs:x"])
+    await asyncio.sleep(0)
+    world.take(3, middlewares=["hangs:x"])  # told again
+    world.take(4, middlewares=["c:d"])
+    await asyncio.sleep(0)
+    assert [paths for paths, _ in world.loading] == [["hangs:x"], ["c:d"]]
+    assert world.loading.pop(0)[1].cancelled()
+    await world.finish()
+    assert world.settled == [4]
+    world.take(5, middlewares=["hangs:x"])
+    await asyncio.sleep(0)
+    world.take(6, request_timeout_s=6.0)
+    assert world.live.options.request_timeout_s == 6.0
+    assert [middlewares for _, middlewares in world.used] == [("c:d",), ()]
+    assert (world.settled, world.live.why_not_in_force) == ([4, 6], None)
+
+
+async def test_an_older_snapshot_changes_nothing_and_a_deleted_one_brings_the_defaults_back(
+    world: World,
+) -> None:
+    world.take(5, request_timeout_s=5.0)
+    world.take(4, request_timeout_s=4.0)
+    assert world.live.options.request_timeout_s == 5.0
+    world.live.take(HttpChange(options=None, snapshot_id=6))
+    assert world.live.options is DEFAULTS
+    world.take(7, request_timeout_s=5.0)
+    world.live.take(HttpChange(options=None, snapshot_id=0))
+    assert world.live.options is DEFAULTS
+
+
+async def test_an_import_that_does_not_end_is_refused(world: World, monkeypatch) -> None:
+    monkeypatch.setattr(live_options, "LOAD_TIMEOUT_S", 0.01)
+    world.take(3, middlewares=["a:b"])
+    async with asyncio.timeout(5):
+        while not world.settled:  # noqa: ASYNC110 - it is told by a plain callback
+            await asyncio.sleep(0.005)
+    assert "a:b took more than" in world.live.error
