@@ -56,6 +56,7 @@ async def _deploy_noop(record: RunRecord) -> None:
     )
     async with connect_stack(StackAddress(urls=(record.nats_url,), password=password)) as reached:
         reply = await reached.admin.deploy(request)
+        assert reply.goal_id is not None
         goal = await reached.admin.wait_for_goal(reply.goal_id, deadline_s=_DEPLOY_WITHIN_S)
     if goal.status is not GoalStatus.SUCCEEDED:
         raise StackFailed(f"the no-op deployment is {goal.status.value}: {goal.error or goal.message}")

@@ -201,6 +201,9 @@ class InstantRuntime:
     def kill(self, replica_tag: ReplicaTag) -> None:
         self._tell(ProcessEnded(replica_tag, "killed"))
 
+    def kill_by_force(self, replica_tag: ReplicaTag) -> None:
+        self.kill(replica_tag)
+
 
 class NoMetrics:
     """The host's metrics, not kept."""

@@ -71,6 +71,12 @@ class ProxyProcess:
         _, log = await self.process.communicate()
         return log.decode()
 
+    async def end_unread(self) -> int:
+        """Stop reading what it writes, then send SIGTERM; its exit code."""
+        self.process._transport.get_pipe_transport(2).close()  # type: ignore[attr-defined]
+        self.process.send_signal(signal.SIGTERM)
+        return await asyncio.wait_for(self.process.wait(), 15)
+
     async def kill(self) -> None:
         if self.process.returncode is None:
             self.process.kill()
@@ -92,7 +98,7 @@ class Load:
             port = self._random.choice(self.ports)
             try:
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            except ConnectionRefusedError:
+            except ConnectionError:
                 self.outcomes["connected elsewhere"] += 1
                 await asyncio.sleep(0.001)
                 continue
@@ -213,5 +219,14 @@ async def test_what_is_in_flight_in_a_proxy_told_to_stop_is_answered_and_idle_co
         assert proxy.process.returncode == 0
         for _, writer in (held, idle):
             writer.close()
+    finally:
+        await proxy.kill()
+
+
+async def test_a_proxy_whose_log_nobody_reads_any_more_ends_all_the_same(server: NatsServer) -> None:
+    proxy = ProxyProcess("leaving")
+    try:
+        await proxy.start(server)
+        await proxy.end_unread()
     finally:
         await proxy.kill()

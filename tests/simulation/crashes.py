@@ -10,7 +10,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tests.simulation.kernel import sleep
+
 T = TypeVar("T")
+
+CrashPoint = tuple[int, bool]
+"""Number of the effect among all of a world, and whether after it."""
 
 
 class Crash(BaseException):
@@ -18,23 +23,40 @@ class Crash(BaseException):
 
 
 @dataclass
-class CrashingBoundary:
-    """Counts effects; crashes at those in ``plan`` (number of the effect, and whether after it)."""
+class CrashPlan:
+    """Counts the effects of all controllers; knows at which of them to crash."""
 
-    plan: frozenset[tuple[int, bool]] = frozenset()
+    points: frozenset[CrashPoint] = frozenset()
     fired: list[tuple[int, str, bool]] = field(default_factory=list)
     count: int = 0
-    names: list[str] = field(default_factory=list)
+
+    def crash_if_due(self, number: int, effect: str, *, after: bool) -> None:
+        """Raise `Crash` when the plan says so."""
+        if (number, after) in self.points:
+            self.fired.append((number, effect, after))
+            raise Crash
+
+
+class SimBoundary:
+    """The boundary of one controller: each effect takes a moment, may find the process standing still, and may be the
+    last that it does."""
+
+    def __init__(
+        self, plan: CrashPlan, delay_s: Callable[[str], float], trace: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._delay_s = delay_s
+        self._trace = trace
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
-        number = self.count
-        self.count += 1
-        self.names.append(effect)
-        if (number, False) in self.plan:
-            self.fired.append((number, effect, False))
-            raise Crash
+        """See `serve_controller.shell.boundary.Boundary.cross`."""
+        number = self._plan.count
+        self._plan.count += 1
+        self._trace(effect)
+        self._plan.crash_if_due(number, effect, after=False)
+        delay_s = self._delay_s(effect)
+        if delay_s > 0:
+            await sleep(delay_s)
         result = await perform()
-        if (number, True) in self.plan:
-            self.fired.append((number, effect, True))
-            raise Crash
+        self._plan.crash_if_due(number, effect, after=True)
         return result

@@ -129,7 +129,7 @@ def test_after_a_refused_config_every_replica_really_runs_the_former_one_again()
     loop.settle()
     before = loop.running()
     loop.hosts[1].raises_at = {"two"}
-    goal_id = loop.command(deploy(num=6, config="two")).goal_id
+    goal_id = loop.command(deploy(num=6, config="two", on_failure="go_back")).goal_id
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.FAILED
     assert loop.user_configs() == ["one"] * 6

@@ -93,8 +93,8 @@ class Publisher(Protocol):
         """Put one key; returns the revision that the bucket gave it. Raises `LimitReached` when it is too large."""
         ...
 
-    async def retract(self, key: str) -> None:
-        """Remove a key that the checkpoint does not know."""
+    async def retract(self, key: str, revision: int) -> None:
+        """Remove a key that the checkpoint does not know, unless it has another revision than this by now."""
         ...
 
 

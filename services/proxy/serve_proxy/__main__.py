@@ -41,8 +41,10 @@ async def _run(settings: ProxySettings) -> int:
     tasks = TaskOwner("main", on_failure=lambda _name, _error: on_failure())
 
     async def drain() -> None:
-        await proxy.drain()
-        should_end.set()
+        try:
+            await proxy.drain()
+        finally:  # whatever went wrong, even that nobody reads the log any more
+            should_end.set()
 
     try:
         await proxy.start()

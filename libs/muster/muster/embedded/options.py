@@ -71,6 +71,11 @@ class StatePaths(msgspec.Struct, frozen=True):
         return self.root / "metrics"
 
     @property
+    def bytecode(self) -> Path:
+        """Compiled modules, where they may not be written beside their sources."""
+        return self.root / "bytecode"
+
+    @property
     def run_file(self) -> Path:
         """What runs where."""
         return self.root / "run.json"

@@ -18,6 +18,7 @@ from muster.secrets import Secrets
 
 CONTROLLER, HOST, PROXY = "controller", "replica-host", "proxy"
 _MODULES = {CONTROLLER: "serve_controller", HOST: "serve_replica_host", PROXY: "serve_proxy"}
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 _DRAIN_TIMEOUT_S = 2
 """Shorter than a container's: Ctrl-C shall end the whole stack within 10 s."""
 _STOP_TIMEOUTS_S = {CONTROLLER: 1.5, HOST: 4.0, PROXY: 2.5}
@@ -43,11 +44,22 @@ class ServiceSpecs:
 
     def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
         """In the order in which they start; they stop in the reverse one, the proxy first."""
+        environment = self._with_bytecode(environment)
         return [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
             self._spec(HOST, environment, self._host(), (NATS,)),
             self._spec(PROXY, environment, self._proxy(), (NATS,)),
         ]
+
+    def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:
+        """Let Python keep compiled modules, in the state directory when they are not wanted beside their sources.
+
+        Otherwise each new replica's process would compile Ray anew, which takes longer than all the rest of its start.
+        """
+        if not environment.get(_NO_BYTECODE):
+            return environment
+        others = {name: value for name, value in environment.items() if name != _NO_BYTECODE}
+        return {**others, "PYTHONPYCACHEPREFIX": str(self._paths.bytecode.resolve())}
 
     def _spec(
         self, name: str, environment: Mapping[str, str], own: Mapping[str, str], depends_on: tuple[str, ...]

@@ -254,11 +254,11 @@ class NatsBus:
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"the snapshot {key} was not published: {error!r}") from error
 
-    async def retract(self, key: str) -> None:
+    async def retract(self, key: str, revision: int) -> None:
         """See `ports.Publisher.retract`."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                await self._opened().delete(key)
+                await self._opened().delete(key, last=revision or None)
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"the key {key} was not retracted: {error!r}") from error
 

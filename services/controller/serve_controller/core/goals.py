@@ -266,11 +266,14 @@ def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
 
 def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
     replicas = list(draft.replicas_of(backend.backend_tag).values())
-    wanted, target = backend.num_wanted, backend.target
-    ready = [
-        r for r in replicas if r.state is ReplicaState.RUNNING and r.config_version == target.config_version
+    wanted, target, kept = backend.num_wanted, backend.target, backend.kept
+    good = {v.config_version for v in (target, kept) if v is not None}
+    ready = [r for r in replicas if r.state is ReplicaState.RUNNING and r.config_version in good]
+    old = [
+        r
+        for r in replicas
+        if r.state in WANTED and r.code_version != target.code_version and r.config_version not in good
     ]
-    old = [r for r in replicas if r.state in WANTED and r.code_version != target.code_version]
     if len(ready) == wanted and not old and sum(r.state in WANTED for r in replicas) == wanted:
         return ""
     name = target.version or str(target.code_version)

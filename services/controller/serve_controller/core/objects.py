@@ -134,6 +134,8 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     ended_as: BackendVersion | None = None
     """What it was when it was deleted."""
     ended_route: str | None = None
+    ended_goal_id: GoalId = GoalId("")
+    """Of the goal that deleted it."""
 
 
 class ApplicationVersion(msgspec.Struct, frozen=True, kw_only=True):

@@ -205,7 +205,7 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
                     deployment,
                     ended_at=now,
                     ended_as=backend.target,
-                    ended_route=deployment.ended_route,
+                    ended_goal_id=backend.goal_id,
                 )
             )
 

@@ -136,7 +136,7 @@ def _follow_report(
         if running is not None and report.config_version < replica.config_version:
             # It was told of a newer configuration before or while it was unhealthy, and has yet to take it.
             with_event(draft, running, Event.RECONFIGURE, now)
-    elif status is ReplicaStatus.UNHEALTHY and state in ROUTED:
+    elif status is ReplicaStatus.UNHEALTHY:
         _follow_unhealthy(draft, replica, report, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
         with_event(draft, replica, Event.HEARD_CONFIG, now)
@@ -147,15 +147,19 @@ def _follow_report(
 
 def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """It leaves the routes and is replaced. One that was young never proved itself: that counts as a failed start."""
-    unhealthy = with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
-    assert unhealthy is not None
+    unhealthy = replica
+    if replica.state in ROUTED:
+        heard = with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
+        assert heard is not None
+        unhealthy = heard
     backend = draft.backends[replica.backend_tag]
     version: BackendVersion = backend.version_of(replica.config_version) or backend.target
     config = version.backend_config
     checks_s = (config.health_check_period_s + config.health_check_timeout_s) * (
         config.health_check_failure_threshold + 1
     )
-    if now - replica.since < max(SHORT_LIFE_S, checks_s):
+    never_ran = replica.state is ReplicaState.STARTING  # the report that said so was lost
+    if never_ran or now - replica.since < max(SHORT_LIFE_S, checks_s):
         _count_failure(draft, replica, report.error or "its health checks fail", now)
     stopping = with_event(draft, unhealthy, Event.UNWANTED, now)
     assert stopping is not None

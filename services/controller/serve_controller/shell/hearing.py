@@ -95,6 +95,11 @@ class Hearing:
         self.observed = observe_bucket(self.observed, bucket)
         self.attending.add(Attention(keys=frozenset(changed), goals=bool(changed)))
 
+    def revision_of(self, key: str) -> int:
+        """The bucket's newest known revision of a key; 0 for none."""
+        revision: int = self._revisions.get(key, 0)
+        return revision
+
     def retracted(self, key: str) -> None:
         """A key of the bucket was removed."""
         bucket = self.observed.bucket

@@ -288,7 +288,10 @@ class Term:
                 )
                 self.hear_bucket({action.key: (revision, action.snapshot.snapshot_id)}, whole=False)
             case RetractSnapshot():
-                await self._boundary.cross("retract_snapshot", lambda: self._publisher.retract(action.key))
+                revision = self._hearing.revision_of(action.key)
+                await self._boundary.cross(
+                    "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
+                )
                 self._hearing.retracted(action.key)
             case SendHostGoal():
                 goal = action.goal

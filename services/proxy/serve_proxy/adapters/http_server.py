@@ -79,7 +79,6 @@ class HttpServer:
                 for bound in listener.sockets
             ]
             listener.close()
-            return
             for double in doubles:
                 double.settimeout(0)
                 with contextlib.suppress(BlockingIOError):  # that was the last one

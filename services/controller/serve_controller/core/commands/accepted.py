@@ -11,9 +11,9 @@ from serve_common.names import GoalId, check_name
 from serve_common.subjects import backend_key
 from serve_common.wires.commands import ChangeReply, CommandReply
 from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes
+from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals import end_goal, number_of
+from serve_controller.core.goals import application_of, end_goal, number_of
 from serve_controller.core.objects import Goal, GoalKind
 
 GOALS_PENDING_MAX = 20_000
@@ -41,8 +41,10 @@ def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = Fals
     return Accepted(changes=Changes(), reply=reply, subject=subject, goal_id=None)
 
 
-def retried(checkpoint: Checkpoint, request_id: str | None, subject: str) -> Accepted | None:
+def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned: str) -> Accepted | None:
     """The answer to a command that was accepted before under the same request id, or None.
+
+    ``owned`` is what its goal must own: an id that was used for something else is no retry.
 
     Raises `BadField` for an id that is no name.
     """
@@ -51,7 +53,7 @@ def retried(checkpoint: Checkpoint, request_id: str | None, subject: str) -> Acc
     check_name(request_id, "request_id")
     goal_id = checkpoint.requests.get(request_id)
     goal = None if goal_id is None else checkpoint.goals.get(goal_id)
-    if goal is None or goal.subject != subject:
+    if goal is None or owned not in goal.owns:
         return None
     return nothing_to_do(subject, goal.goal_id, updating=True)
 
@@ -73,8 +75,8 @@ def new_goal(
     replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
     for goal_id in sorted(replaced, key=number_of):
         former = draft.pending[goal_id]
-        is_part = former.kind is GoalKind.APPLICATION and backend_keys(owns) < backend_keys(former.owns)
-        if is_part and kind is GoalKind.DEPLOY:
+        is_part = former.owns[0] not in owns and backend_keys(owns) < backend_keys(former.owns)
+        if former.kind is GoalKind.APPLICATION and is_part and kind in (GoalKind.DEPLOY, GoalKind.DELETE):
             kind, subject, owns = former.kind, former.subject, former.owns
     if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
         raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
@@ -83,6 +85,10 @@ def new_goal(
         former = draft.pending[former_id]
         if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
             end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
+            application = application_of(draft, former)
+            if application is not None and application.deleting and former.owns[0] not in owns:
+                # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
+                draft.delete((Kind.APPLICATION, application.name))
     draft.put(
         Goal(
             goal_id=goal_id,

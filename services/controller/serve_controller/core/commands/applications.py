@@ -42,7 +42,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     """See `DeployApplication`."""
     name = check_name(command.name, "name")
     parts = _checked_parts(command)
-    again = retried(checkpoint, command.request_id, name)
+    again = retried(checkpoint, command.request_id, name, application_owned(name))
     if again is not None:
         return again
     for index, tag in enumerate(parts):

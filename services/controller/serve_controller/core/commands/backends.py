@@ -70,7 +70,7 @@ def update_backend_config(checkpoint: Checkpoint, command: UpdateBackendConfig, 
         raise NotFound(f"{_FIELD}: there is no backend {command.backend_tag[:100]!r}")
     target = existing.target
     config = merged(target.backend_config, command.config, "config")
-    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True)
+    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
     check_wanted(wanted)
     if is_as_wanted(existing, wanted):
         return nothing_to_do(tag, existing.goal_id)

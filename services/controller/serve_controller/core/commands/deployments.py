@@ -6,6 +6,7 @@ import msgspec
 
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
+from serve_common.subjects import backend_key
 from serve_common.wires.commands import DeleteDeployment, Deploy
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
@@ -42,7 +43,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         methods=check_methods(command.methods),
         traffic={tag: 1.0},
     )
-    again = retried(checkpoint, command.request_id, tag)
+    again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:
         return again
     check_is_deployment(checkpoint, tag)

@@ -25,7 +25,7 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     existing = checkpoint.backends.get(tag)
     if existing is None or existing.deleting:
         raise NotFound(f"name: there is no deployment or backend {command.name[:100]!r}")
-    again = retried(checkpoint, command.request_id, tag)
+    again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:
         return again
     revision = _chosen(checkpoint, existing, command.to)

@@ -31,6 +31,8 @@ class Wanted(msgspec.Struct, frozen=True):
     version: str | None
     is_same_code: bool
     """Whether replicas of the present target may stay, provided that the replica configuration is the same too."""
+    leaves_kept: bool = False
+    """Whether replicas that a failed update left (`Backend.kept`) may stay, unless they would have to hear of it."""
 
 
 def check_wanted(wanted: Wanted, at: str = "") -> None:
@@ -66,6 +68,7 @@ def is_as_wanted(backend: Backend, wanted: Wanted) -> bool:
         wanted.is_same_code
         and not backend.deleting
         and not backend.halted
+        and (backend.kept is None or wanted.leaves_kept)
         and wanted.version == target.version
         and wanted.replica_config == target.replica_config
         and wanted.backend_config == target.backend_config
@@ -111,7 +114,8 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         backend_config=wanted.backend_config,
     )
     others = existing.others if light else [*existing.others, target]
-    if existing.kept is not None:
+    kept = existing.kept if light and wanted.leaves_kept else None
+    if existing.kept is not None and kept is None:
         others = [*others, existing.kept]
     last_good = existing.last_good
     if existing.deleting and last_good is not None:
@@ -122,7 +126,7 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         goal_id=goal_id,
         target=version,
         last_good=last_good,
-        kept=None,
+        kept=kept,
         others=others,
         newest_code_version=newest_code,
         newest_config_version=newest_config,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from serve_common.errors import NotFound
-from serve_common.names import BackendTag, EndpointTag, GoalId, deployment_tag
+from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.wires.queries import PagedQuery
 from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, SnapshotView
 from serve_controller.core.checkpoint import Checkpoint
@@ -123,7 +123,7 @@ def _gone(deployment: Deployment, version: BackendVersion) -> DeploymentView:
         code_version=version.code_version,
         backend_config=version.backend_config,
         replica_config=version.replica_config,
-        goal_id=GoalId(""),
+        goal_id=deployment.ended_goal_id,
         goal_status=GoalStatus.SUCCEEDED,
         replicas=[],
         application=deployment.application,

@@ -1,0 +1,30 @@
+"""What the tests under load serve: next to no work, and an answer that tells who gave it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from starlette.requests import Request
+
+WORK_S = 0.005
+"""So that there is always something in flight when replicas are told to stop."""
+
+
+class Loaded:
+    """Answers ``version, configuration, process, host``, and after an empty line what was posted."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._configuration = ""
+
+    def reconfigure(self, user_config: Any) -> None:
+        self._configuration = str(user_config)
+
+    async def __call__(self, request: Request) -> bytes:
+        body = await request.body()
+        await asyncio.sleep(float(request.query_params.get("work_s", WORK_S)))
+        # The stack marks all that a host's process starts with the host's name.
+        who = (self._version, self._configuration, str(os.getpid()), os.environ.get("MUSTER_PROCESS", ""))
+        return "\n".join(who).encode() + b"\n\n" + body

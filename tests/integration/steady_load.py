@@ -1,0 +1,232 @@
+"""Clients that send a steady stream of requests over several proxies, and what came of every one.
+
+They stand for a load balancer in front of the proxies, and do what `deploy/ingress/haproxy.cfg` has HAProxy do: a
+connection stays with its proxy until one of them ends it; a proxy that refuses connections is left out until it takes
+one again. They connect anew when the proxy said ``Connection: close`` or had closed a connection before anything was
+sent on it. What was sent is never sent again: whatever goes wrong from there on is a failed request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Self
+
+import msgspec
+
+REQUESTS_PER_S = 300
+REQUESTS_PER_S_MIN = 200
+"""What must have been sent for a scenario to count."""
+CLIENTS = 24
+WITHOUT_KEEP_ALIVE = 4
+"""So many of the clients use each connection once."""
+WINDOW_S_MIN = 3.0
+LONG_EVERY = 20
+LONG_WORK_S = 0.25
+"""A GET and a POST of so many requests take this long: some are in flight whenever something is told to leave."""
+_ANSWER_TIMEOUT_S = 20.0
+_LOOK_AGAIN_S = 0.1
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """A request that was answered as it should be."""
+
+    sent_at: float
+    """The loop's time."""
+    took_s: float
+    """Since it was due: a client that is held up lets its next request wait."""
+    port: int
+    version: str
+    configuration: str
+    pid: str
+    host: str
+
+
+class Connection:
+    """A kept-alive connection to one proxy."""
+
+    def __init__(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.port = port
+        self._reader = reader
+        self._writer = writer
+        self.is_kept = True
+        """Until the proxy said that it closes."""
+
+    @classmethod
+    async def open(cls, port: int) -> Self:
+        """Raises ConnectionRefusedError when nobody listens."""
+        return cls(port, *await asyncio.open_connection("127.0.0.1", port))
+
+    @property
+    def is_usable(self) -> bool:
+        """As far as is known before something is sent."""
+        return self.is_kept and not self._reader.at_eof()
+
+    async def ask(self, method: str, target: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body. Raises OSError or EOFError when no whole answer came."""
+        head = f"{method} {target} HTTP/1.1\r\nHost: loaded\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        answered = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
+        self.is_kept = "\r\nconnection: close\r\n" not in answered
+        length = int(answered.partition("\r\ncontent-length: ")[2].partition("\r\n")[0])
+        return int(answered.split(maxsplit=2)[1]), await self._reader.readexactly(length)
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class Balancer:
+    """Gives connections to proxies in turn, leaving out those that are away."""
+
+    def __init__(self, ports: Sequence[int]) -> None:
+        self.ports = ports
+        self.refused = 0
+        """Connections that were opened to another proxy instead."""
+        self._turn = itertools.cycle(ports)
+        self._away: set[int] = set()
+
+    async def connection(self) -> Connection:
+        """To a proxy that takes one."""
+        while True:
+            port = next(self._turn)
+            if port not in self._away:
+                try:
+                    return await Connection.open(port)
+                except ConnectionRefusedError:
+                    self.refused += 1
+                    self._away.add(port)
+            assert len(self._away) < len(self.ports), "no proxy takes connections"
+
+    async def look_after(self) -> None:
+        """For ever: take back those that answer."""
+        while True:
+            for port in list(self._away):
+                with contextlib.suppress(ConnectionRefusedError):
+                    await (await Connection.open(port)).close()
+                    self._away.remove(port)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+class SteadyLoad:
+    """GET and POST (without Idempotency-Key) in turn on one route, at `REQUESTS_PER_S`."""
+
+    def __init__(self, route: str, ports: Sequence[int]) -> None:
+        self.answers: list[Answer] = []
+        self.failures: list[str] = []
+        self.balancer = Balancer(ports)
+        self._route = route
+        self._numbers = itertools.count()
+        self._loop = asyncio.get_running_loop()
+        self._begun_at = self._loop.time()
+        self._answered = asyncio.Event()
+        self._is_over = False
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(cls, route: str, ports: Sequence[int]) -> AsyncIterator[Self]:
+        """Under way, with a second of it behind us; every request ends before this does."""
+        self = cls(route, ports)
+        async with asyncio.TaskGroup() as tasks:
+            caring = tasks.create_task(self.balancer.look_after())
+            async with asyncio.TaskGroup() as clients:
+                try:
+                    for number in range(CLIENTS):
+                        clients.create_task(self._client(number))
+                    await self.more(REQUESTS_PER_S)
+                    yield self
+                    await self._at_least(WINDOW_S_MIN)
+                finally:
+                    self._is_over = True
+            caring.cancel()
+        self._ended_at = self._loop.time()
+
+    def now(self) -> float:
+        """To compare with `Answer.sent_at`."""
+        return self._loop.time()
+
+    def since(self, moment: float) -> list[Answer]:
+        """To what was sent from then on."""
+        return [answer for answer in self.answers if answer.sent_at >= moment]
+
+    async def until(self, is_so: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+        """Look after every answer."""
+        async with asyncio.timeout(timeout_s):
+            while not is_so():
+                self._answered.clear()
+                await self._answered.wait()
+
+    async def more(self, count: int) -> list[Answer]:
+        """The next answers, to requests that are sent from now on."""
+        moment = self.now()
+        wanted = len(self.answers) + len(self.failures) + count + CLIENTS
+        await self.until(lambda: len(self.answers) + len(self.failures) >= wanted)
+        return self.since(moment)
+
+    def result(self, scenario: str) -> str:
+        """One line of figures. Asserts that none failed and that there were enough to say so."""
+        taken_s = self._ended_at - self._begun_at
+        assert not self.failures, f"{scenario}: {len(self.failures)} failed: {Counter(self.failures)}"
+        count = len(self.answers)
+        assert count >= REQUESTS_PER_S_MIN * taken_s, f"only {count} requests in {taken_s:.1f} s"
+        assert {answer.port for answer in self.answers} == set(self.balancer.ports)
+        centiles = statistics.quantiles((answer.took_s * 1000 for answer in self.answers), n=100)
+        line = (
+            f"{scenario}: 0 of {count} requests failed in {taken_s:.1f} s ({count / taken_s:.0f}/s); "
+            f"p50 {centiles[49]:.0f} ms, p99 {centiles[98]:.0f} ms"
+        )
+        print(line)
+        return line
+
+    async def _at_least(self, window_s: float) -> None:
+        await asyncio.sleep(max(0.0, self._begun_at + window_s - self.now()))
+
+    async def _client(self, number: int) -> None:
+        connection: Connection | None = None
+        chance = random.Random(number)
+        due = self._begun_at + number / REQUESTS_PER_S
+        try:
+            while not self._is_over:
+                # Varied, lest all clients stay in step with each other and with the system.
+                begin_at = due + chance.uniform(0, 0.02)
+                await asyncio.sleep(max(0.0, begin_at - self.now()))
+                if connection is None or not connection.is_usable or number < WITHOUT_KEEP_ALIVE:
+                    if connection is not None:
+                        await connection.close()
+                    connection = await self.balancer.connection()
+                if not await self._ask(connection, begin_at):
+                    await connection.close()
+                    connection = None
+                due += CLIENTS / REQUESTS_PER_S
+        finally:
+            if connection is not None:
+                await connection.close()
+
+    async def _ask(self, connection: Connection, due: float) -> bool:
+        """Whether the connection may be used again."""
+        number = next(self._numbers)
+        method = ("GET", "POST")[number % 2]
+        body = b"" if method == "GET" else f"request {number}".encode()
+        target = f"{self._route}?work_s={LONG_WORK_S}" if number % LONG_EVERY in (7, 8) else self._route
+        sent_at = self.now()
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                status, answer = await connection.ask(method, target, body)
+            who, _, echo = answer.partition(b"\n\n")
+            if status != 200 or echo != body:
+                self.failures.append(f"{method} on port {connection.port}: {status} {answer[:300]!r}")
+            else:
+                now = self.now()
+                self.answers.append(Answer(sent_at, now - due, connection.port, *who.decode().split("\n")))
+            return True
+        except (OSError, EOFError, TimeoutError) as error:
+            self.failures.append(f"{method} on port {connection.port}: {error!r}")
+            return False
+        finally:
+            self._answered.set()

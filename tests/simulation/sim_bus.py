@@ -1,0 +1,162 @@
+"""The bus: what controllers do on it, and the bucket that proxies and leaders watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from serve_common.errors import BusUnavailable
+from serve_common.wires.host import HostGoal
+from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.views import EventView
+
+if TYPE_CHECKING:
+    from tests.simulation.sim_controller import SimController
+    from tests.simulation.sim_proxy import SimProxy
+    from tests.simulation.world import World
+
+
+class SimBus:
+    """One NATS."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.available = True
+        self.bucket: dict[str, tuple[int, Snapshot]] = {}
+        """Revision and value by key."""
+        self.revision = 0
+        self._connection = 0
+        """Counts how often it came back: what was under way on an older one is lost."""
+
+    def _reach(self) -> None:
+        if not self.available:
+            raise BusUnavailable("the bus is down")
+
+    async def send_goal(self, goal: HostGoal) -> None:
+        """See `HostLink.send_goal`."""
+        self._reach()
+        self.world.checks.on_goal_sent(goal)
+        for host in self.world.hosts:
+            if host.host_id == goal.host_id:
+                self.world.send(lambda host=host: host.hear_goal(goal))
+
+    async def publish(self, key: str, snapshot: Snapshot) -> int:
+        """See `Publisher.publish`."""
+        self._reach()
+        self.world.checks.on_publish(key, snapshot)
+        self.revision += 1
+        self.bucket[key] = (self.revision, snapshot)
+        self._tell_watchers(key)
+        return self.revision
+
+    async def retract(self, key: str) -> None:
+        """See `Publisher.retract`."""
+        self._reach()
+        self.revision += 1
+        self.bucket.pop(key, None)
+        self._tell_watchers(key)
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """Nothing depends on events."""
+
+    async def recent_events(self, limit: int) -> list[EventView]:
+        """See `EventSink.recent_events`."""
+        return []
+
+    # -- watching ------------------------------------------------------------------------------------------------------
+
+    def _tell_watchers(self, key: str) -> None:
+        # A watch is ordered, and re-opened when it falls silent: late perhaps, never with a gap.
+        revision, entry = self.revision, self.bucket.get(key)
+        snapshot = None if entry is None else entry[1]
+        for proxy in self.world.proxies:
+            life = proxy.lives
+
+            def tell_proxy(proxy: SimProxy = proxy, life: int = life) -> None:
+                if proxy.lives == life:
+                    proxy.hear({key: snapshot}, whole=False)
+
+            self._in_order(f"{proxy.proxy_id} {life}", tell_proxy)
+        for controller in self.world.controllers:
+            snapshot_id = None if snapshot is None else snapshot.snapshot_id
+            term = controller.term
+            if term is None:
+                continue
+
+            def tell_term(controller: SimController = controller, term: object = term) -> None:
+                if controller.term is term and controller.term is not None:
+                    controller.term.hear_bucket({key: (revision, snapshot_id)}, whole=False)
+
+            self._in_order(
+                f"{controller.controller_id} {controller.terms}",
+                lambda controller=controller, tell=tell_term: controller.process.when_running(tell),
+            )
+
+    def open_watch(self, proxy: SimProxy) -> None:
+        """Hand a proxy everything, then every change."""
+        if not self.available:
+            return  # it opens the watch once the bus is there: see `come`
+        life = proxy.lives
+        whole = {key: snapshot for key, (_, snapshot) in self.bucket.items()}
+
+        def tell() -> None:
+            if proxy.lives == life:
+                proxy.hear(whole, whole=True)
+
+        self._in_order(f"{proxy.proxy_id} {life}", tell)
+
+    def open_term_watch(self, controller: SimController) -> None:
+        """Hand a leader everything, then every change."""
+        if not self.available:
+            return
+        term = controller.term
+        entries: dict[str, tuple[int, int | None]] = {
+            key: (revision, snapshot.snapshot_id) for key, (revision, snapshot) in self.bucket.items()
+        }
+
+        def tell() -> None:
+            if term is not None and controller.term is term:
+                term.hear_bucket(entries, whole=True)
+
+        self._in_order(
+            f"{controller.controller_id} {controller.terms}", lambda: controller.process.when_running(tell)
+        )
+
+    def _in_order(self, watcher: str, tell: Callable[[], object]) -> None:
+        connection = self._connection
+        self.world.in_order(watcher, lambda: tell() if self._connection == connection else None)
+
+    # -- failing -------------------------------------------------------------------------------------------------------
+
+    def go(self) -> None:
+        """The bus is away; its clients notice."""
+        self.available = False
+        self._connection += 1
+        for controller in self.world.controllers:
+            controller.notice_bus()
+
+    def come(self) -> None:
+        """The bus is back; watches are opened anew, and everybody reports."""
+        if self.available:
+            return
+        self.available = True
+        for controller in self.world.controllers:
+            controller.notice_bus()
+            self.open_term_watch(controller)
+        for proxy in self.world.proxies:
+            if proxy.is_up:
+                self.open_watch(proxy)
+                proxy.report()
+        for host in self.world.hosts:
+            if host.is_up:
+                host.report()
+
+    def lose_bucket(self) -> None:
+        """The bucket is gone, as when NATS lost its disk; revisions begin anew."""
+        self.bucket.clear()
+        self.revision = 0
+        for controller in self.world.controllers:
+            self.open_term_watch(controller)
+        for proxy in self.world.proxies:
+            if proxy.is_up:
+                self.open_watch(proxy)

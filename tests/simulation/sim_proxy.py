@@ -1,0 +1,157 @@
+"""A proxy as the control plane sees it: the real table of snapshots, filled from the bucket, and its reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
+from serve_common.routing.snapshot_table import HttpChange, SnapshotTable
+from serve_common.subjects import HTTP_KEY
+from serve_common.values import HttpOptions
+from serve_common.wires.proxy import ProxyReport
+from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+REPORT_EVERY_S: Final = 1.0
+COALESCE_S: Final = 0.01
+MISSING_MIDDLEWARE: Final = "missing:middleware"
+"""No proxy can import it."""
+
+
+class SimProxy:
+    """One proxy; each start of it is a new life that knows nothing."""
+
+    def __init__(self, world: World, proxy_id: str) -> None:
+        self.world, self.proxy_id = world, ProxyId(proxy_id)
+        self.is_up = False
+        self.lives = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new process: it reads the whole bucket before it serves."""
+        self.lives += 1
+        self.is_up = True
+        self.is_leaving = False
+        self.born_at = self.world.time
+        self.sequence = 0
+        self.table = SnapshotTable()
+        self.backends: dict[BackendTag, BackendSnapshot] = {}
+        self.endpoints: dict[EndpointTag, EndpointSnapshot] = {}
+        self.options: HttpOptions | None = None
+        self.http_error, self.http_error_id = "", 0
+        self._is_report_due = False
+        self.world.bus.open_watch(self)
+        self._tick(self.lives)
+
+    def stop(self) -> None:
+        """The process is killed."""
+        self.is_up = False
+
+    def leave(self) -> None:
+        """SIGTERM: it says so, and ends."""
+        if self.is_up:
+            self.is_leaving = True
+            self.report()
+            life = self.lives
+            self.world.after(1.5, lambda: self.stop() if self.lives == life else None)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.is_up and not self.is_leaving and self.table.is_filled
+
+    @property
+    def applied(self) -> int:
+        """What it says it applied."""
+        return self.table.applied_snapshot_id
+
+    def _tick(self, life: int) -> None:
+        if self.is_up and self.lives == life:
+            self.report()
+            self.world.after(REPORT_EVERY_S, lambda: self._tick(life))
+
+    def hear(self, entries: Mapping[str, Snapshot | None], *, whole: bool) -> None:
+        """The bucket's content came, in the order of its changes."""
+        if not self.is_up:
+            return
+        before = self.applied
+        changes = self.table.update(entries, whole=whole)
+        self.world.check(not changes.ignored, f"{self.proxy_id} cannot understand {changes.ignored}")
+        for tag, backend in changes.backends.items():
+            _put(self.backends, tag, backend)
+        for endpoint_tag, endpoint in changes.endpoints.items():
+            _put(self.endpoints, endpoint_tag, endpoint)
+        for key in entries:
+            if key != HTTP_KEY:
+                self.table.confirm(key)
+        if changes.http is not None:
+            self._take_options(changes.http)
+        if self.applied != before or whole:
+            self._report_soon()
+        self.world.checks.on_proxy(self)
+
+    def _take_options(self, change: HttpChange) -> None:
+        if change.options is None or not change.options.middlewares:
+            self._settle(change, "")
+            return
+        error = (
+            "ModuleNotFoundError: missing" if MISSING_MIDDLEWARE in change.options.middlewares else ""
+        )
+        life = self.lives
+        self.world.after(
+            self.world.dice.uniform(0.01, 0.5), lambda: self._settle(change, error, life)
+        )
+
+    def _settle(self, change: HttpChange, error: str, life: int | None = None) -> None:
+        if not self.is_up or life not in (None, self.lives):
+            return
+        if error:
+            self.http_error, self.http_error_id = error, change.snapshot_id
+        else:
+            self.options, self.http_error, self.http_error_id = change.options, "", 0
+        self.table.confirm(HTTP_KEY, change.snapshot_id)
+        self._report_soon()
+
+    def _report_soon(self) -> None:
+        if self._is_report_due:
+            return
+        self._is_report_due, life = True, self.lives
+
+        def report() -> None:
+            if self.lives == life and self.is_up:
+                self._is_report_due = False
+                self.report()
+
+        self.world.after(COALESCE_S, report)
+
+    def report(self) -> None:
+        """Tell the controllers what is applied."""
+        self.sequence += 1
+        self.world.tell_controllers(
+            ProxyReport(
+                proxy_id=self.proxy_id,
+                sequence=self.sequence,
+                started_at=self.born_at,
+                applied_snapshot_id=self.applied,
+                http_error=self.http_error,
+                http_error_snapshot_id=self.http_error_id,
+                leaving=self.is_leaving,
+            )
+        )
+
+    def routed(self, tag: BackendTag) -> set[ReplicaTag]:
+        """The replicas of a backend that it sends new requests to, provided that an endpoint leads there."""
+        backend = self.backends.get(tag)
+        if backend is None or not any(tag in e.traffic or tag in e.shadows for e in self.endpoints.values()):
+            return set()
+        return set(backend.replicas)
+
+
+def _put(table: dict, key: str, value: object | None) -> None:  # type: ignore[type-arg]  # of any two types
+    if value is None:
+        table.pop(key, None)
+    else:
+        table[key] = value

@@ -1,0 +1,193 @@
+"""What goes wrong in a world, drawn from its seed before anything happens.
+
+Why drawn beforehand: a fault must not depend on what the code under test does, or a mutant would also change the storm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+
+@dataclass(kw_only=True)
+class Faults:
+    """How bad the network and the processes are; all are probabilities or seconds."""
+
+    loss: float = 0.0
+    doubling: float = 0.0
+    delay_min_s: float = 0.001
+    delay_max_s: float = 0.002
+    effect_max_s: float = 0.0
+    """How long an effect of a controller may take."""
+    stall: float = 0.0
+    """Chance that a controller stands still just before an effect."""
+    stall_max_s: float = 0.0
+    has_deaths: bool = False
+    """Hosts, proxies or replicas may die or fall silent: what serves may become less."""
+
+
+class Weather:
+    """The faults of one world, until the calm."""
+
+    def __init__(self, world: World, faults: Faults) -> None:
+        self.world, self.faults = world, faults
+        self.dice = random.Random(f"weather {world.seed}")
+
+    def calm(self) -> None:
+        """From now on nothing goes wrong by itself."""
+        self.faults = Faults(has_deaths=self.faults.has_deaths)
+
+    def of_effect(self, effect: str) -> tuple[float, float]:
+        """How long an effect takes, and how long the process stands still before it."""
+        faults = self.faults
+        delay_s = self.dice.uniform(0.0005, faults.effect_max_s) if faults.effect_max_s else 0.0
+        if faults.stall and self.dice.random() < faults.stall:
+            return max(delay_s, 0.001), self.dice.uniform(0.5, faults.stall_max_s)
+        return delay_s, 0.0
+
+
+def draw_faults(dice: random.Random) -> Faults:
+    """How bad it is, in general."""
+    if dice.random() < 0.2:
+        return Faults()
+    return Faults(
+        loss=dice.choice([0.0, 0.0, 0.05, 0.2]),
+        doubling=dice.choice([0.0, 0.2]),
+        delay_max_s=dice.choice([0.002, 0.05, 0.5, 2.0]),
+        effect_max_s=dice.choice([0.0, 0.01, 0.2]),
+        stall=dice.choice([0.0, 0.0, 0.01, 0.03]),
+        stall_max_s=dice.choice([2.0, 9.0]),
+    )
+
+
+def brew(world: World, dice: random.Random, until_s: float) -> list[str]:
+    """Plan single mishaps within the next ``until_s``; each is over by then. Returns their names."""
+    names = []
+    for _ in range(dice.choice([0, 1, 2, 3, 5])):
+        name = dice.choice(list(MISHAPS))
+        begin_s = dice.uniform(0.1, until_s * 0.8)
+        MISHAPS[name](world, dice, begin_s, until_s)
+        names.append(name)
+        if name in DEADLY:
+            world.weather.faults.has_deaths = True
+    return names
+
+
+def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+    world.after(at_s, lambda: _stop_host(world, host))
+    back_s = min(at_s + dice.choice([0.3, 4.0, 12.0]), until_s)
+    world.after(back_s, lambda: None if host.is_up else host.start())
+
+
+def _stop_host(world: World, host: object) -> None:
+    host.stop()  # type: ignore[attr-defined]
+    world.trace(f"{host.host_id} dies")  # type: ignore[attr-defined]
+
+
+def _host_leaves(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+    world.after(at_s, host.leave)
+    world.after(min(at_s + 8.0, until_s), lambda: None if host.is_up else host.start())
+
+
+def _isolate_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+    world.after(at_s, lambda: setattr(host, "is_isolated", True))
+    world.after(
+        min(at_s + dice.choice([2.0, 6.0, 12.0]), until_s), lambda: setattr(host, "is_isolated", False)
+    )
+
+
+def _hang_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+    way = dice.choice(["is_hung", "is_numb"])
+    world.after(at_s, lambda: setattr(host, way, True))
+    world.after(min(at_s + dice.choice([2.0, 20.0]), until_s), host.release)
+
+
+def _kill_replicas(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+    world.after(at_s, lambda: [host.kill_replica(tag) for tag in host.running()[:1]])
+
+
+def _sicken_replica(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = dice.choice(world.hosts)
+
+    def sicken() -> None:
+        for tag in host.running()[:1]:
+            world.sick.add(tag)
+            world.checks.not_well.add(tag)
+
+    world.after(at_s, sicken)
+
+
+def _kill_proxy(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    proxy = dice.choice(world.proxies)
+    end = proxy.stop if dice.random() < 0.6 else proxy.leave
+    back_s = min(at_s + dice.choice([0.2, 3.0, 7.0]), until_s)
+    world.after(at_s, end)
+    world.after(back_s, lambda: None if proxy.is_up else proxy.start())
+
+
+def _new_proxy(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, world.add_proxy)
+
+
+def _new_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, world.add_host)
+
+
+def _kill_controller(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, dice.choice(world.controllers).crash)
+
+
+def _stall_controller(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    controller, seconds = dice.choice(world.controllers), dice.choice([1.0, 6.0, 11.0])
+    world.after(at_s, lambda: controller.process.stall(seconds))
+
+
+def _store_away(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    way, value, back = dice.choice(
+        [("available", False, True), ("loses_answers", True, False), ("late_writes_s", 0.4, None)]
+    )
+    world.after(at_s, lambda: setattr(world.store, way, value))
+    back_s = min(at_s + dice.choice([0.3, 2.0, 7.0]), until_s)
+    world.after(back_s, lambda: setattr(world.store, way, back))
+
+
+def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, world.bus.go)
+    world.after(min(at_s + dice.choice([0.2, 3.0, 10.0]), until_s), world.bus.come)
+
+
+def _lose_bucket(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, world.bus.lose_bucket)
+
+
+Mishap = Callable[["World", random.Random, float, float], None]
+
+MISHAPS: dict[str, Mishap] = {
+    "host dies": _kill_host,
+    "host leaves": _host_leaves,
+    "host is isolated": _isolate_host,
+    "host hangs": _hang_host,
+    "replica dies": _kill_replicas,
+    "replica falls sick": _sicken_replica,
+    "proxy dies": _kill_proxy,
+    "proxy comes": _new_proxy,
+    "host comes": _new_host,
+    "controller dies": _kill_controller,
+    "controller stands still": _stall_controller,
+    "store is away": _store_away,
+    "bus is away": _bus_away,
+    "bucket is lost": _lose_bucket,
+}
+DEADLY = frozenset(
+    {"host dies", "host leaves", "host is isolated", "host hangs", "replica dies", "replica falls sick"}
+)

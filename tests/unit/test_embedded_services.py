@@ -1,0 +1,27 @@
+"""What the services of the embedded stack are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muster.embedded.options import StackOptions, StatePaths
+from muster.embedded.services import ServiceSpecs
+from muster.secrets import Secrets
+
+PORTS = dict.fromkeys(("nats", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1)
+
+
+def specs(root: Path) -> ServiceSpecs:
+    paths = StatePaths(root)
+    return ServiceSpecs(paths, StackOptions(), Secrets(paths.secrets), PORTS, paths.ray)
+
+
+def test_bytecode_goes_to_the_state_directory_where_it_may_not_lie_beside_the_sources(tmp_path: Path) -> None:
+    for spec in specs(tmp_path).all({"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/bin"}):
+        assert "PYTHONDONTWRITEBYTECODE" not in spec.env
+        assert spec.env["PYTHONPYCACHEPREFIX"] == str(tmp_path / "bytecode")
+        assert spec.env["PATH"] == "/bin"
+
+
+def test_otherwise_bytecode_lies_where_python_puts_it(tmp_path: Path) -> None:
+    assert all("PYTHONPYCACHEPREFIX" not in spec.env for spec in specs(tmp_path).all({"PATH": "/bin"}))
