@@ -139,6 +139,24 @@ async def test_a_rolling_restart_of_the_proxies_fails_no_request(stack: LoadedSt
             await load.until(lambda: any(a.port == port for a in load.since(after)))  # noqa: B023 - awaited here
     load.result("SIGTERM of each proxy")
     assert load.balancer.refused, "they were away"
+    for number in (1, 2):
+        assert "proxy_drains" in stack.log(f"proxy-{number}")
+        assert "drain_timed_out" not in stack.log(f"proxy-{number}")
+
+
+async def test_a_host_told_to_stop_fails_no_request(stack: LoadedStack) -> None:
+    await stack.deployed("v2", 4)
+    async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
+        before = await all_answer(load, 4)
+        await stack.terminated("replica-host-2")
+        after = load.now()
+        replicas = await stack.replicas()
+        moved = await all_answer(load, 4)
+    load.result("SIGTERM of a host")
+    assert {answer.host for answer in load.answers} == {"replica-host-1", "replica-host-2"}
+    assert {answer.host for answer in load.since(after)} == {"replica-host-1"}
+    assert [(replica.host_id, replica.state) for replica in replicas] == [("replica-host-1", "running")] * 4
+    assert moved != before
 
 
 async def test_a_killed_leader_with_a_standby_fails_no_request_and_no_change(stack: LoadedStack) -> None:
@@ -195,13 +213,14 @@ async def test_shifting_traffic_from_one_backend_to_another_fails_no_request(sta
     )
     shares: list[float] = []
     async with SteadyLoad.running("/shifted", stack.http_ports) as load:
-        assert {answer.version for answer in load.answers} == {"blue"}
+        begun = load.now()
         for green in (0.5, 1.0):
             weights = {"blue": 1.0 - green, "green": green}
             await stack.done(await stack.admin.set_traffic(SetTraffic(endpoint="shifted", weights=weights)))
             answers = await load.more(500)
             shares.append(sum(answer.version == "green" for answer in answers) / len(answers))
     load.result(f"traffic shift 0 -> {shares[0]:.0%} -> {shares[1]:.0%}")
+    assert {answer.version for answer in load.answers if answer.sent_at < begun} == {"blue"}
     assert shares[0] == pytest.approx(0.5, abs=0.12), "more than five standard deviations off"
     assert shares[1] == 1.0
     await stack.done(await stack.admin.delete_endpoint(DeleteEndpoint(endpoint="shifted")))

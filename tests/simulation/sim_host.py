@@ -87,6 +87,8 @@ class SimHost:
         self.serving: set[ReplicaTag] = set()
         """What takes new requests."""
         self.ever_started: set[ReplicaTag] = set()
+        self.sick: set[ReplicaTag] = set()
+        """Fail their health checks from now on."""
         self._hung: list[ReplicaEvent] = []
         self._look_at: float | None = None
         self._tick(self.lives)
@@ -182,10 +184,11 @@ class SimHost:
                 self._start(goal)
             case ReconfigureReplica(goal):
                 error = "ValueError: bad" if goal.user_config == BAD_CONFIG else None
+                if error is not None:
+                    self.world.checks.not_well.add(goal.replica_tag)
                 self._later(0.05, Reconfigured(goal.replica_tag, goal.config_version, error))
             case CheckReplica(tag):
-                is_sick = self._code(tag) is Code.SICK or tag in self.world.sick
-                self._later(0.01, HealthChecked(tag, "RuntimeError: sick" if is_sick else None))
+                self._later(0.01, HealthChecked(tag, None if tag not in self.sick else "RuntimeError: sick"))
             case DrainReplica(tag):
                 self.world.checks.on_drain(self, tag)
                 self.serving.discard(tag)
@@ -216,7 +219,10 @@ class SimHost:
             case code:
                 self._later(after_s, Constructed(tag, goal.config_version))
                 if code is Code.DIES:
+                    self.world.checks.not_well.add(tag)
                     self._later(after_s + 0.3, ProcessEnded(tag, "segmentation fault"))
+                elif code is Code.SICK:
+                    self.world.after(after_s + 0.3, lambda: self.sicken(tag))
 
     def _fail(self, tag: ReplicaTag, after_s: float) -> None:
         self._later(after_s, StartFailed(tag, "RuntimeError: no"))
@@ -258,6 +264,17 @@ class SimHost:
             self.world.checks.not_well.add(tag)
             self._take(ProcessEnded(tag, "killed by the kernel"))
             self._look()
+
+    def sicken(self, tag: ReplicaTag) -> None:
+        """Its health checks fail, as often as it takes to be noticed."""
+        held = self.state.replicas.get(tag)
+        if not self.is_up or held is None or tag not in self.serving:
+            return
+        self.sick.add(tag)
+        self.world.checks.not_well.add(tag)
+        for _ in range(held.goal.health_check_failure_threshold):
+            self._take(HealthChecked(tag, "RuntimeError: sick"))
+        self._look()
 
     def running(self) -> list[ReplicaTag]:
         """Replicas that serve, as it would report."""

@@ -41,6 +41,8 @@ class SimProxy:
         self.backends: dict[BackendTag, BackendSnapshot] = {}
         self.endpoints: dict[EndpointTag, EndpointSnapshot] = {}
         self.options: HttpOptions | None = None
+        self.ids: dict[str, int] = {}
+        """The newest snapshot of each key that it took."""
         self.http_error, self.http_error_id = "", 0
         self._is_report_due = False
         self.world.bus.open_watch(self)
@@ -84,7 +86,9 @@ class SimProxy:
             _put(self.backends, tag, backend)
         for endpoint_tag, endpoint in changes.endpoints.items():
             _put(self.endpoints, endpoint_tag, endpoint)
-        for key in entries:
+        for key, snapshot in entries.items():
+            if snapshot is not None:
+                self.ids[key] = max(snapshot.snapshot_id, self.ids.get(key, 0))
             if key != HTTP_KEY:
                 self.table.confirm(key)
         if changes.http is not None:

@@ -118,13 +118,7 @@ def _kill_replicas(world: World, dice: random.Random, at_s: float, until_s: floa
 
 def _sicken_replica(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     host = dice.choice(world.hosts)
-
-    def sicken() -> None:
-        for tag in host.running()[:1]:
-            world.sick.add(tag)
-            world.checks.not_well.add(tag)
-
-    world.after(at_s, sicken)
+    world.after(at_s, lambda: [host.sicken(tag) for tag in host.running()[:1]])
 
 
 def _kill_proxy(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
@@ -167,6 +161,7 @@ def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) ->
 
 
 def _lose_bucket(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.checks.is_bucket_lost = True
     world.after(at_s, world.bus.lose_bucket)
 
 

@@ -53,8 +53,6 @@ class World(Kernel):
         self.cpus = cpus
         self.violations: list[str] = []
         self.traced: list[str] = []
-        self.sick: set[str] = set()
-        """Replicas whose health checks fail from now on."""
         self._ordered_at: dict[str, float] = {}
         self.hosts: list[SimHost] = []
         self.proxies: list[SimProxy] = []

@@ -52,7 +52,7 @@ def test_the_same_configs_again_are_a_success_with_no_new_goal() -> None:
     assert len(loop.checkpoint.goals) == 1
 
 
-@pytest.mark.parametrize("different", [{"num": 2}, {"code": "other:Code"}, {"user_config": {"x": 1}}], ids=str)
+@pytest.mark.parametrize("different", [{"num": 2}, {"code": "other:Code"}, {"user_config": "x"}], ids=str)
 def test_different_configs_replace_the_goal_and_who_waited_for_the_old_one_is_told(
     different: dict[str, object],
 ) -> None:
@@ -185,11 +185,11 @@ def test_a_second_delete_answers_the_same_goal() -> None:
 
 def test_an_update_merges_only_the_fields_given() -> None:
     loop = Loop()
-    loop.done(create_backend("b", num=2, max_queued_requests=7, user_config={"x": 1}))
+    loop.done(create_backend("b", num=2, max_queued_requests=7, user_config="x"))
     before = loop.running("default/b")
     loop.done(UpdateBackendConfig(backend_tag="b", config={"num_replicas": 3}))
     config = view_backend_config(loop.checkpoint, "b").backend_config
-    assert (config.num_replicas, config.max_queued_requests, config.user_config) == (3, 7, {"x": 1})
+    assert (config.num_replicas, config.max_queued_requests, config.user_config) == (3, 7, "x")
     assert before < loop.running("default/b")
 
 
@@ -216,9 +216,9 @@ def test_an_unknown_backend_is_not_updated(name: str) -> None:
         ({"num_replica": 1}, "config.num_replica"),
         ({"num_replicas": "3"}, "config.num_replicas"),
         ({"num_replicas": None}, "config.num_replicas"),
-        ({"num_replicas": -1}, "backend_config.num_replicas"),
+        ({"num_replicas": -1}, "config.num_replicas"),
         ({"placement": "heap"}, "config.placement"),
-        ({"max_surge_percent": 0}, "backend_config.max_surge_percent"),
+        ({"max_surge_percent": 0}, "config.max_surge_percent"),
     ],
     ids=str,
 )
@@ -229,7 +229,7 @@ def test_the_whole_is_validated_and_nothing_changes(config: dict[str, object], f
     before = view_backend_config(loop.checkpoint, "b")
     with pytest.raises(BadField) as refused:
         loop.command(UpdateBackendConfig(backend_tag="b", config=config))
-    assert refused.value.field.replace("backend_config.", "config.") == field.replace("backend_config.", "config.")
+    assert refused.value.field == field
     assert view_backend_config(loop.checkpoint, "b") == before
 
 

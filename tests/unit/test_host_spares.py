@@ -23,8 +23,23 @@ class World:
             self.pool.hear_ready(self.made[number])
 
 
+def test_half_of_the_spares_wait_at_first_and_as_many_as_replicas_run_later() -> None:
+    world = World(spares_max=4, starts_max=10)
+    world.pool.refill()
+    assert world.pool.waiting == 2
+
+    taken = [world.pool.take() for _ in range(3)]
+    world.pool.refill()
+    assert world.pool.waiting == 3
+    for held in taken[:2]:
+        world.pool.hear_end(held)
+    assert world.pool.take()
+    world.pool.refill()
+    assert world.pool.waiting == 2
+
+
 def test_a_pool_is_filled_a_few_at_a_time() -> None:
-    world = World(spares_max=4)
+    world = World(spares_max=8)
 
     world.pool.refill()
     assert len(world.made) == 2
@@ -37,7 +52,7 @@ def test_a_pool_is_filled_a_few_at_a_time() -> None:
 
 
 def test_one_that_is_ready_is_taken_before_one_that_starts() -> None:
-    world = World(spares_max=2)
+    world = World(spares_max=4)
     world.pool.refill()
     world.ready(1)
 
@@ -57,7 +72,7 @@ def test_an_empty_pool_starts_one_on_the_spot_whatever_else_starts() -> None:
 
 
 def test_what_replicas_wait_for_starts_before_the_pool_is_filled_again() -> None:
-    world = World(spares_max=2)
+    world = World(spares_max=4)
     world.pool.refill()
     world.ready(0, 1)
     for _ in range(4):
@@ -70,7 +85,7 @@ def test_what_replicas_wait_for_starts_before_the_pool_is_filled_again() -> None
 
 
 def test_one_that_ends_is_forgotten_and_replaced_at_the_next_filling() -> None:
-    world = World(spares_max=2)
+    world = World(spares_max=4)
     world.pool.refill()
     world.ready(0)
 

@@ -106,6 +106,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 MIDDLEWARES_MAX = 32
+BODY_BYTES_MAX = 256 * 1024 * 1024
+"""Highest `HttpOptions.body_bytes_max`: proxies hold bodies in memory."""
 
 
 Merged = TypeVar("Merged", BackendConfig, HttpOptions)
@@ -167,7 +169,7 @@ def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
 def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
     """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
     _between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
-    _between(options.body_bytes_max, 1, 2**40, f"{field}.body_bytes_max")
+    _between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
     if len(options.middlewares) > MIDDLEWARES_MAX:
         raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
     for index, path in enumerate(options.middlewares):

@@ -19,7 +19,7 @@ from serve_common.settings import (
 )
 
 OPERATIONS_PORT: Final = 9103
-SPARE_REPLICAS: Final = 4
+SPARE_REPLICAS: Final = 8
 RAY_TEMP_DIR_LENGTH_MAX: Final = 40
 """Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
 
@@ -43,7 +43,7 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_dir: str
     """prometheus_client's multiprocess directory."""
     spare_replicas: int
-    """Replica processes that a local runtime starts ahead."""
+    """Replica processes that a local runtime keeps started ahead, at the most; half of them while few replicas run."""
     drain_timeout_s: float
     """How long leaving may take."""
 

@@ -17,7 +17,7 @@ class Loaded:
 
     def __init__(self, version: str) -> None:
         self._version = version
-        self._configuration = ""
+        self._configuration = "none"
 
     def reconfigure(self, user_config: Any) -> None:
         self._configuration = str(user_config)

@@ -23,12 +23,12 @@ from muster.cli.tables import (
 from serve_common.wires.views import DeploymentStatus, DeploymentView, HostView, ProxyView, StatusView
 
 
-def show_status(view: StatusView, *, has_replicas: bool = True) -> None:
-    """The whole system. Without ``has_replicas`` the view tells only how many are wanted."""
+def show_status(view: StatusView) -> None:
+    """The whole system."""
     if not view.store_available:
         output.complain("warning: Postgres does not answer; what runs goes on, changes are refused")
     if view.deployments:
-        print_table("Deployments", _deployments(view.deployments, has_replicas=has_replicas))
+        print_table("Deployments", _deployments(view.deployments))
     else:
         output.say("no deployments yet; 'muster deploy --help' shows how to make one")
     show_hosts(view.hosts)
@@ -42,7 +42,7 @@ def show_status(view: StatusView, *, has_replicas: bool = True) -> None:
 
 def show_deployments(views: Sequence[DeploymentView]) -> None:
     """Many deployments, a row each."""
-    print_table("Deployments", _deployments(views, has_replicas=True))
+    print_table("Deployments", _deployments(views))
 
 
 def show_deployment(view: DeploymentView) -> None:
@@ -85,16 +85,15 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
         output.say(view.message)
 
 
-def _deployments(views: Sequence[DeploymentView], *, has_replicas: bool) -> Table:
+def _deployments(views: Sequence[DeploymentView]) -> Table:
     rows = table("name", "status", "version", "route", "replicas", "message")
     for view in views:
-        wanted = str(view.backend_config.num_replicas)
         rows.add_row(
             Text(output.short_name(view.name)),
             styled(view.status.value),
             Text(view.version or "-"),
             Text(view.route_prefix or "-"),
-            Text(counts(view.replicas, view.backend_config) if has_replicas else wanted),
+            Text(counts(view.replicas, view.backend_config)),
             Text(output.brief(view.message)),
         )
     return rows

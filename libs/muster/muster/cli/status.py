@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from muster.cli import output
 from muster.cli.asking import Question, asking
 from muster.cli.ports import AdminPort
 from muster.cli.session import Session
 from muster.cli.show_status import show_deployment, show_status
 from serve_common.errors import LimitReached
 from serve_common.names import deployment_tag
-from serve_common.wires.queries import GetDeploymentInfo, GetStatus
+from serve_common.wires.queries import GetDeploymentInfo, GetStatus, ListDeployments
 from serve_common.wires.views import StatusView
 
 
@@ -41,18 +41,14 @@ def status(
 
 
 class _Whole:
-    """The whole system, without its replicas where they are more than one message carries."""
-
-    def __init__(self) -> None:
-        self._has_replicas = True
+    """The whole system, its deployments in pages where they are more than one message carries."""
 
     async def ask(self, admin: AdminPort) -> StatusView:
         try:
             return await admin.get_status(GetStatus())
         except LimitReached:
-            output.complain("note: too many replicas to show here; 'muster status NAME' shows those of one")
-        self._has_replicas = False
-        return await admin.get_status(GetStatus(replicas=False))
+            view = await admin.get_status(GetStatus(deployments=False))
+        return msgspec.structs.replace(view, deployments=await admin.list_deployments(ListDeployments()))
 
     def show(self, view: StatusView) -> None:
-        show_status(view, has_replicas=self._has_replicas)
+        show_status(view)

@@ -118,6 +118,7 @@ class ServiceSpecs:
         return {
             **self._bus("proxy", "proxy_ops"),
             "SERVE_PROXY_ID": "proxy-1",
+            "SERVE_MIDDLEWARE_DIR": str(self._app_root),
             "SERVE_HTTP_HOST": self._options.http_host,
             "SERVE_HTTP_PORT": str(self._ports["http"]),
             "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),

@@ -75,6 +75,8 @@ class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     replicas: bool = True
     """False leaves out the single replicas, which make the answer long."""
+    deployments: bool = True
+    """False leaves out the deployments: `ListDeployments` tells them in pages."""
 
 
 class GetSnapshot(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):

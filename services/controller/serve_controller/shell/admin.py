@@ -14,6 +14,7 @@ import msgspec
 from serve_common.errors import BadField, FencedOut, NotLeading
 from serve_common.names import GoalId, deployment_tag
 from serve_common.ports import Clock
+from serve_common.values import shown
 from serve_common.wires import queries as q
 from serve_common.wires.admin import COMMANDS, WHO_LENGTH_MAX
 from serve_common.wires.commands import AnyCommand, CommandReply, Request
@@ -180,7 +181,9 @@ class Admin:
             epoch=term.epoch,
             store_available=term.is_store_available,
             snapshot_id=checkpoint.counters.snapshot,
-            deployments=views.view_deployments(checkpoint, with_replicas=query.replicas),
+            deployments=views.view_deployments(checkpoint, with_replicas=query.replicas)
+            if query.deployments
+            else [],
             hosts=views.view_hosts(checkpoint, term.observed, now),
             proxies=views.view_proxies(term.observed, now),
         )
@@ -203,7 +206,7 @@ class Admin:
     async def _wait_for_goal(self, request: q.WaitForGoal) -> GoalView:
         if not 0 <= request.timeout_s <= q.WAIT_TIMEOUT_S_MAX:
             raise BadField(
-                "timeout_s", f"is {request.timeout_s:g}; it must be between 0 and {q.WAIT_TIMEOUT_S_MAX:g}"
+                "timeout_s", f"is {shown(request.timeout_s)}; it must be between 0 and {q.WAIT_TIMEOUT_S_MAX:g}"
             )
         try:
             async with asyncio.timeout(request.timeout_s):

@@ -22,6 +22,8 @@ _log = structlog.get_logger(__name__)
 REPORT_EVERY_S: Final = 1.0
 _COALESCE_S: Final = 0.01
 """Changes that come together are reported together."""
+_SPACING_S: Final = 0.05
+"""Between two reports while changes go on: a thousand proxies must not bury a controller that is making them."""
 
 
 @final
@@ -63,12 +65,14 @@ class Reports:
 
     async def run(self) -> None:
         """Report for ever."""
+        loop = asyncio.get_running_loop()
         while True:
             await self.send()
+            sent_at = loop.time()
             with contextlib.suppress(TimeoutError):  # a second has passed
                 async with asyncio.timeout(REPORT_EVERY_S):
                     await self._wake.wait()
-                    await asyncio.sleep(_COALESCE_S)
+                    await asyncio.sleep(max(_COALESCE_S, sent_at + _SPACING_S - loop.time()))
 
     async def send(self) -> None:
         """Send one report; one that cannot be sent is made up for by the next."""

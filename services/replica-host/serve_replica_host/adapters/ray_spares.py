@@ -2,7 +2,8 @@
 
 Why: a process that can serve takes most of a second to start, nearly all of it Python's imports. One that waits is a
 replica within some hundredths of a second, so that scaling up and rolling updates do not wait for it. Each costs memory
-meanwhile, so there are few, and the missing ones are started when no replica waits for the machine.
+meanwhile, so there are few: as many as replicas run, for a rolling update needs as many anew, within limits. The
+missing ones are started when no replica waits for the machine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ class HeldActor(msgspec.Struct, eq=False):
 
 @final
 class SparePool:
-    """Keeps up to ``spares_max`` waiting actors. All methods on one thread."""
+    """Keeps as many actors waiting as replicas have one, at least half of ``spares_max`` and at most all of it.
+
+    All methods on one thread.
+    """
 
     def __init__(self, create: Callable[[], HeldActor], *, spares_max: int, starts_max: int) -> None:
         """``create`` starts one; ``starts_max`` is how many processes may start at once to fill up the pool."""
@@ -49,6 +53,7 @@ class SparePool:
         self._starts_max = starts_max
         self._waiting: list[HeldActor] = []
         self._starting: list[HeldActor] = []
+        self._taken: list[HeldActor] = []
 
     @property
     def waiting(self) -> int:
@@ -57,11 +62,13 @@ class SparePool:
 
     def take(self) -> HeldActor:
         """The one that will be ready first; a new one when there is none. What it is told it does when it is ready."""
-        if not self._waiting:
-            return self._start()
-        ready = next((held for held in self._waiting if held.pid), self._waiting[0])
-        self._waiting.remove(ready)
-        return ready
+        if self._waiting:
+            taken = next((held for held in self._waiting if held.pid), self._waiting[0])
+            self._waiting.remove(taken)
+        else:
+            taken = self._start()
+        self._taken.append(taken)
+        return taken
 
     def hear_ready(self, held: HeldActor) -> None:
         """``held`` has said hello."""
@@ -71,13 +78,14 @@ class SparePool:
 
     def hear_end(self, held: HeldActor) -> None:
         """``held`` is gone. The pool is not filled up here: what ends at its start would end again at once."""
-        for known in (self._starting, self._waiting):
+        for known in (self._starting, self._waiting, self._taken):
             if held in known:
                 known.remove(held)
 
     def refill(self) -> None:
         """Start what is missing, as far as not too many start already."""
-        while len(self._waiting) < self._spares_max and len(self._starting) < self._starts_max:
+        wanted = min(self._spares_max, max((self._spares_max + 1) // 2, len(self._taken)))
+        while len(self._waiting) < wanted and len(self._starting) < self._starts_max:
             self._waiting.append(self._start())
 
     def _start(self) -> HeldActor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_common.errors import Conflict, NotFound
 from serve_common.names import deployment_tag
 from serve_common.subjects import backend_key
-from serve_common.values import merged
+from serve_common.values import check_backend_config, merged
 from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
@@ -69,9 +69,8 @@ def update_backend_config(checkpoint: Checkpoint, command: UpdateBackendConfig, 
     if existing is None or existing.deleting:
         raise NotFound(f"{_FIELD}: there is no backend {command.backend_tag[:100]!r}")
     target = existing.target
-    config = merged(target.backend_config, command.config, "config")
+    config = check_backend_config(merged(target.backend_config, command.config, "config"), "config")
     wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
-    check_wanted(wanted)
     if is_as_wanted(existing, wanted):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)

@@ -10,6 +10,7 @@ import msgspec
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.subjects import endpoint_key
+from serve_common.values import shown
 from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint, SetTraffic, ShadowTraffic
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
@@ -72,7 +73,7 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
     """See `ShadowTraffic`."""
     endpoint = _existing(checkpoint, command.endpoint)
     if not 0 <= command.proportion <= 1:
-        raise BadField("proportion", f"is {command.proportion:g}; it must be between 0 and 1")
+        raise BadField("proportion", f"is {shown(command.proportion)}; it must be between 0 and 1")
     tag = deployment_tag(command.backend_tag, "backend_tag")
     shadows = dict(endpoint.target.shadows)
     shadows.pop(tag, None)
@@ -128,7 +129,7 @@ def _checked_weights(
     for name, weight in weights.items():
         tag = deployment_tag(name, field)
         if not 0 <= weight <= 1:
-            raise BadField(f"{field}.{name[:100]}", f"is {weight:g}; it must be between 0 and 1")
+            raise BadField(f"{field}.{name[:100]}", f"is {shown(weight)}; it must be between 0 and 1")
         if tag in checked:
             raise BadField(f"{field}.{name[:100]}", "is named twice")
         _check_backend(checkpoint, tag, f"{field}.{name[:100]}")

@@ -1,0 +1,70 @@
+"""Looking at parts must come to the same as looking at everything, and what is visible must be durable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from serve_controller.core.attention import Attention
+from serve_controller.core.reconcile import Plan, reconcile
+
+if TYPE_CHECKING:
+    from serve_controller.shell.term import Term
+    from tests.simulation.sim_controller import SimController
+    from tests.simulation.world import World
+
+EVERYTHING_BUT_TIDY: Final = Attention(is_everything=True)
+ASK_EVERY: Final = 7
+COMPARE_EVERY: Final = 5
+
+
+class AttentionMissesNothing:
+    """Right after a cycle that left nothing to look at, a plan of everything would do nothing more."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asked = 0
+
+    def on_cycle(self, controller: SimController, term: Term) -> None:
+        if controller.cycles % ASK_EVERY == 0:
+            self.ask(term)
+
+    def ask(self, term: Term) -> bool:
+        """Look at everything now; False when something is still to be looked at anyway."""
+        hearing = term._hearing
+        at = hearing._agenda.next_at()
+        if (
+            not hearing.attending.is_empty
+            or hearing._inbox
+            or not term._is_checkpoint_certain
+            or (at is not None and at <= self.world.time)
+        ):
+            return False
+        self.asked += 1
+        plan = reconcile(term.checkpoint, term.observed, term.epoch, self.world.time, EVERYTHING_BUT_TIDY)
+        self.world.check(not plan.faults, lambda: f"a plan of everything fails: {plan.faults}")
+        self.world.check(not plan.changes and not plan.actions, lambda: _said(plan))
+        return True
+
+
+def _said(plan: Plan) -> str:
+    puts = [repr(value)[:300] for value in plan.changes.puts]
+    return f"looking at everything would do more: {puts} {plan.changes.deletes} {repr(plan.actions)[:300]}"
+
+
+class VisibleIsDurable:
+    """What a leader decides from and answers with is what is recorded."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_cycle(self, controller: SimController, term: Term) -> None:
+        if controller.cycles % COMPARE_EVERY:
+            return
+        store = self.world.store
+        if term.epoch != store.epoch or not term._is_checkpoint_certain:
+            return
+        for name in term.checkpoint.__slots__:
+            self.world.check(
+                getattr(term.checkpoint, name) == getattr(store.checkpoint, name),
+                lambda name=name: f"the leader's {name} differ from the recorded ones",
+            )

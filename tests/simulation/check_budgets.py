@@ -1,0 +1,153 @@
+"""Promises about how many: surge, unavailable budget, room."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from serve_common.names import BackendTag, HostId
+from serve_common.values import BackendConfig
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Backend, Replica, ReplicaState
+
+if TYPE_CHECKING:
+    from tests.simulation.twins.world_store import Writer
+    from tests.simulation.world import World
+
+S = ReplicaState
+WANTED = (S.SHOULD_START, S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY)
+SERVING = (S.RUNNING, S.UPDATING)
+
+
+def share(config: BackendConfig, percent: float) -> int:
+    """So many percent of the replicas, rounded up."""
+    return math.ceil(max(config.num_replicas, 1) * percent / 100)
+
+
+def wanted_of(backend: Backend) -> int:
+    """How many replicas the users asked for."""
+    if backend.deleting or backend.halted:
+        return 0
+    return backend.target.backend_config.num_replicas
+
+
+def _count(checkpoint: Checkpoint, tag: BackendTag, states: tuple[ReplicaState, ...]) -> int:
+    return sum(r.state in states for r in checkpoint.replicas_of(tag).values())
+
+
+class Surge:
+    """New replicas are begun only up to what is wanted plus the surge, or what is there already plus the surge."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        begun: dict[BackendTag, int] = {}
+        for value in changes.puts:
+            if isinstance(value, Replica) and value.replica_tag not in before.replicas_of(value.backend_tag):
+                begun[value.backend_tag] = begun.get(value.backend_tag, 0) + 1
+        for tag, number in begun.items():
+            backend = after.backends[tag]
+            there = _count(after, tag, WANTED)
+            config = backend.target.backend_config
+            most = max(wanted_of(backend), there - number) + share(config, config.max_surge_percent)
+            self.world.check(there <= most, f"{there} replicas of {tag} are to run; at most {most} may")
+
+
+class UnavailableBudget:
+    """What serves well is stopped only as far as the budget goes; beyond what is wanted only where there is no room."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        stopped = {
+            value.backend_tag
+            for value in changes.puts
+            if isinstance(value, Replica) and value.state is S.SHOULD_STOP and self._is_well(before, value)
+        }
+        for tag in sorted(stopped):
+            backend = after.backends[tag]
+            config = backend.target.backend_config
+            least = wanted_of(backend)
+            no_room = any(
+                r.state is S.SHOULD_START for r in after.replicas_of(tag).values()
+            ) or not share(config, config.max_surge_percent)
+            if no_room:
+                least -= share(config, config.max_unavailable_percent)
+            serving = _count(after, tag, SERVING)
+            self.world.check(serving >= least, f"only {serving} replicas of {tag} are left to serve, not {least}")
+
+    def _is_well(self, before: Checkpoint, replica: Replica) -> bool:
+        was = before.replicas_of(replica.backend_tag).get(replica.replica_tag)
+        if was is None or was.state not in SERVING or replica.replica_tag in self.world.checks.not_well:
+            return False
+        return any(
+            replica.replica_tag in host.serving and not host.state.is_leaving for host in self.world.hosts
+        )
+
+
+class ReconfiguresAFew:
+    """A new configuration is given to a few replicas at a time, so that a bad one stops early."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        told: set[BackendTag] = set()
+        for value in changes.puts:
+            if isinstance(value, Replica) and value.state is S.UPDATING:
+                was = before.replicas_of(value.backend_tag).get(value.replica_tag)
+                if was is not None and was.state is S.RUNNING:
+                    told.add(value.backend_tag)
+        for tag in sorted(told):
+            config = after.backends[tag].target.backend_config
+            most = max(1, share(config, config.max_unavailable_percent))
+            updating = _count(after, tag, (S.UPDATING,))
+            left = _count(before, tag, (S.UPDATING,))
+            self.world.check(
+                updating <= max(most, left), f"{updating} replicas of {tag} are reconfigured at once"
+            )
+
+
+class RoomOfHosts:
+    """No host is given more than it has, nor more replicas of a backend than that allows."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        placed: set[HostId] = set()
+        for value in changes.puts:
+            if not isinstance(value, Replica) or value.host_id is None:
+                continue
+            was = before.replicas_of(value.backend_tag).get(value.replica_tag)
+            if was is not None and was.host_id is not None:
+                self.world.check(was.host_id == value.host_id, f"{value.replica_tag} moved between hosts")
+                continue
+            placed.add(value.host_id)
+            record = after.hosts.get(value.host_id)
+            self.world.check(
+                record is not None and not (record.draining and before.hosts[value.host_id].draining),
+                f"{value.replica_tag} was placed on {value.host_id}, which is to run nothing",
+            )
+            most = after.backends[value.backend_tag].target.backend_config.max_replicas_per_host
+            there = sum(r.host_id == value.host_id for r in after.replicas_of(value.backend_tag).values())
+            self.world.check(
+                most is None or there <= most, f"{there} replicas of {value.backend_tag} on {value.host_id}"
+            )
+        for host in self.world.hosts:
+            if host.host_id in placed:
+                taken = sum(r.needs.get("CPU", 0.0) for r in after.by_host[host.host_id].values())
+                self.world.check(
+                    taken <= host.cpus + 1e-6, f"{host.host_id} has {host.cpus} CPU and is to give {taken}"
+                )

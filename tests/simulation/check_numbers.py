@@ -1,0 +1,111 @@
+"""Promises about numbers, goals and who may write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from serve_common.names import GoalId, ReplicaTag
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Changes, Kind
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Goal, HostRecord, Replica, SnapshotRecord
+from serve_controller.ports import HistoryEntry
+
+if TYPE_CHECKING:
+    from tests.simulation.twins.world_store import Writer
+    from tests.simulation.world import World
+
+
+class OneWriter:
+    """An epoch belongs to one life of one controller, epochs only rise, and only the newest one's writes are made."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.owners: dict[int, Writer] = {}
+
+    def on_epoch(self, epoch: int, writer: Writer) -> None:
+        self.world.check(epoch not in self.owners, f"epoch {epoch} was given twice")
+        self.world.check(epoch > max(self.owners, default=0), f"epoch {epoch} came after a higher one")
+        self.owners[epoch] = writer
+
+    def on_commit(self, writer: Writer, epoch: int, *_: object) -> None:
+        self.world.check(
+            self.owners.get(epoch) == writer, f"{writer} wrote in epoch {epoch} of {self.owners.get(epoch)}"
+        )
+        self.world.check(epoch == max(self.owners), f"epoch {epoch} wrote after {max(self.owners)} began")
+
+
+class NumbersRise:
+    """What is counted never falls, and no replica's tag is ever given again."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.tags: set[ReplicaTag] = set()
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        check, old, new = self.world.check, before.counters, after.counters
+        check(
+            new.goal >= old.goal
+            and new.ordinal >= old.ordinal
+            and new.generation >= old.generation
+            and new.snapshot >= old.snapshot,
+            f"a counter fell: {old} and then {new}",
+        )
+        for value in changes.puts:
+            match value:
+                case Replica():
+                    if value.replica_tag not in before.replicas_of(value.backend_tag):
+                        check(value.replica_tag not in self.tags, f"{value.replica_tag} was given again")
+                        self.tags.add(value.replica_tag)
+                case SnapshotRecord():
+                    known = before.snapshots.get(value.key)
+                    check(
+                        known is None or value.snapshot.snapshot_id > known.snapshot.snapshot_id,
+                        f"the snapshot id of {value.key} did not rise",
+                    )
+                case HostRecord():
+                    host = before.hosts.get(value.host_id)
+                    check(
+                        host is None or value.generation >= host.generation,
+                        f"the generation of {value.host_id} fell",
+                    )
+
+
+class GoalsEndOnce:
+    """A goal ends once, and is remembered; one request of a client makes one goal."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.requests: dict[str, GoalId] = {}
+
+    def on_commit(
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: Changes,
+        history: Sequence[HistoryEntry],
+    ) -> None:
+        check = self.world.check
+        for value in changes.puts:
+            if not isinstance(value, Goal):
+                continue
+            known = before.goals.get(value.goal_id)
+            if known is None:
+                check(value.status is GoalStatus.PENDING, f"{value.goal_id} began as {value.status}")
+                if value.request_id is not None:
+                    first = self.requests.setdefault(value.request_id, value.goal_id)
+                    check(first == value.goal_id, f"{value.request_id} made {first} and {value.goal_id}")
+                continue
+            check(
+                known.status is GoalStatus.PENDING,
+                f"{value.goal_id} ended {known.status} and then {value.status}",
+            )
+            if value.status is not GoalStatus.PENDING:
+                self.world.trace(f"{value.goal_id} ends {value.status.value} {value.error[-80:]}")
+        for kind, name in changes.deletes:
+            check(kind is not Kind.GOAL, f"{name} is forgotten on its first day")

@@ -1,0 +1,159 @@
+"""Promises about what hosts are told, and where proxies send requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serve_common.names import BackendTag, ReplicaTag, backend_tag_of
+from serve_common.subjects import backend_key
+from serve_common.wires.host import HostGoal
+from serve_common.wires.snapshots import BackendSnapshot, Snapshot
+from serve_controller.core.changes import Changes
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Replica, SnapshotRecord
+from tests.simulation.check_budgets import SERVING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from serve_controller.ports import HistoryEntry
+    from tests.simulation.sim_host import SimHost
+    from tests.simulation.sim_proxy import SimProxy
+    from tests.simulation.twins.world_store import Writer
+    from tests.simulation.world import World
+
+
+class HostGoalsAreRecorded:
+    """Hosts are told to run only what was recorded for them; one number names one goal; nothing is started twice."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.recorded: dict[ReplicaTag, str | None] = {}
+        """Every replica that was ever recorded, and its host."""
+        self.sent: dict[tuple[str, int, int], tuple[object, ...]] = {}
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        for value in changes.puts:
+            if isinstance(value, Replica):
+                self.recorded[value.replica_tag] = value.host_id
+
+    def on_goal_sent(self, goal: HostGoal) -> None:
+        for replica in goal.replicas:
+            self.world.check(
+                self.recorded.get(replica.replica_tag) == goal.host_id,
+                f"{replica.replica_tag} was sent to {goal.host_id} and is not recorded there",
+            )
+        content = (
+            *((r.replica_tag, r.config_version, r.user_config) for r in goal.replicas),
+            *sorted(goal.kill),
+        )
+        number = (goal.host_id, goal.epoch, goal.generation)
+        # Only `kill` may shrink: what ended need not be named any more.
+        first = self.sent.setdefault(number, content)
+        runs = [c for c in content if not isinstance(c, str)]
+        self.world.check(
+            [c for c in first if not isinstance(c, str)] == runs,
+            f"{goal.host_id} was sent {number[1]}.{number[2]} with {first} and with {content}",
+        )
+
+    def on_start(self, host: SimHost, tag: ReplicaTag) -> None:
+        self.world.check(
+            self.recorded.get(tag) == host.host_id, f"{host.host_id} starts {tag}, which is not recorded there"
+        )
+        self.world.check(tag not in host.ever_started, f"{host.host_id} starts {tag} again")
+        others = [other.host_id for other in self.world.hosts if other is not host and tag in other.processes]
+        self.world.check(not others, f"{host.host_id} starts {tag}, which runs on {others}")
+
+
+class SnapshotsAreTrue:
+    """What is recorded for routers is what is recorded to serve; and nothing else is ever published."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.recorded: dict[tuple[str, int], Snapshot] = {}
+
+    def on_commit(
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: Changes,
+        history: Sequence[HistoryEntry],
+    ) -> None:
+        touched: set[BackendTag] = set()
+        for value in changes.puts:
+            match value:
+                case SnapshotRecord():
+                    self.recorded[value.key, value.snapshot.snapshot_id] = value.snapshot
+                case Replica():
+                    touched.add(value.backend_tag)
+        if history:
+            return  # a command decides; what routers need of it follows with the next plan
+        for tag in sorted(touched):
+            record = after.snapshots.get(backend_key(tag))
+            content = None if record is None else record.snapshot.content
+            routed = set(content.replicas) if isinstance(content, BackendSnapshot) else set()
+            serving = {r.replica_tag for r in after.replicas_of(tag).values() if r.state in SERVING}
+            self.world.check(routed == serving, lambda: f"routers are given {routed} of {tag}, not {serving}")
+
+    def on_publish(self, key: str, snapshot: Snapshot) -> None:
+        self.world.check(
+            self.recorded.get((key, snapshot.snapshot_id)) == snapshot,
+            f"{key} {snapshot.snapshot_id} was published and is not recorded so",
+        )
+
+
+class DroppedIsNotRouted:
+    """A proxy that says it applied the snapshot that dropped a replica sends it nothing any more."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.dropped: dict[ReplicaTag, int] = {}
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        for value in changes.puts:
+            if not isinstance(value, SnapshotRecord):
+                continue
+            known = before.snapshots.get(value.key)
+            had, has = _routed(None if known is None else known.snapshot), _routed(value.snapshot)
+            for tag in had - has:
+                self.dropped[tag] = value.snapshot.snapshot_id
+
+    def on_proxy(self, proxy: SimProxy) -> None:
+        applied = proxy.applied
+        for tag, backend in proxy.backends.items():
+            for replica in backend.replicas:
+                self.world.check(
+                    self.dropped.get(replica, applied + 1) > applied,
+                    f"{proxy.proxy_id} applied {applied} and still routes {tag} to {replica}",
+                )
+
+
+def _routed(snapshot: Snapshot | None) -> set[ReplicaTag]:
+    content = None if snapshot is None else snapshot.content
+    return set(content.replicas) if isinstance(content, BackendSnapshot) else set()
+
+
+class RoutesAreLeftFirst:
+    """A host drains what serves only after that was recorded, and after the bucket said so."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_drain(self, host: SimHost, tag: ReplicaTag) -> None:
+        if host.state.is_leaving or tag not in host.serving:
+            return
+        replica = self.world.store.checkpoint.replicas_of(backend_tag_of(tag)).get(tag)
+        self.world.check(
+            replica is None or replica.state not in SERVING, f"{host.host_id} drains {tag}, which is to serve"
+        )
+        _, snapshot = self.world.bus.bucket.get(backend_key(backend_tag_of(tag)), (0, None))
+        self.world.check(
+            tag not in _routed(snapshot) or self.world.checks.is_bucket_lost,
+            f"{host.host_id} drains {tag} while the bucket still offers it",
+        )
