@@ -1,4 +1,4 @@
-"""What the tests under load serve: next to no work, and an answer that tells who gave it."""
+"""What the tests under load serve: no work but the waiting that is asked for, and an answer that tells who gave it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import os
 from typing import Any
 
 from starlette.requests import Request
-
-WORK_S = 0.005
-"""So that there is always something in flight when replicas are told to stop."""
 
 
 class Loaded:
@@ -24,7 +21,7 @@ class Loaded:
 
     async def __call__(self, request: Request) -> bytes:
         body = await request.body()
-        await asyncio.sleep(float(request.query_params.get("work_s", WORK_S)))
+        await asyncio.sleep(float(request.query_params["work_s"]))
         # The stack marks all that a host's process starts with the host's name.
         who = (self._version, self._configuration, str(os.getpid()), os.environ.get("MUSTER_PROCESS", ""))
         return "\n".join(who).encode() + b"\n\n" + body
