@@ -129,6 +129,22 @@ def test_a_killed_controller_comes_back_and_keeps_everything(stack: Stack) -> No
     stack.deploy_digits()
 
 
+def test_a_standby_controller_takes_over_from_one_that_is_killed(stack: Stack) -> None:
+    stack.deploy_digits()
+    stack.up("--no-recreate", "--scale", "controller=2")
+    before = stack.status()
+    with stack.under_load() as result:
+        stack.kill_container(before["controller_id"])
+        stack.muster("scale", "digits", "2")
+        stack.muster("scale", "digits", "1")
+        after = stack.status()
+    assert result["failures"] == 0, result
+    assert after["controller_id"] != before["controller_id"]
+    assert after["epoch"] > before["epoch"]
+    stack.up("--scale", "controller=1")
+    stack.deploy_digits()
+
+
 def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
     stack.deploy_digits()
     with stack.under_load() as result:

@@ -5,12 +5,13 @@ It dies when its boundary says so and is started anew, and it may stand still wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final
 
 
 from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
+from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.shell.admin import Admin
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 RESTART_S: Final = 1.0
 
+Execute = Callable[[AnyCommand, bytes, str], Coroutine[Any, Any, CommandReply]]
 Answer = Callable[[bytes | ServeError | None], None]
 """Takes the reply, an error, or None when the process died on the way."""
 
@@ -134,6 +136,7 @@ class SimController:
             regain=self._regain,
         )
         term._turn = SimLock()  # type: ignore[assignment]
+        term.execute = self._watched(term.execute)  # type: ignore[method-assign]
         term.on_change = self._wake
         self.term = term
         self._newest_epoch = 0
@@ -155,6 +158,14 @@ class SimController:
         self.world.tell_leader(self, term.epoch)
         self.is_offered = True
         self._schedule(0.0)
+
+    def _watched(self, execute: Execute) -> Execute:
+        async def watched(command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
+            reply = await execute(command, request, who)
+            self.world.checks.reference.on_executed(command, reply)
+            return reply
+
+        return watched
 
     async def _regain(self) -> int:
         epoch = await self.store.acquire_leadership(self.controller_id, LEASE_TTL_S)

@@ -122,7 +122,6 @@ class World(Kernel):
 
     def tell_leader(self, leader: SimController, epoch: int) -> None:
         """A controller says to all that it leads."""
-        self.checks.on_leader(leader, epoch)
         for controller in self.controllers:
             if controller is not leader:
                 self.send(lambda controller=controller: controller.hear_leader(epoch))

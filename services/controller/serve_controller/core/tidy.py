@@ -10,7 +10,7 @@ from serve_controller.core.snapshots import forget_tombstones
 
 FINISHED_KEPT_S = 86_400.0
 """A finished goal can be asked for at least a day."""
-FINISHED_KEPT_MAX = 100_000
+FINISHED_KEPT_MAX = 20_000
 """Beyond this many, the oldest finished goals are forgotten also before that; their ids still tell that they ended."""
 ENDED_KEPT_MAX = 1_000
 """Deployments that are gone and still listed."""

@@ -1,0 +1,376 @@
+"""What users were promised, kept beside the system: a plain model that hears every commit of a command, in order.
+
+A command that was recorded holds until a later one changes the same thing or its goal fails; a failed goal puts back
+what last succeeded, all or nothing. After every command and every end of a goal, what is recorded must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from serve_common import values
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, deployment_tag
+from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.wires import commands as c
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Changes, Kind
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.goals import backends_of, endpoints_of
+from serve_controller.core.objects import Goal, GoalKind
+from serve_controller.ports import HistoryEntry
+from serve_controller.shell.requests import parse_request
+
+if TYPE_CHECKING:
+    from tests.simulation.twins.world_store import Writer
+    from tests.simulation.world import World
+
+
+class Made(NamedTuple):
+    """What a backend is to be."""
+
+    code: ReplicaConfig
+    config: BackendConfig
+    version: str | None
+
+
+class Reach(NamedTuple):
+    """How an endpoint is to be reached."""
+
+    route: str | None
+    methods: list[str]
+    traffic: dict[str, float]
+    shadows: dict[str, float]
+
+
+class Group(NamedTuple):
+    """What an application is to be."""
+
+    ingress: str
+    members: frozenset[str]
+
+
+@dataclass
+class Wishes:
+    """Everything that was decided."""
+
+    backends: dict[str, Made] = field(default_factory=dict)
+    endpoints: dict[str, Reach] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    http: HttpOptions | None = None
+    drained: set[str] = field(default_factory=set)
+    leaving: dict[str, str] = field(default_factory=dict)
+    """What an application no longer has, by its name: it may still be there until the goal's end."""
+
+    def copy(self) -> Wishes:
+        """One that can be changed."""
+        return Wishes(
+            dict(self.backends), dict(self.endpoints), dict(self.groups), self.http, set(self.drained),
+            dict(self.leaving),
+        )  # fmt: skip
+
+    def drop(self, tag: str) -> None:
+        """A backend and the endpoint of its name are to go away."""
+        self.backends.pop(tag, None)
+        self.endpoints.pop(tag, None)
+        self.leaving.pop(tag, None)
+
+
+class Reference:
+    """The model, as a check."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.now = Wishes()
+        self.good = Wishes()
+        """What last succeeded."""
+        self.successes: dict[str, list[tuple[Made, Reach | None]]] = {}
+        """Of each backend, the oldest first: where a rollback can go."""
+        self.requests: set[str] = set()
+        """Ids of requests that were committed."""
+
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
+    def on_commit(
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: Changes,
+        history: Sequence[HistoryEntry],
+    ) -> None:
+        for entry in history:
+            command = parse_request(entry.verb, entry.request.encode())
+            self._command(command, before, after)
+        ended = [
+            value
+            for value in changes.puts
+            if isinstance(value, Goal) and value.status is not GoalStatus.PENDING
+        ]
+        for goal in ended:
+            if goal.status is GoalStatus.SUCCEEDED:
+                self._succeed(goal)
+            elif goal.status is GoalStatus.FAILED:
+                self._fail(goal)
+        if ended or history:
+            self._compare(after)
+        for kind, name in changes.deletes:
+            if kind is Kind.BACKEND:
+                self._gone(before, after, BackendTag(name))
+
+    def on_executed(self, command: c.AnyCommand, reply: c.CommandReply) -> None:
+        """A command is about to be acknowledged: it must be recorded, and hold."""
+        goals = self.world.store.checkpoint.goals
+        goal_ids = reply.goal_ids if isinstance(reply, c.ShutdownReply) else [reply.goal_id]
+        for goal_id in goal_ids:
+            self.world.check(
+                goal_id is None or goal_id in goals, f"{goal_id} is acknowledged and not recorded"
+            )
+        request_id = getattr(command, "request_id", None)
+        is_retry = request_id is not None and isinstance(reply, c.ChangeReply) and reply.goal_id is not None
+        if isinstance(command, c.Rollback) or is_retry or getattr(command, "version", "") is None:
+            return
+        if self.world.store.late_writes_s is not None:
+            return
+        then = self.now.copy()
+        _apply(then, self.good.copy(), command)
+        self.world.check(then == self.now, lambda: f"{command} is acknowledged and does not hold")
+
+    # -- what a command means ------------------------------------------------------------------------------------------
+
+    def _command(self, command: Any, before: Checkpoint, after: Checkpoint) -> None:
+        request_id = getattr(command, "request_id", None)
+        if request_id is not None:
+            self.requests.add(request_id)
+        if isinstance(command, c.Rollback):
+            self._roll_back(command, after)
+            return
+        _apply(self.now, self.good, command)
+
+    def _roll_back(self, command: c.Rollback, after: Checkpoint) -> None:
+        tag = deployment_tag(command.name)
+        present, had = self.now.backends[tag], self.successes.get(tag, [])
+        made = after.backends[tag].target
+        new = Made(made.replica_config, made.backend_config, made.version)
+        want = present.config.num_replicas
+        self.world.check(new.config.num_replicas == want, f"a rollback scaled {tag} from {want}")
+        if isinstance(command.to, str):
+            fitting = [past for past in had if past[0].version == command.to][-1:]
+        else:
+            fitting = [past for past in had if _but_scale(past[0], want) != present][-1:]
+        if any(past[0].version is None for past in had) or isinstance(command.to, int):
+            fitting = had  # which of several unversioned ones is meant cannot be told from outside
+        chosen = [past for past in fitting if _but_scale(past[0], want) == new]
+        self.world.check(chosen, lambda: f"a rollback of {tag} came to {new}, not to one of {fitting}")
+        reach = chosen[-1][1]
+        self.now.backends[tag] = new
+        if reach is not None:
+            shadows = self.now.endpoints[tag].shadows if tag in self.now.endpoints else {}
+            self.now.endpoints[tag] = Reach(reach.route, reach.methods, {tag: 1.0}, shadows)
+
+    def _succeed(self, goal: Goal) -> None:
+        if goal.kind is GoalKind.HTTP:
+            self.good.http = self.now.http
+        if goal.kind is GoalKind.APPLICATION:
+            for tag in [t for t, name in self.now.leaving.items() if name == goal.subject]:
+                self.now.drop(tag)
+                self.good.drop(tag)
+            if goal.subject in self.now.groups:
+                self.good.groups[goal.subject] = self.now.groups[goal.subject]
+        for endpoint_tag in endpoints_of(goal):
+            if endpoint_tag in self.now.endpoints:
+                self.good.endpoints[endpoint_tag] = self.now.endpoints[endpoint_tag]
+        for tag in backends_of(goal):
+            if tag in self.now.backends:
+                self.good.backends[tag] = self.now.backends[tag]
+                reach = self.now.endpoints.get(tag)
+                success = (self.now.backends[tag], None if goal.kind is GoalKind.DELETE else reach)
+                past = self.successes.setdefault(tag, [])
+                if not past or past[-1] != success:
+                    past.append(success)
+
+    def _fail(self, goal: Goal) -> None:
+        if goal.kind is GoalKind.HTTP:
+            self.now.http = self.good.http
+            return
+        whole = goal.kind is GoalKind.APPLICATION
+        had_worked = whole and goal.subject in self.good.groups
+        if had_worked:
+            self.now.groups[goal.subject] = self.good.groups[goal.subject]
+            for tag in self.now.groups[goal.subject].members:
+                self.now.leaving.pop(tag, None)
+        for tag in backends_of(goal):
+            if tag in self.now.backends and tag in self.good.backends:
+                self.now.backends[tag] = self.good.backends[tag]
+            elif tag in self.now.backends and had_worked:
+                self.now.drop(tag)
+        for endpoint_tag in endpoints_of(goal):
+            if endpoint_tag in self.now.endpoints and endpoint_tag in self.good.endpoints:
+                self.now.endpoints[endpoint_tag] = self.good.endpoints[endpoint_tag]
+
+    def _gone(self, before: Checkpoint, after: Checkpoint, tag: BackendTag) -> None:
+        self.successes.pop(tag, None)
+        self.good.drop(tag)
+        deployment = after.deployments.get(tag)
+        if deployment is not None:
+            self.world.check(
+                deployment.ended_at is not None and deployment.ended_as == before.backends[tag].target,
+                f"{tag} is gone, and {deployment} does not say what it was",
+            )
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
+
+    def _compare(self, after: Checkpoint) -> None:
+        check, leaving = self.world.check, self.now.leaving
+        for tag in sorted({*after.backends, *self.now.backends}):
+            backend, wish = after.backends.get(BackendTag(tag)), self.now.backends.get(tag)
+            if backend is None or backend.deleting:
+                check(wish is None or tag in leaving, f"{tag} was asked for and is not to be")
+                continue
+            target = backend.target
+            made = Made(target.replica_config, target.backend_config, target.version)
+            check(made == wish, lambda tag=tag, made=made, wish=wish: f"{tag} is to be {made}, not {wish}")
+        for tag in sorted({*after.endpoints, *self.now.endpoints}):
+            if tag in leaving:
+                continue
+            endpoint, reach = after.endpoints.get(EndpointTag(tag)), self.now.endpoints.get(tag)
+            target = None if endpoint is None else endpoint.target
+            is_so = None if target is None else Reach(target.route, target.methods, target.traffic, target.shadows)
+            check(is_so == reach, lambda tag=tag, i=is_so, r=reach: f"the endpoint {tag} is to be {i}, not {r}")
+        groups = {
+            name: Group(a.target.ingress, frozenset(a.target.deployments))
+            for name, a in after.applications.items()
+            if not a.deleting
+        }
+        check(groups == self.now.groups, lambda: f"applications are {groups}, not {self.now.groups}")
+        options = None if after.http is None else after.http.target
+        check(options == self.now.http, lambda: f"the HTTP options are {options}, not {self.now.http}")
+        drained = {host_id for host_id, host in after.hosts.items() if host.draining}
+        check(drained == self.now.drained, lambda: f"{drained} are drained, not {self.now.drained}")
+
+
+def _but_scale(made: Made, num_replicas: int) -> Made:
+    return made._replace(config=msgspec.structs.replace(made.config, num_replicas=num_replicas))
+
+
+def _apply(now: Wishes, good: Wishes, command: Any) -> None:  # noqa: C901 - a table
+    match command:
+        case c.Deploy():
+            tag = deployment_tag(command.name)
+            _put(now, good, tag, Made(command.replica_config, command.backend_config, command.version))
+            _reach(now, tag, command.route_prefix, command.methods)
+            _join(now, good, tag)
+        case c.DeployApplication():
+            _deploy_application(now, good, command)
+        case c.CreateBackend():
+            tag = deployment_tag(command.backend_tag)
+            _put(now, good, tag, Made(command.replica_config, command.backend_config, None))
+        case c.UpdateBackendConfig():
+            tag = deployment_tag(command.backend_tag)
+            made = now.backends[tag]
+            now.backends[tag] = made._replace(config=values.merged(made.config, command.config, "config"))
+        case c.DeleteDeployment():
+            tag = deployment_tag(command.name)
+            _delete(now, good, tag)
+            _part(now, good, tag)
+        case c.DeleteBackend():
+            tag = deployment_tag(command.backend_tag)
+            now.backends.pop(tag, None)
+            good.backends.pop(tag, None)
+        case c.DeleteApplication():
+            group = now.groups.pop(command.name, None)
+            good.groups.pop(command.name, None)
+            gone = set() if group is None else set(group.members)
+            for tag in gone | {t for t, name in now.leaving.items() if name == command.name}:
+                _delete(now, good, tag)
+        case c.CreateEndpoint():
+            traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
+            tag = deployment_tag(command.endpoint)
+            shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
+            now.endpoints[tag] = Reach(command.route, sorted(set(command.methods)), traffic, shadows)
+        case c.DeleteEndpoint():
+            now.endpoints.pop(deployment_tag(command.endpoint), None)
+            good.endpoints.pop(deployment_tag(command.endpoint), None)
+        case c.SetTraffic():
+            tag = deployment_tag(command.endpoint)
+            traffic = {str(deployment_tag(name)): weight for name, weight in command.weights.items()}
+            now.endpoints[tag] = now.endpoints[tag]._replace(traffic=traffic)
+        case c.ShadowTraffic():
+            tag, to = deployment_tag(command.endpoint), deployment_tag(command.backend_tag)
+            shadows = {t: p for t, p in now.endpoints[tag].shadows.items() if t != to}
+            if command.proportion > 0:
+                shadows[to] = command.proportion
+            now.endpoints[tag] = now.endpoints[tag]._replace(shadows=shadows)
+        case c.SetHttpOptions():
+            now.http = values.merged(now.http or HttpOptions(), command.options, "options")
+        case c.DrainHost():
+            now.drained.add(HostId(command.host_id))
+        case c.UndrainHost():
+            now.drained.discard(HostId(command.host_id))
+        case c.Shutdown():
+            for some in (now, good):
+                some.backends.clear()
+                some.endpoints.clear()
+                some.groups.clear()
+                some.leaving.clear()
+        case _:
+            raise AssertionError(f"the model does not know {command}")
+
+
+def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
+    if tag not in now.backends:
+        good.drop(tag)  # it is new, or was given up: should it fail, what was before must not come back
+    now.backends[tag] = made
+    now.leaving.pop(tag, None)
+
+
+def _reach(now: Wishes, tag: str, route: str | None, methods: list[str]) -> None:
+    shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
+    now.endpoints[tag] = Reach(route, sorted(set(methods)), {tag: 1.0}, shadows)
+
+
+def _delete(now: Wishes, good: Wishes, tag: str) -> None:
+    now.drop(tag)
+    good.drop(tag)
+
+
+def _join(now: Wishes, good: Wishes, tag: str) -> None:
+    name = tag.partition("/")[0]
+    for some in (now, good):
+        if name in now.groups and name in some.groups:
+            group = some.groups[name]
+            some.groups[name] = group._replace(members=group.members | {tag})
+
+
+def _part(now: Wishes, good: Wishes, tag: str) -> None:
+    name = tag.partition("/")[0]
+    for some in (now, good):
+        if name in some.groups:
+            group = some.groups[name]
+            some.groups[name] = group._replace(members=group.members - {tag})
+    if name in now.groups and not now.groups[name].members:
+        now.groups.pop(name)
+        good.groups.pop(name, None)
+
+
+def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication) -> None:
+    name = command.name
+    members = {f"{name}/{spec.name}": spec for spec in command.deployments}
+    ingress = f"{name}/{command.ingress}"
+    for group in (now.groups.get(name), good.groups.get(name)):
+        for tag in () if group is None else group.members:
+            if tag not in members and tag in now.backends:
+                now.leaving[tag] = name
+    if name not in now.groups:
+        good.groups.pop(name, None)
+    for tag, spec in members.items():
+        _put(now, good, tag, Made(spec.replica_config, spec.backend_config, spec.version))
+        _reach(now, tag, command.route_prefix if tag == ingress else None, command.methods)
+    now.groups[name] = Group(ingress, frozenset(members))
+
+
+__all__ = ["GoalId", "Made", "Reach", "Reference", "Wishes"]
