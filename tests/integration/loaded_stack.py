@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -84,22 +83,23 @@ class LoadedStack:
         paths = StatePaths(state_dir)
         paths.logs.mkdir()
         # Ray's sockets need a short path.
-        ray_dir = Path(tempfile.mkdtemp(prefix="muster-", dir="/tmp"))
-        self = cls(paths, ray_dir)
-        try:
-            # The controllers first wait for NATS and Postgres by themselves.
-            await asyncio.gather(self._supervisor.start(), self.start_controller(), self.start_controller())
-            address = StackAddress(urls=(self._nats_url,), password=self._secrets.read("nats_admin"))
-            async with connect_stack(address, retry_for_s=60.0, on_retry=self.retries.append) as reached:
-                self.admin = reached.admin
-                await self._until_whole()
-                yield self
-        finally:
-            for controller in self.controllers:
-                await controller.end()
-            await self._supervisor.stop()
-            await self._tasks.close(timeout_s=5.0)
-            await asyncio.to_thread(shutil.rmtree, ray_dir, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="muster-", dir="/tmp", ignore_cleanup_errors=True) as ray_dir:
+            self = cls(paths, Path(ray_dir))
+            try:
+                # Controllers wait for NATS and Postgres by themselves.
+                await asyncio.gather(
+                    self._supervisor.start(), self.start_controller(), self.start_controller()
+                )
+                address = StackAddress(urls=(self._nats_url,), password=self._secrets.read("nats_admin"))
+                async with connect_stack(address, retry_for_s=60.0, on_retry=self.retries.append) as reached:
+                    self.admin = reached.admin
+                    await self._until_whole()
+                    yield self
+            finally:
+                for controller in self.controllers:
+                    await controller.end()
+                await self._supervisor.stop()
+                await self._tasks.close(timeout_s=5.0)
 
     @property
     def http_ports(self) -> list[int]:

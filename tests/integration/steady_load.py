@@ -126,7 +126,7 @@ class SteadyLoad:
         self._route = route
         self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
-        self._begun_at = self._loop.time()
+        self._begun_at = self._ended_at = self._loop.time()
         self._answered = asyncio.Event()
         self._is_over = False
 

@@ -6,6 +6,8 @@ scenario also proves that its change really happened, by what the answers say of
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import signal
 from collections.abc import AsyncIterator, Iterable
 
@@ -32,6 +34,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(180), pytest.mark.asy
 FAILOVER_LIMIT_S = LEASE_TTL_S + 1.5
 """What is promised is a second over the lease; the rest is for a busy machine."""
 MANY = 8
+ASKING = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -168,14 +171,18 @@ async def test_a_killed_leader_with_a_standby_fails_no_request_and_no_change(sta
         leader.signal(signal.SIGKILL)
         killed_at = load.now()
         stack.controllers.remove(leader)
-        await stack.deployed("v3", 2)
-        after = load.now()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stack.deployed("v3", 2))
+            (standby,) = stack.controllers
+            await standby.until_logged("leadership_gained")
+            led_after_s = load.now() - killed_at
         answered = await load.more(100)
-    load.result(f"leader killed, and a deploy that took {after - killed_at:.1f} s with it")
+    load.result(f"leader killed, the standby led after {led_after_s:.1f} s")
+    assert led_after_s <= FAILOVER_LIMIT_S
     assert {answer.version for answer in answered} == {"v3"}
     assert len(stack.retries) > retries, "it was asked while nobody led"
     status = await stack.admin.get_status()
-    assert status.controller_id == stack.controllers[0].controller_id
+    assert status.controller_id == standby.controller_id
     await stack.until_standing_by()
 
 
@@ -183,16 +190,37 @@ async def test_a_leader_told_to_stop_fails_no_request(stack: LoadedStack) -> Non
     await stack.deployed("v3", 2)
     await stack.until_standing_by()
     leader = await stack.leader()
-    async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
+    retries = len(stack.retries)
+    async with SteadyLoad.running(ROUTE, stack.http_ports) as load, looking_on(stack):
         leader.signal(signal.SIGTERM)
         stack.controllers.remove(leader)
         await stack.deployed("v3", 2, "by the next one")
         after = load.now()
         await load.more(100)
     load.result("SIGTERM of the leader")
+    assert [why for why in stack.retries[retries:] if "in time" in why] == [], "whoever asked it was answered"
     assert {answer.configuration for answer in load.since(after)} == {"by the next one"}
     assert await leader.until_gone() == 0
     await stack.until_standing_by()
+
+
+@contextlib.asynccontextmanager
+async def looking_on(stack: LoadedStack) -> AsyncIterator[None]:
+    """Some who ask for the status all the time."""
+    enough = False
+
+    async def keep_asking() -> None:
+        while not enough:  # not cancelled, for nats-py now and then loses a cancellation
+            await stack.admin.get_status()
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(ASKING):
+            tasks.create_task(keep_asking())
+        try:
+            yield
+        finally:
+            enough = True
 
 
 async def test_shifting_traffic_from_one_backend_to_another_fails_no_request(stack: LoadedStack) -> None:

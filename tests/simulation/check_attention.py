@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from serve_controller.core.attention import Attention
+import msgspec
+
+from serve_controller.core.attention import NOTHING, Attending, Attention
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import CheckpointObject, Replica
 from serve_controller.core.reconcile import Plan, reconcile
 
 if TYPE_CHECKING:
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
 
 EVERYTHING_BUT_TIDY: Final = Attention(is_everything=True)
 ASK_EVERY: Final = 7
+BUCKET_READ_S: Final = 5.0
+"""A bucket that was lost counts its revisions anew: what is put before the leader heard of it is put again."""
 COMPARE_EVERY: Final = 5
 
 
@@ -33,17 +39,32 @@ class AttentionMissesNothing:
         hearing = term._hearing
         at = hearing._agenda.next_at()
         if (
-            not hearing.attending.is_empty
+            _is_something_left(hearing.attending)
             or hearing._inbox
             or not term._is_checkpoint_certain
+            or self.world.time - self.world.checks.bucket_lost_at < BUCKET_READ_S
             or (at is not None and at <= self.world.time)
         ):
             return False
         self.asked += 1
         plan = reconcile(term.checkpoint, term.observed, term.epoch, self.world.time, EVERYTHING_BUT_TIDY)
         self.world.check(not plan.faults, lambda: f"a plan of everything fails: {plan.faults}")
-        self.world.check(not plan.changes and not plan.actions, lambda: _said(plan))
+        changed = [value for value in plan.changes.puts if not _only_says_more(term.checkpoint, value)]
+        self.world.check(not changed and not plan.changes.deletes and not plan.actions, lambda: _said(plan))
         return True
+
+
+def _is_something_left(attending: Attending) -> bool:
+    named = (attending._backends, attending._endpoints, attending._hosts, attending._proxies, attending._keys)
+    return any(named) or attending._flags != NOTHING
+
+
+def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
+    """Whether only the words change by which a replica says why it waits: those may be a while behind."""
+    if not isinstance(value, Replica):
+        return False
+    known = checkpoint.replicas_of(value.backend_tag).get(value.replica_tag)
+    return known is not None and msgspec.structs.replace(known, message=value.message) == value
 
 
 def _said(plan: Plan) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from serve_common.names import BackendTag, HostId
+from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
 from serve_common.values import BackendConfig
-from serve_controller.core.changes import Changes
+from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 
@@ -75,13 +75,15 @@ class UnavailableBudget:
             backend = after.backends[tag]
             config = backend.target.backend_config
             least = wanted_of(backend)
-            no_room = any(
-                r.state is S.SHOULD_START for r in after.replicas_of(tag).values()
-            ) or not share(config, config.max_surge_percent)
+            no_room = any(r.state is S.SHOULD_START for r in after.replicas_of(tag).values()) or not share(
+                config, config.max_surge_percent
+            )
             if no_room:
                 least -= share(config, config.max_unavailable_percent)
             serving = _count(after, tag, SERVING)
-            self.world.check(serving >= least, f"only {serving} replicas of {tag} are left to serve, not {least}")
+            self.world.check(
+                serving >= least, f"only {serving} replicas of {tag} are left to serve, not {least}"
+            )
 
     def _is_well(self, before: Checkpoint, replica: Replica) -> bool:
         was = before.replicas_of(replica.backend_tag).get(replica.replica_tag)
@@ -90,6 +92,26 @@ class UnavailableBudget:
         return any(
             replica.replica_tag in host.serving and not host.state.is_leaving for host in self.world.hosts
         )
+
+
+class ServingIsNotForgotten:
+    """What serves well on a host that is heard of is not taken for gone by a message that came late."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_commit(
+        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+    ) -> None:
+        if self.world.weather.faults.has_deaths or self.world.checks.is_silence_possible:
+            return
+        for kind, name in changes.deletes:
+            if kind is Kind.REPLICA and name not in self.world.checks.not_well:
+                was = before.replicas_of(backend_tag_of(ReplicaTag(name)))[ReplicaTag(name)]
+                self.world.check(
+                    was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
+                    f"{name} serves and was taken for gone",
+                )
 
 
 class ReconfiguresAFew:

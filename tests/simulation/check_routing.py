@@ -60,7 +60,8 @@ class HostGoalsAreRecorded:
 
     def on_start(self, host: SimHost, tag: ReplicaTag) -> None:
         self.world.check(
-            self.recorded.get(tag) == host.host_id, f"{host.host_id} starts {tag}, which is not recorded there"
+            self.recorded.get(tag) == host.host_id,
+            f"{host.host_id} starts {tag}, which is not recorded there",
         )
         self.world.check(tag not in host.ever_started, f"{host.host_id} starts {tag} again")
         others = [other.host_id for other in self.world.hosts if other is not host and tag in other.processes]
@@ -111,27 +112,17 @@ class DroppedIsNotRouted:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.dropped: dict[ReplicaTag, int] = {}
-
-    def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
-    ) -> None:
-        for value in changes.puts:
-            if not isinstance(value, SnapshotRecord):
-                continue
-            known = before.snapshots.get(value.key)
-            had, has = _routed(None if known is None else known.snapshot), _routed(value.snapshot)
-            for tag in had - has:
-                self.dropped[tag] = value.snapshot.snapshot_id
 
     def on_proxy(self, proxy: SimProxy) -> None:
-        applied = proxy.applied
+        applied, recorded = proxy.applied, self.world.store.checkpoint.snapshots
         for tag, backend in proxy.backends.items():
-            for replica in backend.replicas:
-                self.world.check(
-                    self.dropped.get(replica, applied + 1) > applied,
-                    f"{proxy.proxy_id} applied {applied} and still routes {tag} to {replica}",
-                )
+            record = recorded.get(backend_key(tag))
+            if record is None or record.snapshot.snapshot_id > applied:
+                continue
+            dropped = set(backend.replicas) - _routed(record.snapshot)
+            self.world.check(
+                not dropped, f"{proxy.proxy_id} applied {applied} and still routes {tag} to {dropped}"
+            )
 
 
 def _routed(snapshot: Snapshot | None) -> set[ReplicaTag]:

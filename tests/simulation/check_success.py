@@ -52,7 +52,9 @@ class SuccessIsTrue:
                         proxy.ids.get(key, 0) >= needed,
                         f"{goal.goal_id} succeeded, and {proxy.proxy_id} has no {key} {needed}",
                     )
-                if goal.kind is GoalKind.HTTP and after.snapshots[HTTP_KEY].snapshot.snapshot_id == proxy.ids.get(HTTP_KEY):
+                if goal.kind is GoalKind.HTTP and after.snapshots[
+                    HTTP_KEY
+                ].snapshot.snapshot_id == proxy.ids.get(HTTP_KEY):
                     options = None if after.http is None else after.http.target
                     self.world.check(
                         proxy.options == options, f"{goal.goal_id} succeeded, and {proxy.proxy_id} has others"
@@ -77,7 +79,9 @@ class SuccessIsTrue:
         for replica_tag in ready:
             if replica_tag in self.world.checks.not_well:
                 continue
-            held = [host.state.replicas[replica_tag] for host in self.world.hosts if replica_tag in host.serving]
+            held = [
+                host.state.replicas[replica_tag] for host in self.world.hosts if replica_tag in host.serving
+            ]
             self.world.check(
                 len(held) == 1 and held[0].config_version >= target.config_version,
                 f"{goal.goal_id} succeeded, and {replica_tag} does not serve with its configuration",

@@ -16,7 +16,13 @@ from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_attention import AttentionMissesNothing, VisibleIsDurable
-from tests.simulation.check_budgets import ReconfiguresAFew, RoomOfHosts, Surge, UnavailableBudget
+from tests.simulation.check_budgets import (
+    ReconfiguresAFew,
+    RoomOfHosts,
+    ServingIsNotForgotten,
+    Surge,
+    UnavailableBudget,
+)
 from tests.simulation.check_numbers import GoalsEndOnce, NumbersRise, OneWriter
 from tests.simulation.check_routing import (
     DroppedIsNotRouted,
@@ -56,6 +62,10 @@ class Checks:
         """Replicas that something happened to: they may be stopped at any time."""
         self.is_bucket_lost = False
         """Proxies that read the bucket may know less than before."""
+        self.bucket_lost_at = float("-inf")
+        """Leaders need a moment to hear of it."""
+        self.is_silence_possible = False
+        """The bus is away for a while."""
         self.reference = Reference(world)
         self.attention = AttentionMissesNothing(world)
         self.all: list[Any] = [
@@ -68,6 +78,7 @@ class Checks:
             RoutesAreLeftFirst(world),
             Surge(world),
             UnavailableBudget(world),
+            ServingIsNotForgotten(world),
             ReconfiguresAFew(world),
             RoomOfHosts(world),
             SuccessIsTrue(world),

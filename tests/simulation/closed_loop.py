@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from immutables import Map
 
-from serve_common.names import BackendTag, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.values import HttpOptions
 from serve_common.wires.commands import AnyCommand, ChangeReply
+from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
@@ -20,12 +21,14 @@ from serve_controller.core.goals import waits_for
 from serve_controller.core.objects import Backend, Goal, Replica, ReplicaState
 from serve_controller.core.observed import (
     ObservedState,
+    observe_break,
     observe_bucket,
     observe_host,
     observe_proxy,
     observe_sent,
 )
 from serve_controller.core.reconcile import (
+    Action,
     Plan,
     PublishSnapshot,
     RetractSnapshot,
@@ -92,10 +95,25 @@ class Loop:
 
     # What happens
 
+    def hear(self, report: HostReport | ProxyReport) -> None:
+        """A report comes."""
+        if isinstance(report, HostReport):
+            self.observed = observe_host(self.observed, report, self.now)
+        else:
+            self.observed = observe_proxy(self.observed, report, self.now)
+
+    def hear_break(self, since: float | None) -> None:
+        """The bus goes away (None) or comes back."""
+        self.observed = observe_break(self.observed, since)
+
+    def lose_bucket(self) -> None:
+        """All that it holds."""
+        self.bucket.clear()
+
     def hear_hosts(self) -> None:
         for host in self.hosts:
             if host.is_up:
-                self.observed = observe_host(self.observed, host.report(), self.now)
+                self.hear(host.report())
 
     def hear_proxies(self) -> None:
         newest = max((s.snapshot_id for s in self.bucket.values()), default=0)
@@ -112,7 +130,7 @@ class Loop:
                 http_error="" if refused is None else "cannot be imported",
                 http_error_snapshot_id=0 if refused is None else refused,
             )
-            self.observed = observe_proxy(self.observed, report, self.now)
+            self.hear(report)
 
     def _refused_http(self, applied: int) -> int | None:
         for snapshot in self.bucket.values():
@@ -137,21 +155,32 @@ class Loop:
     def cycle(self) -> Plan:
         """Plan, record and perform."""
         plan = self.plan()
-        self.checkpoint = self.checkpoint.applied(plan.changes)
+        self.record(plan)
         for action in plan.actions:
-            match action:
-                case PublishSnapshot():
-                    self.bucket[action.key] = action.snapshot
-                case RetractSnapshot():
-                    self.bucket.pop(action.key, None)
-                case SendHostGoal():
-                    goal = action.goal
-                    for host in self.hosts:
-                        if host.host_id == goal.host_id:
-                            host.hear(goal)
-                    number = (goal.epoch, goal.generation)
-                    self.observed = observe_sent(self.observed, goal.host_id, number, self.now)
+            self.perform(action)
         return plan
+
+    def record(self, plan: Plan) -> None:
+        """Make its changes durable."""
+        self.checkpoint = self.checkpoint.applied(plan.changes)
+
+    def perform(self, action: Action) -> None:
+        """As routers and hosts see it."""
+        match action:
+            case PublishSnapshot():
+                self.bucket[action.key] = action.snapshot
+            case RetractSnapshot():
+                self.bucket.pop(action.key, None)
+            case SendHostGoal():
+                goal = action.goal
+                for host in self.hosts:
+                    if host.host_id == goal.host_id:
+                        host.hear(goal)
+                self.sent(goal.host_id, (goal.epoch, goal.generation))
+
+    def sent(self, host_id: HostId, goal: tuple[int, int]) -> None:
+        """A goal was sent."""
+        self.observed = observe_sent(self.observed, host_id, goal, self.now)
 
     def step(self, seconds: float = 0.1) -> Plan:
         """Time passes, everybody reports, and the controller makes one plan."""

@@ -10,7 +10,7 @@ from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.loads import in_units
-from serve_controller.core.objects import Backend, Replica, ReplicaState
+from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import needs_of
 from serve_controller.core.reconcile import Plan, PublishSnapshot, SendHostGoal
@@ -90,15 +90,15 @@ def _check_surge(before: Checkpoint, after: Checkpoint) -> None:
     for tag, backend in after.backends.items():
         now = sum(r.state in WANTED for r in after.replicas_of(tag).values())
         was = sum(r.state in WANTED for r in before.replicas_of(tag).values())
-        most = max(
-            v.backend_config.num_replicas + surge_of(v.backend_config) for v in _versions(before, backend)
-        )
+        configs = [version.backend_config for version in _versions(before, backend)]
+        # The many old ones of a smaller new version wait for the first new one to serve.
+        most = max(config.num_replicas for config in configs) + max(map(surge_of, configs))
         assert now <= max(was, most if backend.num_wanted else 0), (
             f"{now} replicas of {tag} for {backend.num_wanted} wanted"
         )
 
 
-def _versions(before: Checkpoint, backend: Backend) -> list[msgspec.Struct]:
+def _versions(before: Checkpoint, backend: Backend) -> list[BackendVersion]:
     former = before.backends.get(backend.backend_tag)
     return [*backend.versions(), *([] if former is None else former.versions())]
 

@@ -14,13 +14,14 @@ import msgspec
 
 from serve_common import values
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, deployment_tag
+from serve_common.subjects import endpoint_key
 from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
 from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import backends_of, endpoints_of
-from serve_controller.core.objects import Goal, GoalKind
+from serve_controller.core.objects import Backend, Goal, GoalKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request
 
@@ -111,11 +112,17 @@ class Reference:
             for value in changes.puts
             if isinstance(value, Goal) and value.status is not GoalStatus.PENDING
         ]
+        failed = {goal.subject for goal in ended if goal.status is GoalStatus.FAILED}
+        for value in changes.puts:
+            if isinstance(value, Backend) and value.deleting and value.backend_tag in self.now.leaving:
+                name = self.now.leaving[value.backend_tag]
+                if name not in failed:
+                    self._no_way_back(name, after)
         for goal in ended:
             if goal.status is GoalStatus.SUCCEEDED:
-                self._succeed(goal)
+                self._succeed(goal, after)
             elif goal.status is GoalStatus.FAILED:
-                self._fail(goal)
+                self._fail(goal, after)
         if ended or history:
             self._compare(after)
         for kind, name in changes.deletes:
@@ -172,7 +179,7 @@ class Reference:
             shadows = self.now.endpoints[tag].shadows if tag in self.now.endpoints else {}
             self.now.endpoints[tag] = Reach(reach.route, reach.methods, {tag: 1.0}, shadows)
 
-    def _succeed(self, goal: Goal) -> None:
+    def _succeed(self, goal: Goal, after: Checkpoint) -> None:
         if goal.kind is GoalKind.HTTP:
             self.good.http = self.now.http
         if goal.kind is GoalKind.APPLICATION:
@@ -180,37 +187,73 @@ class Reference:
                 self.now.drop(tag)
                 self.good.drop(tag)
             if goal.subject in self.now.groups:
-                self.good.groups[goal.subject] = self.now.groups[goal.subject]
+                group = self.now.groups[goal.subject]
+                self.good.groups[goal.subject] = group._replace(members=group.members & {*backends_of(goal)})
+        if goal.kind is GoalKind.DEPLOY and goal.subject in self.now.backends:
+            _join(self.good, goal.subject)
         for endpoint_tag in endpoints_of(goal):
-            if endpoint_tag in self.now.endpoints:
-                self.good.endpoints[endpoint_tag] = self.now.endpoints[endpoint_tag]
+            reach, good = self.now.endpoints.get(endpoint_tag), self.good.endpoints.get(endpoint_tag)
+            if reach is None:
+                continue
+            if goal.kind is not GoalKind.ROUTE or not after.owners.get(endpoint_key(endpoint_tag)):
+                self.good.endpoints[endpoint_tag] = reach
+            elif good is not None:
+                # Its route is another goal's, which may yet fail.
+                self.good.endpoints[endpoint_tag] = good._replace(
+                    traffic=reach.traffic, shadows=reach.shadows
+                )
         for tag in backends_of(goal):
             if tag in self.now.backends:
                 self.good.backends[tag] = self.now.backends[tag]
-                reach = self.now.endpoints.get(tag)
-                success = (self.now.backends[tag], None if goal.kind is GoalKind.DELETE else reach)
-                past = self.successes.setdefault(tag, [])
-                if not past or past[-1] != success:
-                    past.append(success)
+                self._remember(tag, self.now.endpoints.get(tag))
 
-    def _fail(self, goal: Goal) -> None:
+    def _no_way_back(self, name: str, after: Checkpoint) -> None:
+        """Something of an application was taken away: what it is to be is all that it can be from now on."""
+        group = self.now.groups.get(name)
+        if group is None:
+            return
+        for tag in [t for t, of in self.now.leaving.items() if of == name]:
+            self.now.drop(tag)
+            self.good.drop(tag)
+        parts = {
+            str(tag) for goal in after.pending.values() if goal.subject == name for tag in backends_of(goal)
+        }
+        self.good.groups[name] = group._replace(members=group.members & parts)
+        for tag in self.good.groups[name].members:
+            self.good.backends[tag] = self.now.backends[tag]
+            self.good.endpoints[tag] = self.now.endpoints[tag]
+            self._remember(tag, self.now.endpoints[tag])
+
+    def _remember(self, tag: str, reach: Reach | None) -> None:
+        past, success = self.successes.setdefault(tag, []), (self.now.backends[tag], reach)
+        if not past or past[-1] != success:
+            past.append(success)
+
+    def _fail(self, goal: Goal, after: Checkpoint) -> None:
         if goal.kind is GoalKind.HTTP:
             self.now.http = self.good.http
             return
         whole = goal.kind is GoalKind.APPLICATION
         had_worked = whole and goal.subject in self.good.groups
         if had_worked:
-            self.now.groups[goal.subject] = self.good.groups[goal.subject]
-            for tag in self.now.groups[goal.subject].members:
-                self.now.leaving.pop(tag, None)
+            good, now = self.good.groups[goal.subject], self.now.groups[goal.subject]
+            joined = now.members - {*backends_of(goal)}
+            self.now.groups[goal.subject] = good._replace(members=good.members | joined)
         for tag in backends_of(goal):
+            self.now.leaving.pop(tag, None)
             if tag in self.now.backends and tag in self.good.backends:
                 self.now.backends[tag] = self.good.backends[tag]
             elif tag in self.now.backends and had_worked:
                 self.now.drop(tag)
         for endpoint_tag in endpoints_of(goal):
-            if endpoint_tag in self.now.endpoints and endpoint_tag in self.good.endpoints:
-                self.now.endpoints[endpoint_tag] = self.good.endpoints[endpoint_tag]
+            reach, good = self.now.endpoints.get(endpoint_tag), self.good.endpoints.get(endpoint_tag)
+            if reach is None or good is None:
+                continue
+            others = after.owners.get(endpoint_key(endpoint_tag), {})
+            if any(after.goals[other].kind is GoalKind.ROUTE for other in others):
+                # Its traffic was set by a goal of its own.
+                good = good._replace(traffic=reach.traffic, shadows=reach.shadows)
+            self.now.endpoints[endpoint_tag] = good
 
     def _gone(self, before: Checkpoint, after: Checkpoint, tag: BackendTag) -> None:
         self.successes.pop(tag, None)
@@ -239,8 +282,14 @@ class Reference:
                 continue
             endpoint, reach = after.endpoints.get(EndpointTag(tag)), self.now.endpoints.get(tag)
             target = None if endpoint is None else endpoint.target
-            is_so = None if target is None else Reach(target.route, target.methods, target.traffic, target.shadows)
-            check(is_so == reach, lambda tag=tag, i=is_so, r=reach: f"the endpoint {tag} is to be {i}, not {r}")
+            is_so = (
+                None
+                if target is None
+                else Reach(target.route, target.methods, target.traffic, target.shadows)
+            )
+            check(
+                is_so == reach, lambda tag=tag, i=is_so, r=reach: f"the endpoint {tag} is to be {i}, not {r}"
+            )
         groups = {
             name: Group(a.target.ingress, frozenset(a.target.deployments))
             for name, a in after.applications.items()
@@ -257,13 +306,13 @@ def _but_scale(made: Made, num_replicas: int) -> Made:
     return made._replace(config=msgspec.structs.replace(made.config, num_replicas=num_replicas))
 
 
-def _apply(now: Wishes, good: Wishes, command: Any) -> None:  # noqa: C901 - a table
+def _apply(now: Wishes, good: Wishes, command: Any) -> None:
     match command:
         case c.Deploy():
             tag = deployment_tag(command.name)
             _put(now, good, tag, Made(command.replica_config, command.backend_config, command.version))
             _reach(now, tag, command.route_prefix, command.methods)
-            _join(now, good, tag)
+            _join(now, tag)
         case c.DeployApplication():
             _deploy_application(now, good, command)
         case c.CreateBackend():
@@ -284,8 +333,7 @@ def _apply(now: Wishes, good: Wishes, command: Any) -> None:  # noqa: C901 - a t
         case c.DeleteApplication():
             group = now.groups.pop(command.name, None)
             good.groups.pop(command.name, None)
-            gone = set() if group is None else set(group.members)
-            for tag in gone | {t for t, name in now.leaving.items() if name == command.name}:
+            for tag in [t for t in now.backends if group is not None and t.startswith(f"{command.name}/")]:
                 _delete(now, good, tag)
         case c.CreateEndpoint():
             traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
@@ -338,12 +386,11 @@ def _delete(now: Wishes, good: Wishes, tag: str) -> None:
     good.drop(tag)
 
 
-def _join(now: Wishes, good: Wishes, tag: str) -> None:
+def _join(some: Wishes, tag: str) -> None:
     name = tag.partition("/")[0]
-    for some in (now, good):
-        if name in now.groups and name in some.groups:
-            group = some.groups[name]
-            some.groups[name] = group._replace(members=group.members | {tag})
+    group = some.groups.get(name)
+    if group is not None:
+        some.groups[name] = group._replace(members=group.members | {tag})
 
 
 def _part(now: Wishes, good: Wishes, tag: str) -> None:
@@ -355,15 +402,17 @@ def _part(now: Wishes, good: Wishes, tag: str) -> None:
     if name in now.groups and not now.groups[name].members:
         now.groups.pop(name)
         good.groups.pop(name, None)
+        for left in [t for t, of in now.leaving.items() if of == name]:
+            _delete(now, good, left)
 
 
 def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication) -> None:
     name = command.name
     members = {f"{name}/{spec.name}": spec for spec in command.deployments}
     ingress = f"{name}/{command.ingress}"
-    for group in (now.groups.get(name), good.groups.get(name)):
-        for tag in () if group is None else group.members:
-            if tag not in members and tag in now.backends:
+    if name in now.groups:
+        for tag in now.backends:
+            if tag.startswith(f"{name}/") and tag not in members:
                 now.leaving[tag] = name
     if name not in now.groups:
         good.groups.pop(name, None)

@@ -153,6 +153,7 @@ class SimBus:
 
     def lose_bucket(self) -> None:
         """The bucket is gone, as when NATS lost its disk; revisions begin anew."""
+        self.world.checks.bucket_lost_at = self.world.time
         self.bucket.clear()
         self.revision = 0
         for controller in self.world.controllers:

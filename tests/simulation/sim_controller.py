@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
-
 from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.wires.commands import AnyCommand, CommandReply
@@ -183,6 +182,12 @@ class SimController:
             return
         self._is_in_doubt = self._is_in_doubt or self._has_stood_still()
         self._beat_at = self.world.time
+        # Who stood still goes on before the store has answered.
+        self._after(0.005 if self._is_in_doubt else 0.0, lambda: self._ask_to_renew(term))
+
+    def _ask_to_renew(self, term: Term) -> None:
+        if self.term is not term:
+            return
         try:
             run_now(self.store.renew_leadership(self.controller_id, term.epoch, LEASE_TTL_S))
         except FencedOut:
@@ -311,6 +316,3 @@ class SimController:
                 self.process.spawn(self.admin.answer(verb, payload, "client"), ended)
 
         self.process.when_running(begin)
-
-
-

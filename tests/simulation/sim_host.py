@@ -31,7 +31,14 @@ from serve_replica_host.core.reconcile import (
     reconcile_host,
 )
 from serve_replica_host.core.report import build_report
-from serve_replica_host.core.state import HostState, Refused, accept_goal, begin_leaving, has_left, hear_leader
+from serve_replica_host.core.state import (
+    HostState,
+    Refused,
+    accept_goal,
+    begin_leaving,
+    has_left,
+    hear_leader,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -44,6 +44,7 @@ class SimProxy:
         self.ids: dict[str, int] = {}
         """The newest snapshot of each key that it took."""
         self.http_error, self.http_error_id = "", 0
+        self._newest_id = 0
         self._is_report_due = False
         self.world.bus.open_watch(self)
         self._tick(self.lives)
@@ -98,19 +99,18 @@ class SimProxy:
         self.world.checks.on_proxy(self)
 
     def _take_options(self, change: HttpChange) -> None:
+        if 0 < change.snapshot_id <= self._newest_id:
+            return  # told again
+        self._newest_id = max(self._newest_id, change.snapshot_id)
         if change.options is None or not change.options.middlewares:
             self._settle(change, "")
             return
-        error = (
-            "ModuleNotFoundError: missing" if MISSING_MIDDLEWARE in change.options.middlewares else ""
-        )
+        error = "ModuleNotFoundError: missing" if MISSING_MIDDLEWARE in change.options.middlewares else ""
         life = self.lives
-        self.world.after(
-            self.world.dice.uniform(0.01, 0.5), lambda: self._settle(change, error, life)
-        )
+        self.world.after(self.world.dice.uniform(0.01, 0.5), lambda: self._settle(change, error, life))
 
     def _settle(self, change: HttpChange, error: str, life: int | None = None) -> None:
-        if not self.is_up or life not in (None, self.lives):
+        if not self.is_up or life not in (None, self.lives) or change.snapshot_id < self._newest_id:
             return
         if error:
             self.http_error, self.http_error_id = error, change.snapshot_id

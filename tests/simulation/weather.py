@@ -156,6 +156,7 @@ def _store_away(world: World, dice: random.Random, at_s: float, until_s: float) 
 
 
 def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.checks.is_silence_possible = True
     world.after(at_s, world.bus.go)
     world.after(min(at_s + dice.choice([0.2, 3.0, 10.0]), until_s), world.bus.come)
 

@@ -13,6 +13,7 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.shell.term import Term
 from tests.simulation.checks import Checks
+from tests.simulation.clients import Client
 from tests.simulation.crashes import CrashPlan, CrashPoint
 from tests.simulation.kernel import START, Kernel
 from tests.simulation.sim_bus import SimBus
@@ -57,6 +58,7 @@ class World(Kernel):
         self.hosts: list[SimHost] = []
         self.proxies: list[SimProxy] = []
         self.controllers: list[SimController] = []
+        self.clients: list[Client] = []
         self.store = WorldStore(self.now, self.after)
         self.bus = SimBus(self)
         self.checks = Checks(self)
@@ -141,10 +143,11 @@ class World(Kernel):
         for host in self.hosts:
             host.is_isolated = False
             host.release()
-            if not host.is_up:
+            if not host.is_up or host.state.is_leaving:
+                host.stop()
                 host.start()
         for proxy in self.proxies:
-            if not proxy.is_up:
+            if not proxy.is_up or proxy.is_leaving:
                 proxy.start()
         self.crashes.points = frozenset()
 

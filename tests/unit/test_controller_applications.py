@@ -127,7 +127,10 @@ def test_when_one_deployment_fails_all_of_them_go_back() -> None:
     loop.done(application(spec("front"), spec("model"), route="/shop"))
     goal_id = loop.ask(
         application(
-            spec("front", version="v2"), spec("model", version="v2", code=BAD_CODE), spec("more"), route="/new"
+            spec("front", version="v2"),
+            spec("model", version="v2", code=BAD_CODE),
+            spec("more"),
+            route="/new",
         )
     ).goal_id
     loop.settle()
@@ -307,7 +310,9 @@ def test_a_deployment_that_is_deployed_under_its_name_joins_it_and_leaves_with_i
 def test_the_ingress_is_not_deleted_alone() -> None:
     loop = loop_of()
     loop.done(application(spec("front"), spec("model")))
-    with pytest.raises(Conflict, match="'app/front' is the ingress of the application 'app'; delete the application"):
+    with pytest.raises(
+        Conflict, match="'app/front' is the ingress of the application 'app'; delete the application"
+    ):
         loop.command(DeleteDeployment(name="app/front"))
     loop.done(DeleteDeployment(name="app/model"))
     loop.done(DeleteDeployment(name="app/front"))

@@ -116,6 +116,17 @@ def test_deleting_an_unknown_endpoint_is_a_success_without_a_goal(loop: Loop) ->
     assert (accepted.reply.goal_id, accepted.reply.updating, bool(accepted.changes)) == (None, False, False)
 
 
+def test_deleting_it_again_while_proxies_still_know_it_answers_the_goal_to_wait_for(loop: Loop) -> None:
+    loop.are_proxies_slow = True
+    first = loop.ask(DeleteEndpoint(endpoint="e"))
+    loop.steps(3)
+    again = loop.command(DeleteEndpoint(endpoint="e"))
+    assert (again.reply.goal_id, again.reply.updating, bool(again.changes)) == (first.goal_id, True, False)
+    loop.are_proxies_slow = False
+    loop.settle()
+    assert loop.ask(DeleteEndpoint(endpoint="e")).goal_id is None
+
+
 def test_an_endpoint_that_a_leader_deleted_before_it_died_is_taken_from_the_routers_by_the_next(
     loop: Loop,
 ) -> None:
@@ -160,7 +171,7 @@ def test_a_bad_value_is_refused_with_its_path(loop: Loop, fields: dict[str, obje
 
 
 def test_traffic_to_an_unknown_backend_is_refused_when_an_endpoint_is_made(loop: Loop) -> None:
-    with pytest.raises(NotFound, match="traffic.nobody: there is no backend 'default/nobody'"):
+    with pytest.raises(NotFound, match=r"traffic\.nobody: there is no backend 'default/nobody'"):
         loop.command(create_endpoint("new", nobody=1.0))
 
 
@@ -217,7 +228,7 @@ def test_bad_weights_are_refused(loop: Loop, weights: dict[str, float], field: s
 def test_traffic_of_an_unknown_endpoint_or_to_an_unknown_backend_is_refused(loop: Loop) -> None:
     with pytest.raises(NotFound, match="there is no endpoint 'nobody'"):
         loop.command(SetTraffic(endpoint="nobody", weights={"b": 1.0}))
-    with pytest.raises(NotFound, match="weights.nobody: there is no backend 'default/nobody'"):
+    with pytest.raises(NotFound, match=r"weights\.nobody: there is no backend 'default/nobody'"):
         loop.command(SetTraffic(endpoint="e", weights={"b": 0.5, "nobody": 0.5}))
     loop.command(DeleteBackend(backend_tag="d"))
     with pytest.raises(NotFound, match="default/d"):

@@ -125,13 +125,17 @@ def shut_down(loop: Loop) -> ShutdownReply:
 def test_shutdown_empties_everything_and_answers_the_goals_that_do_it() -> None:
     loop = everything()
     reply = shut_down(loop)
-    assert len(reply.goal_ids) == len(set(reply.goal_ids)) == 5, "one for each backend, and one for the endpoint"
+    assert len(reply.goal_ids) == len(set(reply.goal_ids)) == 5, (
+        "one for each backend, and one for the endpoint"
+    )
     loop.settle()
     assert {loop.goal_status(goal_id) for goal_id in reply.goal_ids} == {GoalStatus.SUCCEEDED}
     assert loop.all_replicas() == []
     assert view_backends(loop.checkpoint) == view_endpoints(loop.checkpoint) == []
     assert view_applications(loop.checkpoint) == view_deployments(loop.checkpoint) == []
-    assert {d.status for d in view_deployments(loop.checkpoint, include_deleted=True)} == {DeploymentStatus.DELETED}
+    assert {d.status for d in view_deployments(loop.checkpoint, include_deleted=True)} == {
+        DeploymentStatus.DELETED
+    }
     assert {k for k, s in loop.bucket.items() if s.content is not None} == {"http.options"}
     assert isinstance(loop.checkpoint.http, HttpRecord), "how proxies treat requests is nobody's deployment"
     check_converged(loop)

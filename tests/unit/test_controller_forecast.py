@@ -16,9 +16,11 @@ from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
     CheckpointObject,
+    GoalKind,
     HostRecord,
     HttpRecord,
     ReplicaState,
+    deployment_owned,
 )
 from tests.unit.controller_parts import (
     G1,
@@ -217,7 +219,10 @@ def test_an_application_says_what_is_added_and_dropped() -> None:
         "the application s changes: default/b is added, default/a is dropped, its route leads to default/b"
     ]
     running = checkpoint_of(msgspec.structs.replace(first, last_good=first.target), backend_of(V1), *RUNNING)
-    view = plan(running, msgspec.structs.replace(then, last_good=first.target))
+    goal = goal_of(G1, GoalStatus.PENDING)
+    owns = ["applications.s", *deployment_owned(b), *deployment_owned(TAG)]
+    goal = msgspec.structs.replace(goal, kind=GoalKind.APPLICATION, subject="s", owns=owns)
+    view = plan(running, goal, msgspec.structs.replace(then, last_good=first.target))
     assert {(r.action, r.why) for r in view.replicas} == {(STOP, "the application s has it no longer")}
     assert len(view.replicas) == 3
     going = msgspec.structs.replace(first, deleting=True)

@@ -196,7 +196,7 @@ def test_an_id_that_is_forgotten_is_told_from_one_that_never_was() -> None:
     loop.command(DeleteDeployment(name="a"))
     loop.settle()
     loop.step(3 * tidy.FINISHED_KEPT_S)
-    with pytest.raises(NotFound, match="ended more than a day ago"):
+    with pytest.raises(NotFound, match="ended and is forgotten"):
         view_goal(loop.checkpoint, loop.observed, GoalId(str(goal_id)))
     with pytest.raises(NotFound, match="never given"):
         view_goal(loop.checkpoint, loop.observed, GoalId("g999"))

@@ -35,7 +35,9 @@ def test_every_replica_moves_off_a_drained_host_new_ones_first(loop: Loop) -> No
         assert len(loop.routed() & loop.running()) >= 4
         assert len(loop.running()) <= 5, "no more beside them than an update may have"
     assert loop.hosts_of() == ["host-2"] * 4
-    assert [(h.host_id, h.draining, h.num_replicas) for h in view_hosts(loop.checkpoint, loop.observed, loop.now)] == [
+    assert [
+        (h.host_id, h.draining, h.num_replicas) for h in view_hosts(loop.checkpoint, loop.observed, loop.now)
+    ] == [
         ("host-1", True, 0),
         ("host-2", False, 4),
     ]
@@ -158,6 +160,26 @@ def test_a_host_process_that_starts_anew_is_given_everything_to_start_again(loop
     loop.settle()
     assert not before & loop.running(), "a replica's number is never used again"
     assert len(loop.running()) == 4
+    check_converged(loop)
+
+
+def test_what_a_new_life_of_a_host_starts_again_under_an_old_number_is_not_taken_for_what_had_served(
+    loop: Loop,
+) -> None:
+    """A goal can reach the new process before its first report reaches the controller."""
+    host = loop.hosts[0]
+    before = host.running()
+    host.restart()
+    host.hangs_in_starting = True
+    loop.command(deploy("b"))
+    loop.cycle()
+    assert host.running() >= before, "it was told of them by the goal that brought the other one"
+    loop.step()
+    assert not before & loop.routed()
+    host.hangs_in_starting = False
+    loop.steps(2, 400.0)
+    loop.settle()
+    assert not before & loop.running()
     check_converged(loop)
 
 

@@ -38,7 +38,7 @@ def messages(loop: Loop, tag: str = "default/a") -> set[str]:
     return {r.message for r in loop.replicas(tag).values() if r.message}
 
 
-# -- spread, pack, and a limit for each host -----------------------------------------------------------------------------
+# -- spread, pack, and a limit for each host ---------------------------------------------------------------------------
 
 
 def test_replicas_are_spread_over_the_hosts() -> None:
@@ -222,7 +222,9 @@ def test_a_hosts_whole_goal_stays_within_one_message() -> None:
     running = sum(s is ReplicaState.RUNNING for s in loop.states())
     assert running == GOAL_BYTES_MAX // goal_bytes_of(loop.backend().target)
     assert any("larger than one message" in message for message in messages(loop))
-    (sent, *_) = sorted((len(msgspec.json.encode(g)) for g in loop.remembered.goals_sent.values()), reverse=True)
+    (sent, *_) = sorted(
+        (len(msgspec.json.encode(g)) for g in loop.remembered.goals_sent.values()), reverse=True
+    )
     assert sent < 1024 * 1024
 
 

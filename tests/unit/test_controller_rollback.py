@@ -19,9 +19,7 @@ def loop() -> Loop:
     """A deployment that was v1, then v2, and is v3."""
     loop = Loop(PureHost("host-1", cpus=8))
     for number in (1, 2, 3):
-        loop.done(
-            deploy(version=f"v{number}", code=f"m:V{number}", config=f"c{number}", route=f"/r{number}")
-        )
+        loop.done(deploy(version=f"v{number}", code=f"m:V{number}", config=f"c{number}", route=f"/r{number}"))
     return loop
 
 
@@ -138,7 +136,10 @@ def test_a_backend_by_itself_is_rolled_back_too() -> None:
     ("command", "message"),
     [
         (Rollback(name="nobody"), "there is no deployment or backend 'nobody'"),
-        (Rollback(name="a", to="v9"), r"'default/a' has no revision 'v9'; it has 3 \(v3\), 2 \(v2\), 1 \(v1\)"),
+        (
+            Rollback(name="a", to="v9"),
+            r"'default/a' has no revision 'v9'; it has 3 \(v3\), 2 \(v2\), 1 \(v1\)",
+        ),
         (Rollback(name="a", to=99), "has no revision 99"),
     ],
     ids=["name", "version", "number"],

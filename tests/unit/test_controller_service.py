@@ -381,7 +381,9 @@ async def test_who_changed_what_stands_in_the_history_and_goals_tell_their_progr
     async with running() as world:
         goal_id = await world.deploy(num=0)
         assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
-        told = [msgspec.json.decode(p, type=GoalView) for kind, subject, p in world.bus.events if kind == "goal"]
+        told = [
+            msgspec.json.decode(p, type=GoalView) for kind, subject, p in world.bus.events if kind == "goal"
+        ]
         assert {subject for kind, subject, _ in world.bus.events if kind == "goal"} == {goal_id}
         assert told[0].status is GoalStatus.PENDING
         assert told[-1].status is GoalStatus.SUCCEEDED
@@ -389,7 +391,11 @@ async def test_who_changed_what_stands_in_the_history_and_goals_tell_their_progr
         payload = msgspec.json.encode({"name": "a"})
         await world.service.admin.answer("delete_deployment", payload, "somebody")
         (entry, _) = msgspec.json.decode(await world.service.admin.answer("get_history", b""))
-        assert (entry["who"], entry["verb"], entry["request"]) == ("somebody", "delete_deployment", {"name": "a"})
+        assert (entry["who"], entry["verb"], entry["request"]) == (
+            "somebody",
+            "delete_deployment",
+            {"name": "a"},
+        )
         assert entry["old"] is not None
 
 
@@ -406,7 +412,9 @@ async def test_events_of_earlier_terms_come_before_those_of_this_one() -> None:
     world.tasks.start(world.service.run(), "run")
     await world.until_leading()
     await world.deploy(num=0)
-    await world.until(lambda: world.service.term is not None and world.service.term.events[0].subject == "host-9")
+    await world.until(
+        lambda: world.service.term is not None and world.service.term.events[0].subject == "host-9"
+    )
     await world.tasks.close(timeout_s=5.0)
 
 

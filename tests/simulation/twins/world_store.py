@@ -72,9 +72,7 @@ class WorldStore(MemoryStore):
             return
         self._commit(writer, epoch, changes, history)
 
-    def _commit(
-        self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]
-    ) -> None:
+    def _commit(self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]) -> None:
         before = self.checkpoint
         self._commits += 1
         if self._commits % ROUND_TRIP_EVERY == 0:

@@ -26,9 +26,9 @@ class ChangeReply(msgspec.Struct, frozen=True, kw_only=True):
     """What most commands answer."""
 
     goal_id: GoalId | None
-    """What to wait for. None: there is nothing to do and no goal was ever made for it."""
+    """What to wait for. None: nothing is left to wait for; what was asked is so, or was done when it was recorded."""
     updating: bool
-    """False: everything is as asked already, or a goal that makes it so was begun before."""
+    """False: this command changed nothing; everything is as asked, or a goal that makes it so was begun before."""
 
 
 def _default_methods() -> list[str]:

@@ -41,6 +41,7 @@ _log = structlog.get_logger()
 CALLS_MAX = 1000
 """Admin calls under way at once; most of them wait for goals."""
 _TIMEOUT_S = 2.0
+_LAST_CALLS_S = 0.5
 BUCKET_BYTES_MAX = 256 * 1024 * 1024
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -189,6 +190,7 @@ class NatsBus:
         service, self._service = self._service, None
         if service is None:
             return
+        await self._take_last_calls(service)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await service.stop()
@@ -221,6 +223,26 @@ class NatsBus:
             await _respond_error(request, LimitReached(f"{text}; ask for less: use limit and after"))
             return
         await request.respond(reply)
+
+    async def _take_last_calls(self, service: Service) -> None:
+        """Let the server hand no more calls to us, and take in all that it has handed to us already.
+
+        Why: `Service.stop` drops those, and their callers would wait in vain; and its subscriptions' own ``drain``
+        keeps them for the next connection when NATS goes away meanwhile.
+        """
+        if not self._client.is_connected:
+            return
+        known = [endpoint._subscription for endpoint in service._endpoints]  # noqa: SLF001 - there is no other way
+        try:
+            async with asyncio.timeout(_LAST_CALLS_S):
+                for subscription in filter(None, known):
+                    await self._client._send_unsubscribe(subscription._id)  # noqa: SLF001 - as above
+                for _ in range(2):  # the first PING overtakes what the client still holds back
+                    await self._client.flush()
+                for subscription in filter(None, known):
+                    await subscription._pending_queue.join()  # noqa: SLF001 - as above
+        except (NatsError, OSError, TimeoutError) as error:
+            _log.warning("last_calls_not_taken", error=repr(error))
 
     def _hear_bucket(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
         heard: dict[str, tuple[int, int | None]] = {}

@@ -18,6 +18,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.differences import changed_names, code_change, config_change
 from serve_controller.core.event_words import cut
 from serve_controller.core.forecast_notes import notes_of
+from serve_controller.core.goals import left_out_by
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import Ledger
@@ -78,9 +79,9 @@ def _dropped(before: Checkpoint, after: Checkpoint) -> dict[BackendTag, str]:
     dropped = {}
     for name in changed_names(before.applications, after.applications):
         application = after.applications.get(name)
-        if application is not None and not application.deleting and application.last_good is not None:
-            left_out = set(application.last_good.deployments) - set(application.target.deployments)
-            dropped.update(dict.fromkeys(left_out, name))
+        goal = None if application is None else after.pending.get(application.goal_id)
+        if goal is not None:
+            dropped.update(dict.fromkeys(left_out_by(after, goal), name))
     return dropped
 
 

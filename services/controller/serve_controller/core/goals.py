@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
-from serve_common.subjects import BACKENDS, ENDPOINTS, HTTP_KEY, backend_key, parse_key
+from serve_common.subjects import BACKENDS, ENDPOINTS, HTTP_KEY, backend_key, endpoint_key, parse_key
 from serve_common.values import OnFailure
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
@@ -20,6 +20,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
     Application,
     Backend,
+    BackendVersion,
     EndpointConfig,
     Goal,
     GoalKind,
@@ -62,10 +63,18 @@ def pending_goal(draft: Checkpoint, tag: BackendTag) -> Goal | None:
     return None
 
 
+def goal_at_stake(draft: Checkpoint, backend: Backend) -> Goal | None:
+    """The pending goal that fails with this backend: none does with one that is to go away anyway."""
+    goal = pending_goal(draft, backend.backend_tag)
+    if goal is None or backend.deleting or backend.backend_tag in left_out_by(draft, goal):
+        return None
+    return goal
+
+
 def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
     """Fail a pending change whose version could not be started as often as is allowed."""
-    goal = pending_goal(draft, backend.backend_tag)
-    if goal is None or backend.deleting or goal.kind not in (GoalKind.DEPLOY, GoalKind.APPLICATION):
+    goal = goal_at_stake(draft, backend)
+    if goal is None:
         return
     if backend.start_failures >= backend.target.backend_config.max_constructor_retry_count:
         fail(draft, goal, backend.last_error, now, of=backend.backend_tag)
@@ -81,7 +90,8 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
         if backend is None or backend.deleting:
             continue
         why = error if tag == of else f"undone with {of}, which failed"
-        if backend.last_good is None and whole and had_worked:
+        is_used = any(user != EndpointTag(tag) for user in draft.used_by.get(tag, {}))
+        if backend.last_good is None and whole and had_worked and not is_used:
             draft.put(msgspec.structs.replace(backend, deleting=True, last_error=why))
             draft.delete((Kind.ENDPOINT, tag))
         else:
@@ -89,7 +99,15 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
     for endpoint_tag in endpoints_of(goal):
         endpoint = draft.endpoints.get(endpoint_tag)
         if endpoint is not None and endpoint.last_good is not None:
-            draft.put(msgspec.structs.replace(endpoint, target=endpoint.last_good))
+            target = endpoint.last_good
+            if endpoint.goal_id in draft.pending:  # its traffic was set meanwhile, by a goal of its own
+                target = with_traffic_of(target, endpoint.target)
+            draft.put(msgspec.structs.replace(endpoint, target=target))
+
+
+def with_traffic_of(config: EndpointConfig, other: EndpointConfig) -> EndpointConfig:
+    """``config`` with the traffic and the shadows of another one."""
+    return msgspec.structs.replace(config, traffic=other.traffic, shadows=other.shadows)
 
 
 def _undo_application(draft: Draft, goal: Goal) -> bool:
@@ -97,7 +115,10 @@ def _undo_application(draft: Draft, goal: Goal) -> bool:
     application = application_of(draft, goal)
     if application is None or application.last_good is None:
         return False
-    draft.put(msgspec.structs.replace(application, target=application.last_good))
+    good, parts = application.last_good, backends_of(goal)
+    joined = [t for t in application.target.deployments if t not in good.deployments and t not in parts]
+    target = msgspec.structs.replace(good, deployments=[*good.deployments, *joined])
+    draft.put(msgspec.structs.replace(application, target=target))
     return True
 
 
@@ -108,6 +129,14 @@ def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
     application = draft.applications.get(goal.subject)
     is_about = application is not None and application_owned(application.name) in goal.owns
     return application if is_about else None
+
+
+def left_out_by(draft: Checkpoint, goal: Goal) -> list[BackendTag]:
+    """What an application had and is no longer to have when this goal is reached."""
+    application = application_of(draft, goal)
+    if application is None or application.deleting:
+        return []
+    return [tag for tag in backends_of(goal) if tag not in application.target.deployments]
 
 
 def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
@@ -154,27 +183,23 @@ def succeed_where_reached(
         refusal = _http_refusal(draft, observed, goal)
         if refusal:
             _fail_http(draft, goal, refusal, now)
-        elif waits_for(draft, observed, goal) == "" and not _drop_left_out(draft, goal):
+        elif waits_for(draft, observed, goal) == "" and not _drop_left_out(draft, goal, now):
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
             _settle(draft, goal, now)
 
 
-def _drop_left_out(draft: Draft, goal: Goal) -> bool:
+def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
     """Delete what an application no longer has, once the rest runs; whether there is such a deployment."""
-    application = application_of(draft, goal)
-    if application is None or application.deleting or application.last_good is None:
-        return False
-    left_out = [tag for tag in application.last_good.deployments if tag not in application.target.deployments]
     dropped = False
-    for tag in left_out:
+    for tag in left_out_by(draft, goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
             draft.put(msgspec.structs.replace(backend, deleting=True))
             draft.delete((Kind.ENDPOINT, tag))
             dropped = True
     if dropped:
-        # From here on there is no way back: what is left out may not come again by a failure.
-        draft.put(msgspec.structs.replace(application, last_good=application.target))
+        # From here on there is no way back, for none of it: what is left out cannot come again by a failure.
+        _settle(draft, goal, now)
     return dropped
 
 
@@ -185,17 +210,41 @@ def _settle(draft: Draft, goal: Goal, now: float) -> None:
         if application.deleting:
             draft.delete((Kind.APPLICATION, application.name))
         else:
-            draft.put(msgspec.structs.replace(application, last_good=application.target))
+            target, parts = application.target, backends_of(goal)
+            # What joined by itself meanwhile has a goal of its own.
+            good = msgspec.structs.replace(target, deployments=[t for t in target.deployments if t in parts])
+            draft.put(msgspec.structs.replace(application, last_good=good))
+    elif goal.kind is GoalKind.DEPLOY:
+        _settle_part(draft, BackendTag(goal.subject))
     for endpoint_tag in endpoints_of(goal):
         endpoint = draft.endpoints.get(endpoint_tag)
-        if endpoint is not None and endpoint.last_good != endpoint.target:
-            draft.put(msgspec.structs.replace(endpoint, last_good=endpoint.target))
+        if endpoint is None:
+            continue
+        reached: EndpointConfig | None = endpoint.target
+        if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint_tag)):
+            # Its route is that of a deploy which may yet fail; the traffic was set by this goal.
+            last_good = endpoint.last_good
+            reached = None if last_good is None else with_traffic_of(last_good, endpoint.target)
+        if endpoint.last_good != reached:
+            draft.put(msgspec.structs.replace(endpoint, last_good=reached))
     for tag in backends_of(goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
             _settle_backend(draft, backend, goal, now)
     if goal.kind is GoalKind.HTTP and draft.http is not None:
         draft.put(msgspec.structs.replace(draft.http, last_good=draft.http.target))
+
+
+def _settle_part(draft: Draft, tag: BackendTag) -> None:
+    """One that joined an application by itself belongs from now on to what the application was with success."""
+    deployment = draft.deployments.get(tag)
+    application = None if deployment is None else draft.applications.get(deployment.application)
+    good = None if application is None else application.last_good
+    if application is None or good is None or tag in good.deployments:
+        return
+    if tag in application.target.deployments:
+        good = msgspec.structs.replace(good, deployments=sorted([*good.deployments, tag]))
+        draft.put(msgspec.structs.replace(application, last_good=good))
 
 
 def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
@@ -205,10 +254,11 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
         # Its last replicas still stop: what they hold of their hosts must not be forgotten.
         others = [*others, former]
     endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
-    is_deployment = backend.backend_tag in draft.deployments
+    deployment = draft.deployments.get(backend.backend_tag)
+    is_deployment = deployment is not None and deployment.ended_at is None
     reached = endpoint.target if endpoint is not None and is_deployment else None
     revision = backend.newest_revision
-    if former != backend.target or _newest_endpoint(draft, backend) != reached:
+    if not _is_alike(former, backend.target) or _newest_endpoint(draft, backend) != reached:
         revision += 1
         draft.put(
             Revision(
@@ -229,6 +279,15 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
     )
 
 
+def _is_alike(former: BackendVersion | None, target: BackendVersion) -> bool:
+    """Whether there is nothing between them to go back to: a rollback leaves ``num_replicas`` as it is."""
+    if former is None:
+        return False
+    num_replicas = target.backend_config.num_replicas
+    config = msgspec.structs.replace(former.backend_config, num_replicas=num_replicas)
+    return msgspec.structs.replace(former, backend_config=config) == target
+
+
 def _newest_endpoint(draft: Checkpoint, backend: Backend) -> EndpointConfig | None:
     revisions = draft.revisions.get(backend.backend_tag)
     newest = None if revisions is None else revisions.get(backend.newest_revision)
@@ -237,6 +296,7 @@ def _newest_endpoint(draft: Checkpoint, backend: Backend) -> EndpointConfig | No
 
 def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
     """What a pending goal still waits for, for people; empty when it is reached."""
+    left_out = left_out_by(draft, goal)
     for tag in backends_of(goal):
         backend = draft.backends.get(tag)
         if backend is None or backend.deleting:
@@ -244,7 +304,7 @@ def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
             if left:
                 stuck = sorted({r.message for r in draft.replicas_of(tag).values() if r.message})[:1]
                 return "; ".join([f"{left} replicas of {tag} still stop", *stuck])
-        else:
+        elif tag not in left_out:
             message = _replicas_missing(draft, backend)
             if message:
                 return message
@@ -274,7 +334,9 @@ def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
         for r in replicas
         if r.state in WANTED and r.code_version != target.code_version and r.config_version not in good
     ]
-    if len(ready) == wanted and not old and sum(r.state in WANTED for r in replicas) == wanted:
+    # One that still waits for a host is to take the place of one on a host that is drained: that has its own goal.
+    placed = sum(r.state in WANTED and r.host_id is not None for r in replicas)
+    if len(ready) == wanted and not old and placed == wanted:
         return ""
     name = target.version or str(target.code_version)
     parts = [f"{len(ready)} of {wanted} replicas of {backend.backend_tag} run version {name}"]

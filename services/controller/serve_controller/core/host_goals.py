@@ -41,6 +41,9 @@ def send_host_goals(
     checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, host_ids: Iterable[HostId]
 ) -> tuple[list[SendHostGoal], list[DueTime], list[Fault]]:
     """Goals for those of the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`."""
+    if observed.bucket is None:
+        # Routers must leave a replica before its host drains it, and nothing can be published yet.
+        return [], [], []
     actions: list[SendHostGoal] = []
     times: list[DueTime] = []
     faults: list[Fault] = []

@@ -155,11 +155,12 @@ def observe_break(observed: ObservedState, since: float | None) -> ObservedState
     return msgspec.structs.replace(observed, since=since)
 
 
-def _silent_s(observed: ObservedState, known: HostObserved | ProxyObserved | None, now: float) -> float:
-    """For how long somebody has been silent although this leader could have heard."""
-    if observed.since is None:
-        return 0.0
-    return now - (observed.since if known is None else max(known.heard_at, observed.since))
+def _is_silent(
+    observed: ObservedState, known: HostObserved | ProxyObserved | None, after_s: float, now: float
+) -> bool:
+    """Whether `silent_at` is over: by the same sum, for one that rounds otherwise would miss its own due time."""
+    at = silent_at(observed, known, after_s)
+    return at is not None and now >= at
 
 
 def silent_at(
@@ -174,10 +175,9 @@ def silent_at(
 def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostStatus:
     """How the host is treated now. One never heard of is SUSPECT until its lease is over, then LOST."""
     host = observed.hosts.get(host_id)
-    silent_s = _silent_s(observed, host, now)
-    if silent_s >= HOST_LOST_AFTER_S:
+    if _is_silent(observed, host, HOST_LOST_AFTER_S, now):
         return HostStatus.LOST
-    if host is None or silent_s >= HOST_SUSPECT_AFTER_S:
+    if host is None or _is_silent(observed, host, HOST_SUSPECT_AFTER_S, now):
         return HostStatus.SUSPECT
     return HostStatus.LEAVING if host.report.leaving else HostStatus.LIVE
 
@@ -186,4 +186,4 @@ def is_proxy_live(observed: ObservedState, proxy_id: ProxyId, now: float) -> boo
     """Whether goals wait for the proxy. One not heard of by this leader counts as live until it must be lost."""
     proxy = observed.proxies.get(proxy_id)
     is_leaving = proxy is not None and proxy.report.leaving
-    return _silent_s(observed, proxy, now) < PROXY_LOST_AFTER_S and not is_leaving
+    return not _is_silent(observed, proxy, PROXY_LOST_AFTER_S, now) and not is_leaving

@@ -7,7 +7,7 @@ took. What is taken is an index of the checkpoint, so a placement looks at hosts
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -16,7 +16,7 @@ from serve_common.names import BackendTag, HostId
 from serve_common.values import BackendConfig, Placement
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.loads import UNITS, HostLoad, fits, in_units
-from serve_controller.core.objects import BackendVersion
+from serve_controller.core.objects import BackendVersion, Replica
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
 
 GOAL_BYTES_MAX: Final = 900_000
@@ -89,16 +89,17 @@ class Ledger:
         return self._draft.load_of(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
 
     def would_fit_without(
-        self, tag: BackendTag, host_id: HostId | None, freed: Mapping[str, float], version: BackendVersion
+        self, tag: BackendTag, host_id: HostId | None, leaving: Sequence[Replica], version: BackendVersion
     ) -> bool:
-        """Whether one more of ``version`` would fit on ``host_id`` if one replica there gave back ``freed``."""
+        """Whether one more of ``version`` would fit on ``host_id`` if these replicas of the backend left it."""
         if host_id is None or host_id not in self.hosts:
             return False
         free = self.free(host_id)
-        for name, amount in freed.items():
-            free[name] = free.get(name, 0) + in_units(amount)
+        for replica in leaving:
+            for name, amount in replica.needs.items():
+                free[name] = free.get(name, 0) + in_units(amount)
         per_host = version.backend_config.max_replicas_per_host
-        if per_host is not None and self.count_on(tag, host_id) - 1 >= per_host:
+        if per_host is not None and self.count_on(tag, host_id) - len(leaving) >= per_host:
             return False
         return fits(free, needs_of(version))
 
@@ -189,7 +190,9 @@ class Placer:
                 heapq.heappop(self._heap)
                 continue
             for name, units in self._units.items():
-                room.free[name] -= units
+                room.free[name] = (
+                    room.free.get(name, 0) - units
+                )  # of less than one unit a host need not have any
             room.goal_bytes -= self.goal_bytes
             room.num_wanted += 1
             room.left -= 1

@@ -43,6 +43,9 @@ class RetractSnapshot(msgspec.Struct, frozen=True):
 
 Action = SendHostGoal | PublishSnapshot | RetractSnapshot
 
+FAULT_RETRY_S = 5.0
+"""When a backend whose part of a plan could not be made is looked at again, whatever is heard."""
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything to do now, in the order of the fields."""
@@ -111,7 +114,7 @@ def reconcile(
         if host_id in observed.hosts and host_id not in draft.hosts:
             draft.renew_host_goal(host_id)
     _follow_proxies(draft, observed, scope, now)
-    faults = _reconcile_backends(draft, observed, scope, now, due)
+    faults = _reconcile_backends(draft, observed, scope, due, epoch=epoch, now=now)
     _drop_deleted(draft, scope, now)
     touched = draft.touched()
     renew_snapshots(
@@ -142,7 +145,7 @@ def reconcile(
 
 
 def _reconcile_backends(
-    draft: Draft, observed: ObservedState, scope: _Scope, now: float, due: list[DueTime]
+    draft: Draft, observed: ObservedState, scope: _Scope, due: list[DueTime], *, epoch: int, now: float
 ) -> list[Fault]:
     faults: list[Fault] = []
 
@@ -157,19 +160,21 @@ def _reconcile_backends(
         except Exception:  # noqa: BLE001 - any defect in one backend's part; the shell logs it
             draft.roll_back(mark)
             faults.append(Fault(tag, traceback.format_exc()))
+            due.append(DueTime(now + FAULT_RETRY_S, ("backend", tag)))
 
     def advance(backend: Backend) -> None:
         tag = backend.backend_tag
-        fail_if_hopeless(draft, backend, now)
-        roll(draft, ledger, draft.backends[tag], now)
+        roll(draft, ledger, backend, now)
         at = look_again_at(draft, draft.backends[tag], now)
         if at is not None:
             due.append(DueTime(at, ("backend", tag)))
 
     tags = sorted(scope.backends)
     for tag in tags:
-        guarded(tag, lambda backend: follow_reports(draft, observed, backend, now))
-    # A failed goal of an application changes its other backends too.
+        guarded(tag, lambda backend: follow_reports(draft, observed, backend, epoch, now))
+    for tag in tags:
+        guarded(tag, lambda backend: fail_if_hopeless(draft, backend, now))
+    # A failed goal of an application changes its other backends too, before any of them is rolled.
     scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is Kind.BACKEND)
     if scope.has_room or any(kind is Kind.REPLICA for kind, _ in draft.touched()):
         scope.backends.update(draft.unplaced)

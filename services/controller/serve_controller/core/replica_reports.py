@@ -11,7 +11,7 @@ import msgspec
 from serve_common.wires.host import ReplicaReport, ReplicaStatus
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.goals import fail, pending_goal
+from serve_controller.core.goals import fail, goal_at_stake
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, Event, moved
@@ -59,8 +59,8 @@ def stuck_at(backend: Backend, replica: Replica) -> float | None:
             return None
 
 
-def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, now: float) -> None:
-    """Bring the backend's replicas to what was heard of them; count failed starts."""
+def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoch: int, now: float) -> None:
+    """Bring the backend's replicas to what was heard of them by the leader of ``epoch``; count failed starts."""
     for tag in sorted(draft.replicas_of(backend.backend_tag)):
         replica = draft.replicas_of(backend.backend_tag)[tag]
         if replica.host_id is None:
@@ -79,7 +79,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, now:
         if report is None:
             _follow_absence(draft, host, replica, now)
         else:
-            _follow_report(draft, host, replica, report, now)
+            _follow_report(draft, host, replica, report, epoch=epoch, now=now)
 
 
 def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
@@ -106,29 +106,33 @@ def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
 def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
     """A report is whole: a replica that is not in it does not run, unless the host has yet to hear of it."""
     unheard = host.report.generation < replica.generation
-    if replica.state is ReplicaState.STARTING and unheard:
+    if unheard and (replica.state is ReplicaState.STARTING or host.report.generation > 0):
+        # It may have been told to start by a goal that is under way: its end is certain once the host has heard the
+        # goal that leaves it out. And the first report that a new leader hears may be a late one.
         return
-    if replica.state is ReplicaState.SHOULD_STOP and unheard and host.report.generation > 0:
-        # It may have been told to start by a goal that is under way; its end is certain once the host has
-        # heard the goal that leaves it out.
-        return
-    if replica.state is ReplicaState.STARTING:
+    if replica.state is ReplicaState.STARTING and not host.report.leaving:
         # Told to start it, the host neither does nor says why; without a wait that would go round for ever.
         _count_failure(draft, replica, f"the host {replica.host_id} was told to start it and does not", now)
     with_event(draft, replica, Event.GONE, now)
 
 
 def _follow_report(
-    draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
+    draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, *, epoch: int, now: float
 ) -> None:
     state, status = replica.state, report.status
     if status in (ReplicaStatus.FAILED, ReplicaStatus.DEAD):
-        _follow_end(draft, replica, report, now)
+        _follow_end(draft, host, replica, report, now)
     elif state is ReplicaState.SHOULD_STOP:
         if host.report.generation >= replica.generation:
             with_event(draft, replica, Event.ACKNOWLEDGED, now)
     elif state is ReplicaState.STOPPING:
         return
+    elif (
+        status is ReplicaStatus.STARTING and state is not ReplicaState.STARTING and host.report.epoch == epoch
+    ):
+        # No late report, for it obeys a goal of this leader's. So a new life of its host was told to run the replica
+        # before that life was heard of: what had served is gone.
+        with_event(draft, replica, Event.UNWANTED, now)
     elif _is_config_refused(draft, replica, report):
         _follow_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
@@ -166,9 +170,14 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
     draft.put(msgspec.structs.replace(stopping, message="its health checks failed"))
 
 
-def _follow_end(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+def _follow_end(
+    draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
+) -> None:
     with_event(draft, replica, Event.GONE, now)
-    wanted = replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
+    # What ends while its host leaves says nothing about the code.
+    wanted = (
+        replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) and not host.report.leaving
+    )
     had_run = replica.state is not ReplicaState.STARTING
     if wanted and not (had_run and now - replica.since >= SHORT_LIFE_S):
         _count_failure(draft, replica, report.error or "the replica's process ended", now)
@@ -202,7 +211,7 @@ def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) ->
 
 def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """``reconfigure`` raised: that fails a pending change; without one, the replica is replaced by a new one."""
-    goal = pending_goal(draft, replica.backend_tag)
+    goal = goal_at_stake(draft, draft.backends[replica.backend_tag])
     if goal is not None:
         fail(draft, goal, report.error or "reconfigure raised", now, of=replica.backend_tag)
     else:

@@ -81,8 +81,7 @@ def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
         return False
     if replica.code_version == backend.target.code_version:
         return True
-    kept = backend.kept
-    return kept is not None and replica.code_version == kept.code_version and replica.state in ROUTED
+    return _is_kept(backend, replica)
 
 
 def _current(draft: Draft, backend: Backend) -> list[Replica]:
@@ -104,7 +103,7 @@ def _forgive(draft: Draft, backend: Backend, now: float) -> None:
         r.state in ROUTED
         and r.config_version == backend.target.config_version
         and r.since >= backend.retry_at
-        and now - r.since >= SHORT_LIFE_S
+        and now >= r.since + SHORT_LIFE_S  # the same sum as in `look_again_at`
         for r in _current(draft, backend)
     )
     if lived:
@@ -224,25 +223,30 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
         return
     lowest = backend.num_wanted - unavailable_of(backend.target.backend_config)
     serving = sum(r.state in ROUTED for r in _wanted(draft, backend))
-    for replica in _old(draft, backend)[: len(waiting)]:
-        if serving - 1 < lowest:
-            return
-        if ledger.would_fit_without(backend.backend_tag, replica.host_id, replica.needs, backend.target):
-            with_event(draft, replica, Event.UNWANTED, now)
-            serving -= 1
+    old, made = _old(draft, backend), 0
+    for host_id in dict.fromkeys(r.host_id for r in old):
+        leaving: list[Replica] = []  # a larger new one may need the room of several
+        for replica in old:
+            if replica.host_id != host_id:
+                continue
+            leaving.append(replica)
+            if made == len(waiting) or serving - len(leaving) < lowest:
+                break
+            if ledger.would_fit_without(backend.backend_tag, host_id, leaving, backend.target):
+                for left in leaving:
+                    with_event(draft, left, Event.UNWANTED, now)
+                serving, made, leaving = serving - len(leaving), made + 1, []
 
 
 def _reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Give a newer configuration to running replicas, a few at a time, so that a bad one stops early."""
     target = backend.target
-    stale = [
-        r
-        for r in _current(draft, backend)
-        if r.config_version != target.config_version and not _is_kept(backend, r)
-    ]
+    # Also on a host that is drained: where nothing can replace them, they serve for long.
+    same_code = [r for r in _wanted(draft, backend) if r.code_version == target.code_version]
+    stale = [r for r in same_code if r.config_version != target.config_version and not _is_kept(backend, r)]
     if not stale:
         return
-    updating = sum(r.state is ReplicaState.UPDATING for r in _current(draft, backend))
+    updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
     room = max(1, unavailable_of(target.backend_config)) - updating
     if backend.start_failures and backend.last_good is not None:
         room = 0  # what took it did not live: no more are put at risk

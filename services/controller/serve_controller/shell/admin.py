@@ -206,7 +206,8 @@ class Admin:
     async def _wait_for_goal(self, request: q.WaitForGoal) -> GoalView:
         if not 0 <= request.timeout_s <= q.WAIT_TIMEOUT_S_MAX:
             raise BadField(
-                "timeout_s", f"is {shown(request.timeout_s)}; it must be between 0 and {q.WAIT_TIMEOUT_S_MAX:g}"
+                "timeout_s",
+                f"is {shown(request.timeout_s)}; it must be between 0 and {q.WAIT_TIMEOUT_S_MAX:g}",
             )
         try:
             async with asyncio.timeout(request.timeout_s):

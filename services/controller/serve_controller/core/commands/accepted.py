@@ -13,8 +13,8 @@ from serve_common.wires.commands import ChangeReply, CommandReply
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals import application_of, end_goal, number_of
-from serve_controller.core.objects import Goal, GoalKind
+from serve_controller.core.goals import application_of, backends_of, end_goal, number_of
+from serve_controller.core.objects import Backend, Goal, GoalKind
 
 GOALS_PENDING_MAX = 20_000
 
@@ -39,6 +39,26 @@ def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = Fals
     """Everything is as asked, or a goal that makes it so is under way."""
     reply = ChangeReply(goal_id=goal_id or None, updating=updating)
     return Accepted(changes=Changes(), reply=reply, subject=subject, goal_id=None)
+
+
+def nothing_there(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
+    """What is to be deleted is gone already; while not everybody knows, a goal can still be waited for.
+
+    ``owned`` is what the goal that deleted it owns.
+    """
+    goal_id = min(checkpoint.owners.get(owned, {}), key=number_of, default=None)
+    return nothing_to_do(subject, goal_id, updating=goal_id is not None)
+
+
+def ended_badly(checkpoint: Checkpoint, goal_id: GoalId) -> bool:
+    """Whether a goal came to nothing: who asks for what is there already must not be answered with it."""
+    goal = checkpoint.goals.get(goal_id)
+    return goal is not None and goal.status in (GoalStatus.FAILED, GoalStatus.SUPERSEDED)
+
+
+def is_going(checkpoint: Checkpoint, backend: Backend) -> bool:
+    """Whether a backend is being deleted by a goal that can still be waited for."""
+    return backend.deleting and backend.goal_id in checkpoint.pending
 
 
 def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned: str) -> Accepted | None:
@@ -73,11 +93,13 @@ def new_goal(
     becomes a goal of the whole, so that the rest is not forgotten.
     """
     replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
+    whole: Goal | None = None
     for goal_id in sorted(replaced, key=number_of):
         former = draft.pending[goal_id]
-        is_part = former.owns[0] not in owns and backend_keys(owns) < backend_keys(former.owns)
+        some, all_of_it = backend_keys(owns), backend_keys(former.owns)
+        is_part = some < all_of_it or (some == all_of_it and kind is GoalKind.DEPLOY)
         if former.kind is GoalKind.APPLICATION and is_part and kind in (GoalKind.DEPLOY, GoalKind.DELETE):
-            kind, subject, owns = former.kind, former.subject, former.owns
+            kind, subject, owns, whole = former.kind, former.subject, former.owns, former
     if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
         raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
     goal_id = draft.next_goal_id()
@@ -89,6 +111,8 @@ def new_goal(
             if application is not None and application.deleting and former.owns[0] not in owns:
                 # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
                 draft.delete((Kind.APPLICATION, application.name))
+    if whole is not None:
+        _hand_over(draft, whole, goal_id)
     draft.put(
         Goal(
             goal_id=goal_id,
@@ -101,6 +125,17 @@ def new_goal(
         )
     )
     return goal_id
+
+
+def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
+    """Let the goal that replaces ``former`` be the one that is answered for all that it was about."""
+    application = application_of(draft, former)
+    if application is not None:
+        draft.put(msgspec.structs.replace(application, goal_id=goal_id))
+    for tag in backends_of(former):
+        backend = draft.backends.get(tag)
+        if backend is not None and backend.goal_id == former.goal_id:
+            draft.put(msgspec.structs.replace(backend, goal_id=goal_id))
 
 
 def backend_keys(owns: Sequence[str]) -> set[str]:

@@ -7,15 +7,22 @@ import msgspec
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, check_name, check_route
 from serve_common.wires.commands import DeleteApplication, DeployApplication
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do, retried
+from serve_controller.core.commands.accepted import (
+    Accepted,
+    changed,
+    ended_badly,
+    new_goal,
+    nothing_to_do,
+    retried,
+)
 from serve_controller.core.commands.deployments import (
     check_is_deployment,
     check_route_free,
     check_unused,
     give_up,
     is_deployed_as,
+    left_out_of,
     put_deployment,
 )
 from serve_controller.core.commands.versions import (
@@ -25,6 +32,7 @@ from serve_controller.core.commands.versions import (
     check_wanted,
     make_backend,
 )
+from serve_controller.core.goals import pending_goal
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
@@ -62,7 +70,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     }
     if existing is not None and _is_same(checkpoint, existing, target, parts, configs):
         return nothing_to_do(name, existing.goal_id)
-    left_out = _left_out(existing, target)
+    left_out = [] if existing is None else left_out_of(checkpoint, name, parts)
     for tag in left_out:
         check_unused(checkpoint, tag, {EndpointTag(tag)})
     draft = Draft(checkpoint)
@@ -76,8 +84,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
             name=name,
             goal_id=goal_id,
             target=target,
-            # What a goal that was replaced had left out goes away with this one.
-            last_good=_known(existing, left_out),
+            last_good=None if existing is None or existing.deleting else existing.last_good,
         )
     )
     for tag, wanted in parts.items():
@@ -85,7 +92,8 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
         if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
             draft.put(make_backend(backend, tag, goal_id, wanted))
         else:
-            draft.put(msgspec.structs.replace(backend, goal_id=goal_id))
+            # What crashed before counts for nothing: the goal has its own tries.
+            draft.put(msgspec.structs.replace(backend, goal_id=goal_id, start_failures=0, retry_at=0.0))
         put_deployment(draft, tag, configs[tag], now, name)
     return changed(draft, name, goal_id)
 
@@ -118,25 +126,6 @@ def _check_name_free(checkpoint: Checkpoint, name: str, tags: set[BackendTag]) -
             raise Conflict(f"name: the deployment {tag!r} has this application's name and is not part of it")
 
 
-def _left_out(existing: Application | None, target: ApplicationVersion) -> list[BackendTag]:
-    if existing is None:
-        return []
-    known = {*existing.target.deployments}
-    if existing.last_good is not None:
-        known |= {*existing.last_good.deployments}
-    return sorted(known - {*target.deployments})
-
-
-def _known(existing: Application | None, left_out: list[BackendTag]) -> ApplicationVersion | None:
-    """What last succeeded, with everything that is there and is to go away."""
-    if existing is None or existing.deleting:
-        return None
-    base = existing.last_good
-    if base is None:
-        return None if not left_out else existing.target
-    return msgspec.structs.replace(base, deployments=sorted({*base.deployments, *left_out}))
-
-
 def _is_same(
     checkpoint: Checkpoint,
     existing: Application,
@@ -144,12 +133,12 @@ def _is_same(
     parts: dict[BackendTag, Wanted],
     configs: dict[BackendTag, EndpointConfig],
 ) -> bool:
-    goal = checkpoint.goals.get(existing.goal_id)
-    if existing.deleting or existing.target != target:
-        return False
-    if goal is not None and goal.status is GoalStatus.FAILED:
+    if existing.deleting or existing.target != target or ended_badly(checkpoint, existing.goal_id):
         return False
     for tag, wanted in parts.items():
+        goal = pending_goal(checkpoint, tag)
+        if goal is not None and goal.goal_id != existing.goal_id:
+            return False  # that one is not done
         backend = checkpoint.backends.get(tag)
         if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
             return False
@@ -164,7 +153,7 @@ def delete_application(checkpoint: Checkpoint, command: DeleteApplication, now: 
         return nothing_to_do(name, None)
     if existing.deleting:
         return nothing_to_do(name, existing.goal_id, updating=True)
-    tags = sorted({*existing.target.deployments, *_left_out(existing, existing.target)})
+    tags = sorted({*existing.target.deployments, *left_out_of(checkpoint, name, existing.target.deployments)})
     own = {EndpointTag(tag) for tag in tags}
     for tag in tags:
         check_unused(checkpoint, tag, own)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from serve_common.errors import Conflict, NotFound
-from serve_common.names import deployment_tag
+from serve_common.names import EndpointTag, deployment_tag
 from serve_common.subjects import backend_key
 from serve_common.values import check_backend_config, merged
 from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.accepted import (
+    Accepted,
+    changed,
+    ended_badly,
+    is_going,
+    new_goal,
+    nothing_there,
+    nothing_to_do,
+)
 from serve_controller.core.commands.deployments import check_unused, give_up
 from serve_controller.core.commands.versions import (
     Wanted,
@@ -18,6 +25,7 @@ from serve_controller.core.commands.versions import (
     is_as_wanted,
     make_backend,
 )
+from serve_controller.core.goals import pending_goal
 from serve_controller.core.objects import GoalKind, deployment_owned
 
 _FIELD = "backend_tag"
@@ -34,11 +42,8 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
     existing = checkpoint.backends.get(tag)
     if existing is None:
         check_room_for_backends(checkpoint, 1)
-    else:
-        goal = checkpoint.goals.get(existing.goal_id)
-        has_failed = goal is not None and goal.status is GoalStatus.FAILED
-        if not has_failed and is_as_wanted(existing, wanted):
-            return nothing_to_do(tag, existing.goal_id)
+    elif is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
+        return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, [backend_key(tag)], now)
     draft.put(make_backend(existing, tag, goal_id, wanted))
@@ -50,13 +55,17 @@ def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -
     tag = deployment_tag(command.backend_tag, _FIELD)
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        return nothing_to_do(tag, None)
-    if existing.deleting and (existing.force_kill or not command.force_kill):
+        return nothing_there(checkpoint, tag, backend_key(tag))
+    is_under_way = is_going(checkpoint, existing)
+    if is_under_way and (existing.force_kill or not command.force_kill):
         return nothing_to_do(tag, existing.goal_id, updating=True)
     check_unused(checkpoint, tag, set())
+    deployment = checkpoint.deployments.get(tag)
+    if deployment is not None and deployment.ended_at is None and not existing.deleting:
+        raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use delete_deployment")
     draft = Draft(checkpoint)
     goal_id = existing.goal_id
-    if not existing.deleting:
+    if not is_under_way:
         goal_id = new_goal(draft, GoalKind.DELETE, tag, [backend_key(tag)], now)
     give_up(draft, existing, goal_id, force_kill=command.force_kill)
     return changed(draft, tag, goal_id)
@@ -71,11 +80,18 @@ def update_backend_config(checkpoint: Checkpoint, command: UpdateBackendConfig, 
     target = existing.target
     config = check_backend_config(merged(target.backend_config, command.config, "config"), "config")
     wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
-    if is_as_wanted(existing, wanted):
+    if is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     deployment = checkpoint.deployments.get(tag)
     is_deployment = deployment is not None and deployment.ended_at is None
+    endpoint = checkpoint.endpoints.get(EndpointTag(tag))
+    if (
+        pending_goal(checkpoint, tag) is None
+        and endpoint is not None
+        and endpoint.goal_id in checkpoint.pending
+    ):
+        is_deployment = False  # its traffic is being changed: that goal is not replaced by this one
     owns = deployment_owned(tag) if is_deployment else [backend_key(tag)]
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now)
     draft.put(make_backend(existing, tag, goal_id, wanted))

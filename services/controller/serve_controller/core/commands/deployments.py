@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
 from serve_common.subjects import backend_key
 from serve_common.wires.commands import DeleteDeployment, Deploy
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do, retried
+from serve_controller.core.commands.accepted import (
+    Accepted,
+    changed,
+    ended_badly,
+    is_going,
+    new_goal,
+    nothing_there,
+    nothing_to_do,
+    retried,
+)
 from serve_controller.core.commands.versions import (
     Wanted,
     check_methods,
@@ -52,7 +62,9 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
     _check_prev_version(existing, command)
     if existing is None:
         check_room_for_backends(checkpoint, 1)
-    elif not _has_failed(checkpoint, existing) and is_deployed_as(checkpoint, existing, wanted, config):
+    elif not ended_badly(checkpoint, existing.goal_id) and is_deployed_as(
+        checkpoint, existing, wanted, config
+    ):
         return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     owns = deployment_owned(tag)
@@ -78,37 +90,38 @@ def put_deployment(
             last_good=None if endpoint is None else endpoint.last_good,
         )
     )
+    if application is None:
+        application = _joined(draft, tag)
     known = draft.deployments.get(tag)
     if known is not None and known.ended_at is None:
-        application = known.application if application is None else application
-        draft.put(msgspec.structs.replace(known, application=application))
-        return
-    name = tag.partition("/")[0]
-    if application is None:
-        application = _joined(draft, name, tag)
-    draft.put(Deployment(tag=tag, application=application, started_at=now))
+        draft.put(msgspec.structs.replace(known, application=application or known.application))
+    else:
+        draft.put(Deployment(tag=tag, application=application, started_at=now))
 
 
-def _joined(draft: Draft, name: str, tag: BackendTag) -> str:
+def _joined(draft: Draft, tag: BackendTag) -> str:
     """A deployment that is deployed by itself under the name of an application becomes part of it."""
-    application = draft.applications.get(name)
+    application = draft.applications.get(tag.partition("/")[0])
     if application is None or application.deleting:
         return ""
+    target = application.target
+    if tag not in target.deployments:
+        target = msgspec.structs.replace(target, deployments=sorted([*target.deployments, tag]))
+        draft.put(msgspec.structs.replace(application, target=target))
+    return application.name
 
-    def joined(application: Application) -> Application:
-        target = application.target
-        last_good = application.last_good
-        return msgspec.structs.replace(
-            application,
-            target=msgspec.structs.replace(target, deployments=[*target.deployments, tag]),
-            last_good=None
-            if last_good is None
-            else msgspec.structs.replace(last_good, deployments=[*last_good.deployments, tag]),
-        )
 
-    if tag not in application.target.deployments:
-        draft.put(joined(application))
-    return name
+def left_out_of(checkpoint: Checkpoint, name: str, wanted: Collection[BackendTag]) -> list[BackendTag]:
+    """What belongs to the application and is not wanted any more, also by goals that were replaced or failed."""
+    return sorted(
+        tag
+        for tag, deployment in checkpoint.deployments.items()
+        if deployment.application == name
+        and deployment.ended_at is None
+        and tag not in wanted
+        and (backend := checkpoint.backends.get(tag)) is not None
+        and not backend.deleting
+    )
 
 
 def _check_prev_version(existing: Backend | None, command: Deploy) -> None:
@@ -146,12 +159,6 @@ def check_route_free(checkpoint: Checkpoint, route: str | None, of: EndpointTag,
         raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}")
 
 
-def _has_failed(checkpoint: Checkpoint, backend: Backend) -> bool:
-    """The newest goal is a failed attempt at something: what is asked now is not answered with its failure."""
-    goal = checkpoint.goals.get(backend.goal_id)
-    return goal is not None and goal.status is GoalStatus.FAILED
-
-
 def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, config: EndpointConfig) -> bool:
     """Whether a deployment is this already."""
     endpoint = checkpoint.endpoints.get(EndpointTag(existing.backend_tag))
@@ -165,18 +172,25 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None:
-        return nothing_to_do(tag, None)
+        return nothing_there(checkpoint, tag, backend_key(tag))
     check_is_deployment(checkpoint, tag)
-    if existing.deleting:
+    if is_going(checkpoint, existing):
         return nothing_to_do(tag, existing.goal_id, updating=True)
-    check_unused(checkpoint, tag, {EndpointTag(tag)})
+    application = checkpoint.applications.get(checkpoint.deployments[tag].application)
+    going = [tag]
+    if application is not None and set(application.target.deployments) <= {tag}:
+        # The last of an application takes along what is to go away anyway.
+        going += left_out_of(checkpoint, application.name, [tag])
+    for gone in going:
+        check_unused(checkpoint, gone, {EndpointTag(t) for t in going})
     draft = Draft(checkpoint)
-    owns = deployment_owned(tag)
-    application = draft.applications.get(draft.deployments[tag].application)
+    owns = [key for gone in going for key in deployment_owned(gone)]
     goal_id = new_goal(draft, GoalKind.DELETE, tag, owns, now)
+    application = draft.applications.get(checkpoint.deployments[tag].application)
     if application is not None:
         _leave(draft, application, tag)
-    give_up(draft, existing, goal_id)
+    for gone in going:
+        give_up(draft, checkpoint.backends[gone], goal_id)
     return changed(draft, tag, goal_id)
 
 

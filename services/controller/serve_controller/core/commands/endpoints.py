@@ -14,9 +14,17 @@ from serve_common.values import shown
 from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint, SetTraffic, ShadowTraffic
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.accepted import (
+    Accepted,
+    changed,
+    ended_badly,
+    new_goal,
+    nothing_there,
+    nothing_to_do,
+)
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
+from serve_controller.core.goals import left_out_by, pending_goal
 from serve_controller.core.objects import Endpoint, EndpointConfig, GoalKind
 
 NUM_ENDPOINTS_MAX = 10_000
@@ -40,6 +48,8 @@ def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float)
         ):
             return nothing_to_do(tag, existing.goal_id)
         raise Conflict(f"endpoint: {tag!r} exists already, with another route, methods or traffic")
+    if _is_deployments(checkpoint, tag):
+        raise Conflict(f"endpoint: the deployment {tag!r} is still being deleted; wait for its goal")
     check_route_free(checkpoint, config.route, tag, "route")
     if len(checkpoint.endpoints) >= NUM_ENDPOINTS_MAX:
         raise LimitReached(f"there are {NUM_ENDPOINTS_MAX} endpoints already")
@@ -50,7 +60,7 @@ def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float)
     """See `DeleteEndpoint`."""
     tag = _tag(command.endpoint)
     if tag not in checkpoint.endpoints:
-        return nothing_to_do(tag, None)
+        return nothing_there(checkpoint, tag, endpoint_key(tag))
     if _is_deployments(checkpoint, tag):
         raise Conflict(f"endpoint: {tag!r} belongs to the deployment of that name; use delete_deployment")
     draft = Draft(checkpoint)
@@ -63,7 +73,7 @@ def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Acce
     """See `SetTraffic`."""
     endpoint = _existing(checkpoint, command.endpoint)
     weights = _checked_weights(checkpoint, command.weights, "weights")
-    if weights == endpoint.target.traffic:
+    if weights == endpoint.target.traffic and not ended_badly(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, traffic=weights)
     return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
@@ -82,7 +92,7 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
         shadows[tag] = command.proportion
     if len(shadows) > SPLIT_MAX:
         raise LimitReached(f"an endpoint has at most {SPLIT_MAX} shadows")
-    if shadows == endpoint.target.shadows:
+    if shadows == endpoint.target.shadows and not ended_badly(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, shadows=shadows)
     return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
@@ -116,6 +126,9 @@ def _check_backend(checkpoint: Checkpoint, tag: BackendTag, field: str) -> None:
     backend = checkpoint.backends.get(tag)
     if backend is None or backend.deleting:
         raise NotFound(f"{field}: there is no backend {tag!r}")
+    goal = pending_goal(checkpoint, tag)
+    if goal is not None and tag in left_out_by(checkpoint, goal):
+        raise Conflict(f"{field}: {tag!r} is left out of its application by {goal.goal_id} and goes away")
 
 
 def _checked_weights(

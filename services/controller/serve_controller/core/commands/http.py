@@ -6,7 +6,7 @@ from serve_common.subjects import HTTP_KEY
 from serve_common.values import HttpOptions, check_http_options, merged
 from serve_common.wires.commands import SetHttpOptions
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.accepted import Accepted, changed, ended_badly, new_goal, nothing_to_do
 from serve_controller.core.objects import GoalKind, HttpRecord
 
 SUBJECT = "http"
@@ -17,7 +17,7 @@ def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float
     record = checkpoint.http
     known = HttpOptions() if record is None else record.target
     options = check_http_options(merged(known, command.options, "options"))
-    if record is not None and options == record.target:
+    if record is not None and options == record.target and not ended_badly(checkpoint, record.goal_id):
         return nothing_to_do(SUBJECT, record.goal_id)
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.HTTP, SUBJECT, [HTTP_KEY], now)

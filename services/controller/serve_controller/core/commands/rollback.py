@@ -13,10 +13,17 @@ from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.subjects import backend_key
 from serve_common.wires.commands import Rollback
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do, retried
+from serve_controller.core.commands.accepted import (
+    Accepted,
+    changed,
+    ended_badly,
+    new_goal,
+    nothing_to_do,
+    retried,
+)
 from serve_controller.core.commands.deployments import check_route_free, is_deployed_as, put_deployment
 from serve_controller.core.commands.versions import Wanted, is_as_wanted, make_backend
-from serve_controller.core.objects import Backend, GoalKind, Revision, deployment_owned
+from serve_controller.core.objects import Backend, EndpointConfig, GoalKind, Revision, deployment_owned
 
 
 def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
@@ -28,7 +35,8 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:
         return again
-    revision = _chosen(checkpoint, existing, command.to)
+    endpoint = checkpoint.endpoints.get(EndpointTag(tag))
+    revision = _chosen(checkpoint, existing, None if endpoint is None else endpoint.target, command.to)
     num_replicas = existing.target.backend_config.num_replicas
     wanted = Wanted(
         revision.version.replica_config,
@@ -40,12 +48,13 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     )
     config = revision.endpoint
     if config is None:
-        if is_as_wanted(existing, wanted):
+        if is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
             return nothing_to_do(tag, existing.goal_id)
     else:
         check_route_free(checkpoint, config.route, EndpointTag(tag), "to")
         config = msgspec.structs.replace(config, traffic={tag: 1.0}, shadows={})
-        if is_deployed_as(checkpoint, existing, wanted, config):
+        is_there = is_deployed_as(checkpoint, existing, wanted, config)
+        if is_there and not ended_badly(checkpoint, existing.goal_id):
             return nothing_to_do(tag, existing.goal_id)
     draft = Draft(checkpoint)
     owns = [backend_key(tag)] if config is None else deployment_owned(tag)
@@ -56,13 +65,15 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     return changed(draft, tag, goal_id)
 
 
-def _chosen(checkpoint: Checkpoint, existing: Backend, to: str | int | None) -> Revision:
+def _chosen(
+    checkpoint: Checkpoint, existing: Backend, reached: EndpointConfig | None, to: str | int | None
+) -> Revision:
     found = checkpoint.revisions.get(existing.backend_tag)
     revisions = [] if found is None else [found[number] for number in sorted(found, reverse=True)]
     match to:
         case None:
             for revision in revisions:
-                if not _is_like(revision, existing):
+                if not _is_like(revision, existing, reached):
                     return revision
             raise NotFound(f"name: {existing.backend_tag!r} has no earlier version that succeeded")
         case int():
@@ -76,13 +87,14 @@ def _chosen(checkpoint: Checkpoint, existing: Backend, to: str | int | None) -> 
     raise NotFound(f"to: {_known(existing.backend_tag, revisions, to)}")
 
 
-def _is_like(revision: Revision, existing: Backend) -> bool:
+def _is_like(revision: Revision, existing: Backend, reached: EndpointConfig | None) -> bool:
     """Whether a revision is the present target, but for what a rollback leaves as it is."""
     target = existing.target
     num_replicas = target.backend_config.num_replicas
-    was = revision.version
+    was, way = revision.version, revision.endpoint
     return (
-        was.code_version == target.code_version
+        (way is None or reached is None or (way.route, way.methods) == (reached.route, reached.methods))
+        and was.code_version == target.code_version
         and msgspec.structs.replace(was.backend_config, num_replicas=num_replicas) == target.backend_config
     )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from serve_common.names import BackendTag, GoalId
 from serve_common.subjects import endpoint_key
 from serve_common.wires.commands import ShutdownReply
+from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, new_goal
 from serve_controller.core.commands.deployments import give_up
+from serve_controller.core.goals import end_goal, number_of
 from serve_controller.core.objects import GoalKind, deployment_owned
 
 SUBJECT = "everything"
@@ -20,9 +22,14 @@ def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
         draft.delete((Kind.APPLICATION, name))
+    for goal_id in sorted(draft.pending, key=number_of):
+        goal = draft.pending[goal_id]
+        if goal.kind is GoalKind.APPLICATION:
+            # Before its parts go one by one: what is done to a part becomes a goal of the whole while that is pending.
+            end_goal(draft, goal, GoalStatus.SUPERSEDED, now, "replaced by shutdown")
     for tag in sorted(draft.backends):
         backend = draft.backends[tag]
-        if backend.deleting:
+        if backend.deleting and backend.goal_id in draft.pending:
             goal_ids[backend.goal_id] = None
             continue
         goal_id = new_goal(draft, GoalKind.DELETE, tag, deployment_owned(tag), now)

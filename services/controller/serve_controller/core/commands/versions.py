@@ -97,17 +97,12 @@ def make_backend(existing: Backend | None, tag: BackendTag, goal_id: GoalId, wan
 
 def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
     target = existing.target
-    same_code = (
-        wanted.is_same_code
-        and wanted.version == target.version
-        and wanted.replica_config == target.replica_config
-        and not existing.halted
-    )
-    light = same_code and replica_part(wanted.backend_config) == replica_part(target.backend_config)
-    newest_code = existing.newest_code_version + (0 if same_code else 1)
+    known = _with_same_code(existing, wanted)
+    light = known is target and replica_part(wanted.backend_config) == replica_part(target.backend_config)
+    newest_code = existing.newest_code_version + (1 if known is None else 0)
     newest_config = existing.newest_config_version + (0 if light else 1)
     version = BackendVersion(
-        code_version=target.code_version if same_code else newest_code,
+        code_version=newest_code if known is None else known.code_version,
         config_version=target.config_version if light else newest_config,
         version=wanted.version,
         replica_config=wanted.replica_config,
@@ -137,6 +132,18 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         last_error="",
         retry_at=0.0,
     )
+
+
+def _with_same_code(existing: Backend, wanted: Wanted) -> BackendVersion | None:
+    """What has the wanted code and may run already: the target, or, to call off an update, what it replaces."""
+    if existing.halted or not wanted.is_same_code:
+        return None
+    for version in (existing.target, existing.last_good):
+        if version is None or wanted.version != version.version:
+            continue
+        if wanted.replica_config == version.replica_config:
+            return version
+    return None
 
 
 _DEFAULTS = BackendConfig()

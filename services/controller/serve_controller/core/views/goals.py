@@ -15,7 +15,7 @@ def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) 
     goal = checkpoint.goals.get(goal_id)
     if goal is None:
         if 0 < number_of(goal_id) <= checkpoint.counters.goal:
-            raise NotFound(f"goal_id: {goal_id} ended more than a day ago and is forgotten")
+            raise NotFound(f"goal_id: {goal_id} ended and is forgotten by now")
         raise NotFound(f"goal_id: {goal_id[:80]!r} was never given")
     message = waits_for(checkpoint, observed, goal) if goal.status is GoalStatus.PENDING else ""
     return GoalView(goal_id=goal_id, status=goal.status, error=goal.error, message=message)

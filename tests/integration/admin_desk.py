@@ -1,0 +1,165 @@
+"""One instance with a real controller process, two hosts and a proxy, and a caller that knows only NATS and JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import msgspec
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from muster.client.admin import AdminClient
+from serve_common.names import GoalId
+from serve_common.subjects import Subjects
+from serve_common.tasks import TaskOwner
+from serve_common.values import ReplicaConfig
+from serve_common.wires.admin import VERBS, ErrorView
+from serve_common.wires.commands import ChangeReply
+from serve_common.wires.host import ReplicaGoal
+from serve_common.wires.views import EventView, GoalStatus, GoalView
+from serve_replica_host.core.events import Placed, StartFailed
+from tests.integration.control_plane import ControlPlane, NatsServer, SimulatedHost
+from tests.integration.postgres_server import PostgresServer
+
+CODE = ReplicaConfig(import_path="model:Model")
+BAD_CODE = ReplicaConfig(import_path="model:Broken")
+"""Its constructor raises, on these hosts."""
+TRACEBACK = 'File "model.py", line 7, in __init__\nValueError: no weights'
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """An error reply, head and body."""
+
+    status: int
+    """``Nats-Service-Error-Code``."""
+    text: str
+    """``Nats-Service-Error``."""
+    view: ErrorView
+
+
+class AdminDesk:
+    """Where commands are given and heard about."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self.plane = plane
+        self.told: list[tuple[str, str, GoalView | EventView]] = []
+        """Kind, subject and content of every event that was published."""
+        self._heard = asyncio.Condition()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(cls, nats: NatsServer, postgres: PostgresServer) -> AsyncIterator[Self]:
+        """With one leader, and both hosts and the proxy heard of."""
+        async with ControlPlane.opened(nats, postgres) as plane:
+            self = cls(plane)
+            second = SimulatedHost(plane._bus("host-2"), "host-2")
+            for host in (plane.host, second):
+                _fail_bad_code(host)
+            tasks = TaskOwner("admin_desk")
+            tasks.start(second.bus.run(), "host_bus")
+            tasks.start(second.shell.run(), "host")
+            events = await plane.client.subscribe(plane.subjects.events)
+            tasks.start(self._listen(events), "events")
+            try:
+                await plane.start_controller("controller-1")
+                await plane.until_led_by("controller-1")
+                await self.until_heard_of()
+                yield self
+            finally:
+                await tasks.close(timeout_s=5.0)
+                await second.bus.close()
+
+    @property
+    def admin(self) -> AdminClient:
+        """The client that people program against."""
+        return self.plane.admin
+
+    @property
+    def subjects(self) -> Subjects:
+        """Of this instance."""
+        return self.plane.subjects
+
+    async def until_heard_of(self) -> None:
+        """Both hosts and the proxy have reported to the leader."""
+        async with asyncio.timeout(20.0):
+            while True:
+                status = await self.admin.get_status()
+                if len(status.hosts) == 2 and status.proxies:
+                    return
+                await asyncio.sleep(0.02)
+
+    # -- raw requests --------------------------------------------------------------------------------------------------
+
+    async def send(self, verb: str, fields: dict[str, Any]) -> Msg:
+        """One request over the bare bus."""
+        return await self.plane.client.request(
+            self.subjects.admin(verb), json.dumps(fields).encode(), timeout=10
+        )
+
+    async def call(self, verb: str, /, **fields: Any) -> Any:
+        """The reply of a request that is accepted, as the table of verbs types it."""
+        message = await self.send(verb, fields)
+        assert "Nats-Service-Error-Code" not in (message.headers or {}), message.data
+        return msgspec.json.decode(message.data, type=VERBS[verb][1])
+
+    async def refused(self, verb: str, /, **fields: Any) -> Refusal:
+        """The error of a request that is not."""
+        message = await self.send(verb, fields)
+        assert message.headers is not None, f"{verb} was accepted: {message.data!r}"
+        view = msgspec.json.decode(message.data, type=ErrorView)
+        code, text = message.headers["Nats-Service-Error-Code"], message.headers["Nats-Service-Error"]
+        return Refusal(int(code), text, view)
+
+    # -- goals and events ----------------------------------------------------------------------------------------------
+
+    async def ended(self, goal_id: GoalId | None) -> GoalView:
+        """How a goal ended."""
+        assert goal_id is not None
+        view = await self.admin.wait_for_goal(goal_id, deadline_s=20.0)
+        assert view.status is not GoalStatus.PENDING, view.message
+        return view
+
+    async def done(self, reply: ChangeReply) -> GoalId:
+        """See what was asked succeed."""
+        view = await self.ended(reply.goal_id)
+        assert view.status is GoalStatus.SUCCEEDED, view.error
+        return view.goal_id
+
+    async def _listen(self, events: Subscription) -> None:
+        async for message in events.messages:
+            kind, _, subject = message.subject.removeprefix(f"{self.subjects.prefix}.event.").partition(".")
+            content = msgspec.json.decode(message.data, type=GoalView if kind == "goal" else EventView)
+            async with self._heard:
+                self.told.append((kind, subject, content))
+                self._heard.notify_all()
+
+    async def until_told(self, kind: str, subject: str, *, state: str) -> list[GoalView | EventView]:
+        """Everything told of that subject, once ``state`` is."""
+
+        def found() -> list[GoalView | EventView]:
+            return [content for k, s, content in self.told if (k, s) == (kind, subject)]
+
+        def is_told() -> bool:
+            return any(state == (c.status.value if isinstance(c, GoalView) else c.state) for c in found())
+
+        async with asyncio.timeout(10.0), self._heard:
+            await self._heard.wait_for(is_told)
+        return found()
+
+
+def _fail_bad_code(host: SimulatedHost) -> None:
+    runtime = host.runtime
+    start = runtime.start
+
+    def start_or_fail(goal: ReplicaGoal) -> None:
+        if goal.replica_config.import_path != BAD_CODE.import_path:
+            start(goal)
+            return
+        host.shell.take_event(Placed(goal.replica_tag, 1))
+        host.shell.take_event(StartFailed(goal.replica_tag, TRACEBACK))
+
+    runtime.start = start_or_fail  # type: ignore[method-assign]  # a broken model on an otherwise good host

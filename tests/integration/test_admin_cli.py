@@ -1,0 +1,261 @@
+"""Every subcommand of `muster` once against a real controller: what it prints for programs, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import pytest_asyncio
+import structlog
+import typer.main
+from typer.core import TyperGroup
+from typer.testing import CliRunner, Result
+
+from muster.cli.main import app
+from muster.cli.session import Session
+from tests.integration.admin_desk import TRACEBACK, AdminDesk
+from tests.integration.control_plane import NatsServer
+from tests.integration.postgres_server import PostgresServer
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(120),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+BUILT = typer.main.get_command(app)
+ROOT = Path(__file__).resolve().parents[2]
+RUN: set[tuple[str, ...]] = set()
+"""Subcommands that this module has run."""
+NOT_ABOUT_THE_ADMIN_API = {("up",), ("secrets",), ("call",)}
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """The simulated hosts run in this process, and what they log would stand among what `muster` prints."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    yield
+    structlog.reset_defaults()
+
+
+class Muster:
+    """The program, run in this process beside the hosts and the proxy that answer it."""
+
+    def __init__(self, desk: AdminDesk, url: str, directory: Path) -> None:
+        self.desk = desk
+        self.directory = directory
+        self.environment = {"MUSTER_NATS_URL": url, "MUSTER_SUBJECT_PREFIX": desk.subjects.prefix}
+
+    async def run(self, *arguments: str, given: str | None = None) -> Result:
+        """One run of `muster`."""
+        words = [word for word in arguments[:2] if word.isalpha()]
+        RUN.update({tuple(words[:1]), tuple(words)})
+        session = Session(environment=self.environment, directory=self.directory)
+
+        def invoke() -> Result:
+            return CliRunner().invoke(app, arguments, obj=session, input=given, catch_exceptions=False)
+
+        return await asyncio.to_thread(invoke)
+
+    async def ok(self, *arguments: str) -> Any:
+        """The JSON of a run that succeeds."""
+        result = await self.run(*arguments, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    async def fails(self, code: int, *arguments: str) -> tuple[Any, str]:
+        """The JSON and the words for people of a run that ends with that exit code."""
+        result = await self.run(*arguments, "--json")
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout), result.stderr
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[AdminDesk]:
+    async with AdminDesk.opened(nats, postgres_server) as desk:
+        yield desk
+
+
+@pytest.fixture
+def muster(shared: AdminDesk, nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Muster:
+    # The runner would build all commands anew for every run.
+    monkeypatch.setattr("typer.testing._get_command", lambda _app: BUILT)
+    (tmp_path / "code").mkdir()
+    return Muster(shared, nats.url, tmp_path)
+
+
+def deploy(name: str, version: str, *more: str, code: str = "model:Model") -> list[str]:
+    return ["deploy", code, "--name", name, "--version", version, "--app-dir", "code", *more]
+
+
+async def test_deploy_look_scale_roll_back_and_delete(muster: Muster) -> None:
+    first = await muster.ok(*deploy("digits", "1", "--route-prefix", "/digits"))
+    assert (first["result"], first["deployment"]["version"]) == ("succeeded", "1")
+    again = await muster.ok(*deploy("digits", "1", "--route-prefix", "/digits"))
+    assert (again["result"], again["goal_id"]) == ("unchanged", first["goal_id"])
+    accepted = await muster.ok(*deploy("digits", "2", "--route-prefix", "/digits", "--no-wait"))
+    assert accepted["result"] == "accepted"
+    waited = await muster.ok("goal", "wait", accepted["goal_id"])
+    assert waited == {"goal_id": accepted["goal_id"], "status": "succeeded", "error": "", "message": ""}
+
+    assert (await muster.ok("scale", "digits", "3"))["result"] == "succeeded"
+    info = await muster.ok("info", "digits")
+    assert (info["status"], info["version"], len(info["replicas"])) == ("healthy", "2", 3)
+    assert "default/digits" in [d["name"] for d in await muster.ok("list")]
+    status = await muster.ok("status")
+    assert [h["host_id"] for h in status["hosts"]] == ["host-1", "host-2"]
+    assert (await muster.ok("status", "digits"))["name"] == "default/digits"
+
+    assert [r["version"] for r in await muster.ok("revisions", "digits")] == ["2", "1"], "scaling is none"
+    assert (await muster.ok("rollback", "digits"))["result"] == "succeeded"
+    assert (await muster.ok("info", "digits"))["version"] == "1"
+    assert (await muster.ok("delete", "digits"))["result"] == "succeeded"
+    assert await muster.ok("list") == []
+    assert [d["status"] for d in await muster.ok("list", "--deleted")] == ["deleted"]
+    (snapshot,) = await muster.ok("snapshot")
+    assert (snapshot["class_name"], snapshot["version"]) == ("Model", "1")
+    assert (await muster.ok("delete", "digits"))["result"] == "unchanged"
+
+
+async def test_applications(muster: Muster) -> None:
+    deployments = [{"name": n, "replica_config": {"import_path": "model:Model"}} for n in ("front", "model")]
+    file = muster.directory / "shop.yaml"
+    file.write_text(json.dumps({"name": "shop", "ingress": "front", "deployments": deployments}))
+    assert (await muster.ok("app", "deploy", "-f", "shop.yaml"))["result"] == "succeeded"
+    (shop,) = await muster.ok("app", "list")
+    assert shop["deployments"] == ["shop/front", "shop/model"]
+    assert (await muster.ok("app", "delete", "shop"))["result"] == "succeeded"
+    assert await muster.ok("app", "list") == []
+
+
+async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
+    for name in ("v1", "v2"):
+        made = await muster.ok("backend", "create", name, "model:Model", "--app-dir", "code")
+        assert made["result"] == "succeeded"
+    assert (await muster.ok("endpoint", "create", "fork", "v1", "--route", "/fork"))["result"] == "succeeded"
+    assert (await muster.ok("traffic", "set", "fork", "v1=0.9", "v2=0.1"))["result"] == "succeeded"
+    assert (await muster.ok("traffic", "shadow", "fork", "v2", "0.5"))["result"] == "succeeded"
+    endpoint = next(e for e in await muster.ok("endpoint", "list") if e["endpoint_tag"] == "default/fork")
+    assert endpoint["traffic"] == {"default/v1": 0.9, "default/v2": 0.1}
+    assert endpoint["shadows"] == {"default/v2": 0.5}
+
+    refused, words = await muster.fails(2, "backend", "delete", "v1")
+    assert refused["error"]["code"] == "conflict"
+    assert "used by the endpoint 'default/fork'" in words
+
+    assert (await muster.ok("backend", "update", "v1", "--num-replicas", "2"))["result"] == "succeeded"
+    assert (await muster.ok("backend", "config", "v1"))["backend_config"]["num_replicas"] == 2
+    assert (await muster.ok("endpoint", "delete", "fork"))["result"] == "succeeded"
+    assert (await muster.ok("backend", "delete", "v1", "--force-kill"))["result"] == "succeeded"
+    left = {b["backend_tag"] for b in await muster.ok("backend", "list")}
+    assert "default/v1" not in left
+    assert "default/v2" in left
+
+
+async def test_hosts_proxies_and_options(muster: Muster) -> None:
+    assert (await muster.ok("host", "drain", "host-2"))["result"] == "succeeded"
+    assert [h["draining"] for h in await muster.ok("host", "list")] == [False, True]
+    assert (await muster.ok("host", "undrain", "host-2"))["result"] == "succeeded"
+    assert (await muster.ok("http", "set", "--request-timeout-s", "7"))["result"] == "succeeded"
+    assert (await muster.ok("http", "show"))["request_timeout_s"] == 7.0
+    (proxy,) = await muster.ok("proxy", "list")
+    assert proxy["applied_snapshot_id"] > 0
+
+
+async def test_what_happened_and_who_did_it(muster: Muster) -> None:
+    await muster.ok(*deploy("audited", "1"))
+    (entry,) = await muster.ok("history", "audited")
+    assert (entry["verb"], entry["subject"]) == ("deploy", "default/audited")
+    assert "@" in entry["who"]
+    assert {"audit", "replica"} <= {event["kind"] for event in await muster.ok("events", "audited")}
+
+
+async def test_a_plan_and_a_dry_run_tell_the_same_and_change_nothing(muster: Muster) -> None:
+    await muster.ok(*deploy("planned", "1"))
+    planned = await muster.ok("plan", "scale", "planned", "3")
+    assert [r["action"] for r in planned["replicas"]] == ["start", "start"]
+    assert await muster.ok("scale", "planned", "3", "--dry-run") == planned
+    assert len((await muster.ok("info", "planned"))["replicas"]) == 1
+    refused, _ = await muster.fails(4, "plan", "rollback", "nobody")
+    assert refused["error"]["code"] == "not_found"
+
+
+async def test_exit_codes_tell_scripts_what_went_wrong(muster: Muster) -> None:
+    failed, words = await muster.fails(
+        1, *deploy("broken", "1", "--max-constructor-retry-count", "1", code="model:Broken")
+    )
+    assert (failed["result"], failed["error"]) == ("failed", TRACEBACK)
+    assert "ValueError: no weights" in words
+    bad, words = await muster.fails(2, *deploy("broken", "1", "--num-replicas", "-1"))
+    assert "num" in bad["error"]["field"]
+    assert words.startswith("error: ")
+    missing, _ = await muster.fails(4, "info", "nobody")
+    assert missing["error"] == {
+        "code": "not_found",
+        "message": "name: there is no deployment 'default/nobody'",
+    }
+    late, _ = await muster.fails(5, *deploy("crowd", "1", "--num-replicas", "900", "--timeout-s", "0.2"))
+    assert late["result"] == "pending"
+    late, _ = await muster.fails(5, "goal", "wait", late["goal_id"], "--timeout-s", "0")
+    assert late["status"] == "pending"
+    unknown, _ = await muster.fails(4, "goal", "wait", "g99999")
+    assert "never given" in unknown["error"]["message"]
+
+
+async def test_the_program_by_itself_is_run_as_people_run_it(muster: Muster) -> None:
+    """In a process of its own, and with tables for people."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MUSTER_")}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "muster.cli.main", "status"],
+            env={**environment, **muster.environment, "COLUMNS": "120"},
+            cwd=muster.directory,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    done = await asyncio.to_thread(run)
+    assert done.returncode == 0, done.stderr
+    assert "host-1" in done.stdout
+    assert "proxy-1" in done.stdout
+
+
+async def test_shutdown_asks_first_and_then_empties_everything(muster: Muster) -> None:
+    refused = await muster.run("shutdown", given="n\n")
+    assert refused.exit_code == 1
+    assert await muster.ok("backend", "list") != []
+    done = await muster.ok("shutdown", "--yes")
+    assert (done["result"], len(done["goal_ids"]) > 0) == ("succeeded", True)
+    assert await muster.ok("backend", "list") == []
+
+
+async def test_this_module_has_run_every_subcommand() -> None:
+    """A command that is added must be added here."""
+    if len(RUN) < 20:
+        pytest.skip("only some of the module was run")
+    assert set(_commands(BUILT)) - NOT_ABOUT_THE_ADMIN_API <= RUN
+
+
+def _commands(command: click.Command, *words: str) -> Iterator[tuple[str, ...]]:
+    if not isinstance(command, TyperGroup):
+        yield words
+        return
+    for name, inner in command.commands.items():
+        yield from _commands(inner, *words, name)

@@ -1,0 +1,443 @@
+"""Every verb of the admin API, and every refusal, against a real controller over a real NATS and Postgres."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+import structlog
+
+from serve_common.errors import NotFound
+from serve_common.values import BackendConfig, HttpOptions
+from serve_common.wires import queries as q
+from serve_common.wires.admin import COMMANDS, QUERIES
+from serve_common.wires.commands import (
+    CreateBackend,
+    CreateEndpoint,
+    DeleteApplication,
+    DeleteBackend,
+    DeleteDeployment,
+    DeleteEndpoint,
+    Deploy,
+    DeployApplication,
+    DeploymentSpec,
+    DrainHost,
+    Rollback,
+    SetHttpOptions,
+    SetTraffic,
+    ShadowTraffic,
+    UndrainHost,
+    UpdateBackendConfig,
+)
+from serve_common.wires.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
+from tests.integration.admin_desk import BAD_CODE, CODE, TRACEBACK, AdminDesk
+from tests.integration.admin_refusals import REFUSALS
+from tests.integration.control_plane import NatsServer
+from tests.integration.postgres_server import PostgresServer
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(120),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+ASKED: set[str] = set()
+"""Verbs that were answered with success in this module."""
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    yield
+    structlog.reset_defaults()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[AdminDesk]:
+    """A desk that all tests share, with two backends and an endpoint that sends to one of them."""
+    async with AdminDesk.opened(nats, postgres_server) as desk:
+        for name in ("left", "right"):
+            await desk.done(
+                await desk.admin.create_backend(CreateBackend(backend_tag=name, replica_config=CODE))
+            )
+        await desk.done(
+            await desk.admin.create_endpoint(
+                CreateEndpoint(endpoint="fork", traffic={"left": 1.0}, route="/fork")
+            )
+        )
+        yield desk
+
+
+@pytest.fixture
+def desk(shared: AdminDesk, monkeypatch: pytest.MonkeyPatch) -> AdminDesk:
+    """The same, remembering which verbs were asked."""
+    asker = shared.admin._asker
+    ask = asker.ask
+
+    async def ask_and_remember(request: Any, **options: Any) -> Any:
+        reply = await ask(request, **options)
+        ASKED.update(verb for verb, (kind, _) in {**COMMANDS, **QUERIES}.items() if kind is type(request))
+        return reply
+
+    monkeypatch.setattr(asker, "ask", ask_and_remember)
+    return shared
+
+
+def deploy(name: str, version: str | None = "v1", **fields: Any) -> Deploy:
+    return Deploy(name=name, version=version, replica_config=CODE, **fields)
+
+
+# -- deployments -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_deployment_from_its_first_version_to_its_end(desk: AdminDesk) -> None:
+    admin = desk.admin
+    first = await admin.deploy(deploy("life", route_prefix="/life"))
+    assert first.updating
+    goal_id = await desk.done(first)
+    info = await admin.get_deployment_info("life")
+    assert (info.status, info.version, info.route_prefix) == (DeploymentStatus.HEALTHY, "v1", "/life")
+    assert (info.goal_id, info.goal_status) == (goal_id, GoalStatus.SUCCEEDED)
+    assert [r.state for r in info.replicas] == ["running"]
+
+    again = await admin.deploy(deploy("life", route_prefix="/life"))
+    assert (again.goal_id, again.updating) == (goal_id, False)
+    await desk.done(await admin.deploy(deploy("life", "v2", prev_version="v1", route_prefix="/life")))
+    unversioned = await admin.deploy(deploy("life", None, route_prefix="/life"))
+    assert unversioned.updating
+    await desk.done(unversioned)
+    assert [r.version for r in await admin.get_revisions(q.GetRevisions(name="life"))] == [None, "v2", "v1"]
+    await desk.done(await admin.rollback(Rollback(name="life", to="v2")))
+    assert (await admin.get_deployment_info("life")).version == "v2"
+
+    await desk.done(await admin.delete_deployment("life"))
+    with pytest.raises(NotFound):
+        await admin.get_deployment_info("life")
+    assert "default/life" not in {d.name for d in await admin.list_deployments()}
+    listed = await admin.list_deployments(q.ListDeployments(include_deleted=True))
+    (gone,) = (d for d in listed if d.name == "default/life")
+    assert gone.status is DeploymentStatus.DELETED
+    (short,) = (s for s in await admin.get_snapshot() if s.name == "default/life")
+    assert (short.class_name, short.version, short.route) == ("Model", "v2", "/life")
+    assert short.start_time < (short.end_time or 0.0)
+    nobody = await admin.delete_deployment(DeleteDeployment(name="nobody"))
+    assert (nobody.goal_id, nobody.updating) == (None, False)
+
+
+async def test_a_version_that_cannot_start_fails_with_the_users_traceback_and_the_old_one_serves_on(
+    desk: AdminDesk,
+) -> None:
+    await desk.done(await desk.admin.deploy(deploy("brave", route_prefix="/brave")))
+    before = (await desk.admin.get_deployment_info("brave")).replicas
+    config = BackendConfig(max_constructor_retry_count=2)
+    bad = Deploy(
+        name="brave", version="v2", replica_config=BAD_CODE, backend_config=config, route_prefix="/x"
+    )
+    goal = await desk.ended((await desk.admin.deploy(bad)).goal_id)
+    assert (goal.status, goal.error) == (GoalStatus.FAILED, TRACEBACK)
+    info = await desk.admin.get_deployment_info("brave")
+    assert (info.version, info.route_prefix, info.replicas) == ("v1", "/brave", before)
+    assert "ValueError: no weights" in info.message
+
+
+async def test_a_goal_tells_its_progress_and_who_waits_for_a_replaced_one_is_told_so(desk: AdminDesk) -> None:
+    config = BackendConfig(num_replicas=1_000)
+    pending = await desk.admin.deploy(deploy("crowd", backend_config=config))
+    assert pending.goal_id is not None
+    waited = await desk.call("wait_for_goal", goal_id=pending.goal_id, timeout_s=0)
+    assert waited.status is GoalStatus.PENDING
+    newer = await desk.admin.deploy(deploy("crowd"))
+    view = await desk.ended(pending.goal_id)
+    assert (view.status, view.error) == (GoalStatus.SUPERSEDED, f"replaced by {newer.goal_id}")
+    await desk.done(newer)
+    told = await desk.until_told("goal", str(newer.goal_id), state="succeeded")
+    assert all(isinstance(each, GoalView) and each.goal_id == newer.goal_id for each in told)
+    assert isinstance(told[0], GoalView)
+    assert told[0].status is GoalStatus.PENDING
+    await desk.until_told("goal", pending.goal_id, state="superseded")
+    ASKED.add("wait_for_goal")
+
+
+# -- applications ------------------------------------------------------------------------------------------------------
+
+
+def application(*names: str, version: str = "v1", bad: str = "") -> DeployApplication:
+    return DeployApplication(
+        name="shop",
+        ingress="front",
+        route_prefix="/shop",
+        deployments=[
+            DeploymentSpec(name=name, version=version, replica_config=BAD_CODE if name == bad else CODE)
+            for name in names
+        ],
+    )
+
+
+async def test_an_application_is_deployed_changed_and_deleted_as_one(desk: AdminDesk) -> None:
+    admin = desk.admin
+    await desk.done(await admin.deploy_application(application("front", "model")))
+    (shop,) = await admin.get_all_applications()
+    assert (shop.name, shop.status, shop.route_prefix) == ("shop", DeploymentStatus.HEALTHY, "/shop")
+    assert (shop.ingress, shop.deployments) == ("shop/front", ["shop/front", "shop/model"])
+
+    failed = await admin.deploy_application(application("front", "model", version="v2", bad="model"))
+    goal = await desk.ended(failed.goal_id)
+    assert goal.status is GoalStatus.FAILED
+    assert goal.error.startswith("shop/model: ")
+    assert (await admin.get_deployment_info("shop/front")).version == "v1", "all or nothing"
+
+    await desk.done(await admin.deploy_application(application("front", "other")))
+    assert {d.name for d in await admin.list_deployments() if d.application == "shop"} == {
+        "shop/front",
+        "shop/other",
+    }
+    await desk.done(await admin.delete_application(DeleteApplication(name="shop")))
+    assert await admin.get_all_applications() == []
+
+
+# -- backends, endpoints, traffic --------------------------------------------------------------------------------------
+
+
+async def test_a_backend_is_made_updated_and_deleted(desk: AdminDesk) -> None:
+    admin = desk.admin
+    made = CreateBackend(
+        backend_tag="solo", replica_config=CODE, backend_config=BackendConfig(max_queued_requests=7)
+    )
+    goal_id = await desk.done(await admin.create_backend(made))
+    again = await admin.create_backend(made)
+    assert (again.goal_id, again.updating) == (goal_id, False)
+    await desk.done(
+        await admin.update_backend_config(UpdateBackendConfig(backend_tag="solo", config={"num_replicas": 2}))
+    )
+    config = await admin.get_backend_config(q.GetBackendConfig(backend_tag="solo"))
+    assert (config.backend_config.num_replicas, config.backend_config.max_queued_requests) == (2, 7)
+    (view,) = (b for b in await admin.get_all_backends() if b.backend_tag == "default/solo")
+    assert (view.status, len(view.replicas)) == (DeploymentStatus.HEALTHY, 2)
+    assert {r.host_id for r in view.replicas} == {"host-1", "host-2"}, "spread by default"
+    await desk.done(await admin.delete_backend(DeleteBackend(backend_tag="solo", force_kill=True)))
+    assert (await admin.delete_backend(DeleteBackend(backend_tag="solo"))).goal_id is None
+
+
+async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_deleted(desk: AdminDesk) -> None:
+    admin = desk.admin
+    made = CreateEndpoint(endpoint="canary", traffic={"left": 1.0}, route="/canary", methods=["GET"])
+    goal_id = await desk.done(await admin.create_endpoint(made))
+    assert (await admin.create_endpoint(made)).goal_id == goal_id
+    await desk.done(
+        await admin.set_traffic(SetTraffic(endpoint="canary", weights={"left": 0.75, "right": 0.25}))
+    )
+    await desk.done(
+        await admin.shadow_traffic(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5))
+    )
+    (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
+    assert (view.route, view.methods) == ("/canary", ["GET"])
+    assert view.traffic == {"default/left": 0.75, "default/right": 0.25}
+    assert view.shadows == {"default/right": 0.5}
+    routed = desk.plane.proxy.snapshots["endpoints.default.canary"].content
+    assert routed is not None
+    assert getattr(routed, "shadows", None) == {"default/right": 0.5}, (
+        "the proxy has it once the goal succeeded"
+    )
+    await desk.done(
+        await admin.shadow_traffic(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0))
+    )
+    (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
+    assert view.shadows == {}
+    await desk.done(await admin.delete_endpoint(DeleteEndpoint(endpoint="canary")))
+    assert desk.plane.proxy.snapshots["endpoints.default.canary"].content is None
+    assert (await admin.delete_endpoint(DeleteEndpoint(endpoint="canary"))).goal_id is None
+    assert {b.backend_tag for b in await admin.get_all_backends()} >= {"default/left", "default/right"}
+
+
+# -- hosts, proxies, options -------------------------------------------------------------------------------------------
+
+
+async def test_a_host_is_drained_and_taken_back(desk: AdminDesk) -> None:
+    admin = desk.admin
+    config = BackendConfig(num_replicas=2)
+    await desk.done(await admin.deploy(deploy("moving", backend_config=config)))
+    drained = await admin.drain_host(DrainHost(host_id="host-2"))
+    await desk.done(drained)
+    assert (await admin.drain_host(DrainHost(host_id="host-2"))).goal_id == drained.goal_id
+    hosts = {host.host_id: host for host in await admin.get_hosts()}
+    assert (hosts["host-2"].draining, hosts["host-2"].num_replicas) == (True, 0)
+    assert hosts["host-1"].resources == {"CPU": 64.0}
+    assert {r.host_id for r in (await admin.get_deployment_info("moving")).replicas} == {"host-1"}
+    back = await admin.undrain_host(UndrainHost(host_id="host-2"))
+    assert (back.goal_id, back.updating) == (None, True)
+    assert not any(host.draining for host in await admin.get_hosts())
+
+
+async def test_options_of_all_proxies_change_live_and_proxies_say_what_they_applied(desk: AdminDesk) -> None:
+    admin = desk.admin
+    before = await admin.get_http_config()
+    await desk.done(await admin.set_http_options(SetHttpOptions(options={"request_timeout_s": 7})))
+    assert await admin.get_http_config() == msgspec.structs.replace(before, request_timeout_s=7.0)
+    assert isinstance(before, HttpOptions)
+    (proxy,) = await admin.get_http_proxies()
+    newest = desk.plane.proxy.snapshots["http.options"].snapshot_id
+    assert proxy.applied_snapshot_id >= newest > 0
+    status = await admin.get_status()
+    assert (status.controller_id, status.store_available) == ("controller-1", True)
+    assert status.snapshot_id >= newest
+    assert [p.proxy_id for p in status.proxies] == ["proxy-1"]
+
+
+# -- plan, history, events ---------------------------------------------------------------------------------------------
+
+
+async def test_a_plan_tells_what_a_command_would_do_and_does_nothing(desk: AdminDesk) -> None:
+    await desk.done(await desk.admin.deploy(deploy("planned")))
+    before = await desk.admin.get_deployment_info("planned")
+    plan = await desk.admin.plan(deploy("planned", "v2"))
+    assert plan.updating
+    assert {(r.action, r.backend_tag) for r in plan.replicas} == {
+        (PlannedAction.START, "default/planned"),
+        (PlannedAction.STOP, "default/planned"),
+    }
+    assert all(r.why for r in plan.replicas)
+    config = {"backend_tag": "planned", "config": {"user_config": 1}}
+    plan = await desk.call("plan", verb="update_backend_config", request=config)
+    assert [r.action for r in plan.replicas] == [PlannedAction.RECONFIGURE]
+    assert not (await desk.admin.plan(deploy("planned"))).updating
+    assert await desk.admin.get_deployment_info("planned") == before
+
+
+async def test_the_history_shows_who_changed_what_from_what_to_what(desk: AdminDesk) -> None:
+    name = "audited"
+    await desk.done(await desk.admin.deploy(deploy(name)))
+    change = UpdateBackendConfig(backend_tag=name, config={"num_replicas": 2})
+    reply = await desk.admin.update_backend_config(change)
+    await desk.done(reply)
+    newest, first = await desk.admin.get_history(q.GetHistory(subject=name))
+    assert (newest.verb, newest.subject, newest.goal_id) == (
+        "update_backend_config",
+        f"default/{name}",
+        reply.goal_id,
+    )
+    assert "@" in newest.who, "the client says who it is"
+    assert newest.request == {"backend_tag": name, "config": {"num_replicas": 2}}
+    assert (num_replicas(newest.old, name), num_replicas(newest.new, name)) == (1, 2)
+    assert num_replicas(first.old, name) is None
+    assert newest.epoch == (await desk.admin.get_status()).epoch
+    (older,) = await desk.admin.get_history(q.GetHistory(subject=name, before=newest.id))
+    assert older.id == first.id
+    assert len(await desk.admin.get_history(q.GetHistory(limit=1))) == 1
+
+
+def num_replicas(side: Any, name: str) -> Any:
+    """As it stands on one side of an entry of the history; None when it was not there."""
+    found = (side or {}).get(f"backend default/{name}")
+    return None if found is None else found["target"]["backend_config"].get("num_replicas", 1)
+
+
+async def test_what_happens_is_published_and_can_be_asked_for(desk: AdminDesk) -> None:
+    reply = await desk.admin.deploy(deploy("eventful"))
+    goal_id = await desk.done(reply)
+    await desk.until_told("audit", "default.eventful", state="deploy")
+    (replica,) = (await desk.admin.get_deployment_info("eventful")).replicas
+    told = await desk.until_told(
+        "replica", replica.replica_tag.replace("/", ".").replace("#", "."), state="running"
+    )
+    assert all(isinstance(event, EventView) for event in told)
+    events = await desk.admin.get_events(q.GetEvents(subject="eventful"))
+    assert {"audit", "replica"} <= {event.kind for event in events}
+    assert [event.at for event in events] == sorted(event.at for event in events)
+    of_goal = await desk.admin.get_events(q.GetEvents(subject=goal_id))
+    assert {event.state for event in of_goal} >= {"pending", "succeeded"}
+    assert len(await desk.admin.get_events(q.GetEvents(limit=3))) == 3
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_and_changes_nothing(
+    desk: AdminDesk,
+) -> None:
+    await desk.done(await desk.admin.deploy(deploy("fixed")))
+    await desk.done(await desk.admin.deploy(deploy("used")))
+    await desk.done(
+        await desk.admin.set_traffic(SetTraffic(endpoint="fork", weights={"left": 0.5, "used": 0.5}))
+    )
+    await desk.done(
+        await desk.admin.shadow_traffic(ShadowTraffic(endpoint="fork", backend_tag="right", proportion=0.1))
+    )
+    before = await recorded(desk)
+    wrong = []
+    for verb, request, status, code, field, words in REFUSALS:
+        refusal = await desk.refused(verb, **request)
+        got = (refusal.status, refusal.view.code, refusal.view.field)
+        said = words in refusal.view.message and refusal.text[:20] in refusal.view.message
+        if got != (status, code, field) or not said:
+            wrong.append((verb, request, got, refusal.view.message[:200]))
+    assert wrong == []
+    assert await recorded(desk) == before
+    assert {verb for verb, *_ in REFUSALS} == {*COMMANDS, *QUERIES}
+
+
+async def recorded(desk: AdminDesk) -> list[tuple[str, str, str]]:
+    """What people decide, as the database has it."""
+    rows = await desk.plane.fetch(
+        "SELECT kind, key, value::text FROM muster.checkpoint_rows ORDER BY kind, key"
+    )
+    decided = ("backend", "endpoint", "deployment", "application", "goal", "http")
+    return [(row["kind"], row["key"], row["value"]) for row in rows if row["kind"] in decided]
+
+
+# -- the death of the leader, and the end ------------------------------------------------------------------------------
+
+
+async def test_goals_and_everything_else_survive_a_controller_that_is_killed(desk: AdminDesk) -> None:
+    done = await desk.done(await desk.admin.deploy(deploy("survivor", route_prefix="/survivor")))
+    desk.plane.host.runtime.hold_constructors()
+    config = BackendConfig(num_replicas=64, max_replicas_per_host=64)
+    pending = await desk.admin.deploy(deploy("unfinished", backend_config=config))
+    assert pending.goal_id is not None
+    history = await desk.admin.get_history(q.GetHistory(subject="survivor"))
+    deployments = [d.name for d in await desk.admin.list_deployments()]
+
+    (leader,) = desk.plane.controllers
+    leader.signal(signal.SIGKILL)
+    assert await leader.until_gone() == -signal.SIGKILL
+    await desk.plane.start_controller("controller-1")
+    assert (await desk.ended(done)).status is GoalStatus.SUCCEEDED
+    view = await desk.call("wait_for_goal", goal_id=pending.goal_id, timeout_s=0)
+    assert view.status is GoalStatus.PENDING
+    desk.plane.host.runtime.release_constructors()
+    assert (await desk.ended(pending.goal_id)).status is GoalStatus.SUCCEEDED
+    assert await desk.admin.get_history(q.GetHistory(subject="survivor")) == history
+    assert [d.name for d in await desk.admin.list_deployments()] == deployments
+    info = await desk.admin.get_deployment_info("survivor")
+    assert (info.status, info.route_prefix) == (DeploymentStatus.HEALTHY, "/survivor")
+    events = await desk.admin.get_events(q.GetEvents(subject=done))
+    assert {event.state for event in events} >= {"succeeded"}, "events of the former leader are known, too"
+
+
+async def test_shutdown_returns_its_goals_and_empties_everything(desk: AdminDesk) -> None:
+    reply = await desk.admin.shutdown()
+    assert len(reply.goal_ids) == len(set(reply.goal_ids)) > 0
+    for goal_id in reply.goal_ids:
+        assert (await desk.ended(goal_id)).status is GoalStatus.SUCCEEDED
+    status = await desk.admin.get_status()
+    assert (status.deployments, sum(host.num_replicas for host in status.hosts)) == ([], 0)
+    assert await desk.admin.get_all_backends() == []
+    assert await desk.admin.get_all_endpoints() == []
+    assert desk.plane.host.running == set()
+    assert (await desk.admin.shutdown()).goal_ids == []
+
+
+async def test_this_module_has_asked_every_verb() -> None:
+    """A verb that is added must be added here."""
+    if len(ASKED) < len(COMMANDS):
+        pytest.skip("only some of the module was run")
+    assert {*COMMANDS, *QUERIES} <= ASKED

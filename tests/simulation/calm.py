@@ -1,0 +1,159 @@
+"""What must be so once everything works again and nobody asks for anything: liveness, and one truth everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from serve_common.names import BackendTag, EndpointTag, backend_tag_of
+from serve_common.values import RayActorOptions, ReplicaConfig
+from serve_common.wires import commands as c
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.objects import ReplicaState
+from tests.simulation.check_budgets import wanted_of
+from tests.simulation.clients import Step
+from tests.simulation.sim_host import Code
+from tests.simulation.stories import TOO_LARGE
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+CPUS_MAX = 6.0
+"""So much may be asked for in the calm, of twelve: there must be room for what is replaced."""
+
+
+def mending(world: World) -> list[Step]:
+    """What a sensible client does before the calm: asks for no more than fits, of code that works."""
+    steps = [Step(c.UndrainHost(host_id=host_id)) for host_id in sorted(world.checks.reference.now.drained)]
+    asked = 0.0
+    for tag, made in sorted(world.checks.reference.now.backends.items()):
+        cpus = made.code.ray_actor_options.num_cpus
+        if made.code.import_path in (Code.DIES.value, Code.SICK.value) or cpus == TOO_LARGE:
+            cpus = 0.5
+            good = ReplicaConfig(
+                import_path=Code.GOOD.value, ray_actor_options=RayActorOptions(num_cpus=cpus)
+            )
+            steps.append(Step(_made_good(world, tag, good)))
+        per_host = made.config.max_replicas_per_host
+        fits = per_host is None or made.config.num_replicas <= per_host * len(world.hosts)
+        asked += made.config.num_replicas * cpus
+        if asked > CPUS_MAX or not fits:
+            asked -= (made.config.num_replicas - 1) * cpus
+            steps.append(Step(c.UpdateBackendConfig(backend_tag=tag, config={"num_replicas": 1})))
+    return steps
+
+
+def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.AnyCommand:
+    wishes = world.checks.reference.now
+    config = wishes.backends[tag].config
+    if tag.partition("/")[2] in ("x", "y"):
+        return c.CreateBackend(backend_tag=tag, replica_config=good, backend_config=config)
+    reach = wishes.endpoints[tag]
+    return c.Deploy(
+        name=tag,
+        version="mended",
+        replica_config=good,
+        backend_config=config,
+        route_prefix=reach.route,
+        methods=reach.methods,
+    )
+
+
+def why_not_calm(world: World) -> str:
+    """What is still under way; empty when nothing is."""
+    checkpoint = world.store.checkpoint
+    if any(x.process.stalled_until > world.time for x in world.controllers):
+        return "a controller stands still"
+    leaders = [x for x in world.controllers if x.term is not None and x.term.epoch == world.store.epoch]
+    if len(leaders) != 1:
+        return "nobody leads"
+    if checkpoint.pending:
+        return f"pending: {[(g.goal_id, g.kind.value, g.subject) for g in checkpoint.pending.values()]}"
+    for replicas in checkpoint.replicas.values():
+        for replica in replicas.values():
+            if replica.state is not ReplicaState.RUNNING:
+                return f"{replica.replica_tag} is {replica.state.value}: {replica.message}"
+    for backend in checkpoint.backends.values():
+        there = len(checkpoint.replicas_of(backend.backend_tag))
+        if there != wanted_of(backend):
+            return f"{there} of {wanted_of(backend)} replicas of {backend.backend_tag} are there"
+        if backend.deleting:
+            return f"{backend.backend_tag} is being deleted"
+    for host in world.hosts:
+        for tag in host.state.replicas:
+            if tag not in checkpoint.replicas_of(backend_tag_of(tag)):
+                return f"{host.host_id} still has {tag}"
+    newest = max((r.snapshot.snapshot_id for r in checkpoint.snapshots.values()), default=0)
+    for key, record in checkpoint.snapshots.items():
+        if world.bus.bucket.get(key, (0, None))[1] != record.snapshot:
+            return f"the bucket has another {key}"
+    for proxy in world.proxies:
+        if proxy.applied < newest or not proxy.table.is_filled:
+            return f"{proxy.proxy_id} applied {proxy.applied} of {newest}"
+        if proxy.proxy_id not in checkpoint.proxies:
+            return f"{proxy.proxy_id} is not waited for"
+    return ""
+
+
+def check_converged(world: World) -> None:
+    """What was asked for, what is recorded, what runs and what is routed are the same."""
+    checkpoint, wishes, check = world.store.checkpoint, world.checks.reference.now, world.check
+    world.checks.reference._compare(checkpoint)
+    check(not wishes.leaving, f"{wishes.leaving} were dropped and are still there")
+    for tag, backend in sorted(checkpoint.backends.items()):
+        running = {t for host in world.hosts for t in host.serving if backend_tag_of(t) == tag}
+        rows = checkpoint.replicas_of(tag)
+        check(running == set(rows), f"{sorted(running)} of {tag} run, {sorted(rows)} are recorded")
+        kept = backend.kept
+        for replica in rows.values():
+            is_target = (
+                replica.code_version == backend.target.code_version
+                and replica.config_version == backend.target.config_version
+            )
+            is_kept = kept is not None and replica.config_version == kept.config_version
+            check(is_target or is_kept, f"{replica.replica_tag} is of another version than the target")
+            held = next(
+                h.state.replicas[replica.replica_tag] for h in world.hosts if h.host_id == replica.host_id
+            )
+            check(held.config_version >= replica.config_version, f"{replica.replica_tag} has another config")
+        for proxy in world.proxies:
+            known = proxy.backends.get(tag)
+            check(
+                known is not None and set(known.replicas) == running,
+                f"{proxy.proxy_id} routes {tag} to {known}, not to {sorted(running)}",
+            )
+    for proxy in world.proxies:
+        _check_proxy(world, proxy)
+    for host in world.hosts:
+        record = checkpoint.hosts.get(host.host_id)
+        check(
+            record is None or host.state.generation == record.generation, f"{host.host_id} obeys another goal"
+        )
+    ended = [g for client in world.clients for g in client.acknowledged]
+    for goal_id in ended:
+        goal = checkpoint.goals.get(goal_id)
+        check(
+            goal is not None and goal.status is not GoalStatus.PENDING, f"{goal_id} was acknowledged: {goal}"
+        )
+    tags = sorted(t for h in world.hosts for t in h.processes)
+    recorded = sorted(t for rows in checkpoint.replicas.values() for t in rows)
+    check(tags == recorded, f"{tags} run, {recorded} are recorded")
+
+
+def _check_proxy(world: World, proxy: object) -> None:
+    checkpoint, check = world.store.checkpoint, world.check
+    wishes = world.checks.reference.now
+    for tag in sorted({*wishes.endpoints, *proxy.endpoints}):  # type: ignore[attr-defined]
+        reach, known = wishes.endpoints.get(tag), proxy.endpoints.get(EndpointTag(tag))  # type: ignore[attr-defined]
+        if reach is not None and all(
+            (b := checkpoint.backends.get(BackendTag(to))) is None or b.halted for to in reach.traffic
+        ):
+            reach = None  # it leads nowhere
+        is_so = None if known is None else (known.route, known.methods, known.traffic, known.shadows)
+        check(
+            is_so == (None if reach is None else tuple(reach)),
+            f"{proxy.proxy_id} has {tag} as {is_so}, not {reach}",
+        )  # type: ignore[attr-defined]
+    check(
+        proxy.options == wishes.http or proxy.http_error,  # type: ignore[attr-defined]
+        f"{proxy.proxy_id} applies {proxy.options}, not {wishes.http}",  # type: ignore[attr-defined]
+    )
