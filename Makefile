@@ -36,8 +36,8 @@ check: $(STAMP) ## Lint, types and import contracts
 format: $(STAMP) ## Format the code
 	.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
 
-simulate: $(STAMP) ## Run the simulation alone
-	$(PY) -m pytest tests/simulation
+simulate: $(STAMP) ## Simulate the control plane with faults from SEEDS=2000 seeds, beginning with SEED=0
+	$(PY) -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
 
 bench: $(STAMP) ## Measure the data plane next to its floors, in one run
 	$(PY) -m tests.bench

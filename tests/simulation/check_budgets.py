@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
@@ -12,10 +13,16 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 
 if TYPE_CHECKING:
+    from serve_controller.ports import HistoryEntry
+    from serve_controller.shell.term import Term
+    from tests.simulation.sim_controller import SimController
+    from tests.simulation.sim_host import SimHost
     from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
 
 S = ReplicaState
+STUCK_S = 21.0
+"""Beyond the timeout itself: what the host is given, and a few cycles."""
 WANTED = (S.SHOULD_START, S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY)
 SERVING = (S.RUNNING, S.UPDATING)
 
@@ -112,6 +119,65 @@ class ServingIsNotForgotten:
                     was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
                     f"{name} serves and was taken for gone",
                 )
+
+
+class StuckIsGivenUp:
+    """A start or a stop that takes far longer than it may is given up by force: it does not last for ever."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_cycle(self, controller: SimController, term: Term) -> None:
+        if controller.cycles % 10 or term.epoch != self.world.store.epoch:
+            return
+        for tag, replicas in term.checkpoint.replicas.items():
+            config = term.checkpoint.backends[tag].target.backend_config
+            patience_s = max(config.start_timeout_s, config.graceful_shutdown_timeout_s) + STUCK_S
+            for replica in replicas.values():
+                is_stuck = replica.state is S.STARTING or (
+                    replica.state is S.STOPPING and not replica.force_kill
+                )
+                self.world.check(
+                    not is_stuck or self.world.time - max(replica.since, self._since) < patience_s,
+                    f"{replica.replica_tag} has been {replica.state.value} since {replica.since}",
+                )
+
+    @property
+    def _since(self) -> float:
+        """Since when a leader could do something about it."""
+        return self.world.checks.led_since
+
+
+class ForceKillIsForced:
+    """What is deleted by force is not drained."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.forced: dict[str, float] = {}
+
+    def on_commit(
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: Changes,
+        history: Sequence[HistoryEntry],
+    ) -> None:
+        for entry in history:
+            if entry.verb == "delete_backend" and '"force_kill":true' in entry.request:
+                self.forced[entry.subject] = self.world.time
+            elif entry.subject in self.forced:
+                del self.forced[entry.subject]
+
+    def on_drain(self, host: SimHost, tag: ReplicaTag) -> None:
+        backend_tag = backend_tag_of(tag)
+        replica = self.world.store.checkpoint.replicas_of(backend_tag).get(tag)
+        if replica is not None and not host.state.is_leaving:
+            self.world.check(
+                replica.since < self.forced.get(backend_tag, float("inf")),
+                f"{host.host_id} drains {tag}, which was to be killed",
+            )
 
 
 class ReconfiguresAFew:

@@ -17,9 +17,11 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_attention import AttentionMissesNothing, VisibleIsDurable
 from tests.simulation.check_budgets import (
+    ForceKillIsForced,
     ReconfiguresAFew,
     RoomOfHosts,
     ServingIsNotForgotten,
+    StuckIsGivenUp,
     Surge,
     UnavailableBudget,
 )
@@ -64,6 +66,8 @@ class Checks:
         """Proxies that read the bucket may know less than before."""
         self.bucket_lost_at = float("-inf")
         """Leaders need a moment to hear of it."""
+        self.led_since = float("inf")
+        """Since when the present leader leads with store and bus there."""
         self.is_silence_possible = False
         """The bus is away for a while."""
         self.reference = Reference(world)
@@ -79,6 +83,8 @@ class Checks:
             Surge(world),
             UnavailableBudget(world),
             ServingIsNotForgotten(world),
+            StuckIsGivenUp(world),
+            ForceKillIsForced(world),
             ReconfiguresAFew(world),
             RoomOfHosts(world),
             SuccessIsTrue(world),
@@ -139,5 +145,6 @@ class Checks:
 
     def on_epoch(self, epoch: int, writer: Writer) -> None:
         """A controller was given an epoch."""
+        self.led_since = self.world.time
         for hear in self._hooks["on_epoch"]:
             hear(epoch, writer)

@@ -140,6 +140,9 @@ class SimBus:
         if self.available:
             return
         self.available = True
+        self.world.checks.led_since = self.world.time
+        if self.world.checks.is_bucket_lost:
+            self.world.checks.bucket_lost_at = self.world.time
         for controller in self.world.controllers:
             controller.notice_bus()
             self.open_term_watch(controller)

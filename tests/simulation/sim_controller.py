@@ -64,6 +64,8 @@ class SimController:
         self._is_bus_away = not self.world.bus.available
         self._beat_at, self._is_in_doubt = float("-inf"), False
         self._newest_epoch = 0
+        self._claims: dict[int, str] = {}
+        """What is wrong with the answer to a command, by the identity of its payload; empty when nothing is."""
         self._after(0.0, self._try_to_lead)
 
     def crash(self) -> None:
@@ -161,7 +163,7 @@ class SimController:
     def _watched(self, execute: Execute) -> Execute:
         async def watched(command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
             reply = await execute(command, request, who)
-            self.world.checks.reference.on_executed(command, reply)
+            self._claims[id(request)] = self.world.checks.reference.on_executed(command, reply)
             return reply
 
         return watched
@@ -300,9 +302,11 @@ class SimController:
         life = self.lives
 
         def ended(reply: bytes | None, error: BaseException | None) -> None:
+            lie = self._claims.pop(id(payload), "")
             match error:
                 case None:
                     assert reply is not None
+                    self.world.check(not lie, lie)
                     answer(reply)
                 case ServeError():
                     answer(error)

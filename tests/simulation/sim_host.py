@@ -74,6 +74,8 @@ class SimHost:
         self.world, self.host_id, self.cpus = world, HostId(host_id), cpus
         self.lives = 0
         self.is_up = False
+        self.is_gone_for_good = False
+        """Nothing starts it again."""
         self.is_isolated = False
         """No message reaches it or leaves it."""
         self.is_numb = False
@@ -105,6 +107,12 @@ class SimHost:
         self.is_up = False
         self.processes.clear()
         self.serving.clear()
+        self.state = HostState(host_id=self.host_id)
+
+    def come_back(self) -> None:
+        """Start again what is down, unless that is for good."""
+        if not self.is_up and not self.is_gone_for_good:
+            self.start()
 
     def leave(self) -> None:
         """SIGTERM."""

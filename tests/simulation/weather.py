@@ -82,7 +82,13 @@ def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -
     host = dice.choice(world.hosts)
     world.after(at_s, lambda: _stop_host(world, host))
     back_s = min(at_s + dice.choice([0.3, 4.0, 12.0]), until_s)
-    world.after(back_s, lambda: None if host.is_up else host.start())
+    world.after(back_s, host.come_back)
+
+
+def _kill_host_for_good(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    host = world.hosts[0]
+    host.is_gone_for_good = True
+    world.after(at_s, lambda: _stop_host(world, host))
 
 
 def _stop_host(world: World, host: object) -> None:
@@ -93,7 +99,7 @@ def _stop_host(world: World, host: object) -> None:
 def _host_leaves(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     host = dice.choice(world.hosts)
     world.after(at_s, host.leave)
-    world.after(min(at_s + 8.0, until_s), lambda: None if host.is_up else host.start())
+    world.after(min(at_s + 8.0, until_s), host.come_back)
 
 
 def _isolate_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
@@ -106,9 +112,10 @@ def _isolate_host(world: World, dice: random.Random, at_s: float, until_s: float
 
 def _hang_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     host = dice.choice(world.hosts)
-    way = dice.choice(["is_hung", "is_numb"])
-    world.after(at_s, lambda: setattr(host, way, True))
-    world.after(min(at_s + dice.choice([2.0, 20.0]), until_s), host.release)
+    ways = dice.choice([("is_hung",), ("is_numb",), ("is_hung", "is_numb")])
+    for way in ways:
+        world.after(at_s, lambda way=way: setattr(host, way, True))
+    world.after(min(at_s + dice.choice([2.0, 40.0]), until_s), host.release)
 
 
 def _kill_replicas(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
@@ -170,6 +177,7 @@ Mishap = Callable[["World", random.Random, float, float], None]
 
 MISHAPS: dict[str, Mishap] = {
     "host dies": _kill_host,
+    "host dies for good": _kill_host_for_good,
     "host leaves": _host_leaves,
     "host is isolated": _isolate_host,
     "host hangs": _hang_host,
@@ -185,5 +193,13 @@ MISHAPS: dict[str, Mishap] = {
     "bucket is lost": _lose_bucket,
 }
 DEADLY = frozenset(
-    {"host dies", "host leaves", "host is isolated", "host hangs", "replica dies", "replica falls sick"}
+    {
+        "host dies",
+        "host dies for good",
+        "host leaves",
+        "host is isolated",
+        "host hangs",
+        "replica dies",
+        "replica falls sick",
+    }
 )

@@ -143,9 +143,9 @@ class World(Kernel):
         for host in self.hosts:
             host.is_isolated = False
             host.release()
-            if not host.is_up or host.state.is_leaving:
+            if host.state.is_leaving:
                 host.stop()
-                host.start()
+            host.come_back()
         for proxy in self.proxies:
             if not proxy.is_up or proxy.is_leaving:
                 proxy.start()

@@ -77,7 +77,7 @@ def observe_host(observed: ObservedState, report: HostReport, now: float) -> Obs
     known = observed.hosts.get(report.host_id)
     sent, sent_at = None, 0.0
     if known is not None:
-        if _is_older(report, known.report):
+        if _is_older(report, known, now):
             return observed
         if report.incarnation == known.report.incarnation:
             sent, sent_at = known.sent, known.sent_at
@@ -109,14 +109,18 @@ def _host_observed(
     )
 
 
-def _is_older(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
-    return (report.started_at, report.sequence) < (known.started_at, known.sequence)
+def _is_older(report: HostReport | ProxyReport, known: HostObserved | ProxyObserved, now: float) -> bool:
+    """Whether a report came late. One of another life that began earlier is believed when the life that is known has
+    been silent: its machine's clock was set back."""
+    if report.started_at == known.report.started_at:
+        return report.sequence < known.report.sequence
+    return report.started_at < known.report.started_at and now - known.heard_at < HOST_SUSPECT_AFTER_S
 
 
 def observe_proxy(observed: ObservedState, report: ProxyReport, now: float) -> ObservedState:
     """Fold in a proxy's report; one that is older than what is known changes nothing."""
     known = observed.proxies.get(report.proxy_id)
-    if known is not None and _is_older(report, known.report):
+    if known is not None and _is_older(report, known, now):
         return observed
     proxy = ProxyObserved(report=report, heard_at=now)
     return msgspec.structs.replace(observed, proxies=observed.proxies.set(report.proxy_id, proxy))

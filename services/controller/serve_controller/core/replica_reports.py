@@ -106,7 +106,8 @@ def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
 def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
     """A report is whole: a replica that is not in it does not run, unless the host has yet to hear of it."""
     unheard = host.report.generation < replica.generation
-    if unheard and (replica.state is ReplicaState.STARTING or host.report.generation > 0):
+    may_yet_start = replica.state in (ReplicaState.STARTING, ReplicaState.SHOULD_STOP)
+    if unheard and (may_yet_start or host.report.generation > 0):
         # It may have been told to start by a goal that is under way: its end is certain once the host has heard the
         # goal that leaves it out. And the first report that a new leader hears may be a late one.
         return

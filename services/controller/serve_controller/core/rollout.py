@@ -164,9 +164,11 @@ def _tell_why_not(
     message = ledger.why_not(backend.backend_tag, backend.target)
     if len(waiting) > 1:
         message = f"{placed} of {len(waiting)} more fit: {message}"
+    # One says it for all: else the rows of thousands would be written anew whenever a number in the text changes.
     for replica in waiting[placed:]:
-        if replica.message != message:
-            draft.put(msgspec.structs.replace(replica, message=message))
+        told = message if replica is waiting[placed] else ""
+        if replica.message != told:
+            draft.put(msgspec.structs.replace(replica, message=told))
 
 
 def _stop_surplus(draft: Draft, backend: Backend, now: float) -> None:

@@ -124,17 +124,16 @@ class Admin:
         return term
 
     async def _command(self, term: LeadingTerm, command: AnyCommand, payload: bytes, who: str) -> bytes:
+        async def encoded() -> bytes:
+            return msgspec.json.encode(reply)
+
         try:
             reply = await term.execute(command, payload, who)
+            return await self._boundary.cross("reply", encoded)
         except FencedOut as error:
             # The fence wrote nothing; to a caller this is a change of leader like any other.
             term.on_change()
             raise NotLeading(f"this controller leads no more ({error}); try again") from error
-
-        async def encoded() -> bytes:
-            return msgspec.json.encode(reply)
-
-        return await self._boundary.cross("reply", encoded)
 
     async def _query(self, term: LeadingTerm, query: Request) -> object:
         match query:

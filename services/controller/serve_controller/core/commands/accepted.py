@@ -97,7 +97,9 @@ def new_goal(
     for goal_id in sorted(replaced, key=number_of):
         former = draft.pending[goal_id]
         some, all_of_it = backend_keys(owns), backend_keys(former.owns)
-        is_part = some < all_of_it or (some == all_of_it and kind is GoalKind.DEPLOY)
+        is_part = former.owns[0] not in owns and (
+            some < all_of_it or (some == all_of_it and kind is GoalKind.DEPLOY)
+        )
         if former.kind is GoalKind.APPLICATION and is_part and kind in (GoalKind.DEPLOY, GoalKind.DELETE):
             kind, subject, owns, whole = former.kind, former.subject, former.owns, former
     if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
