@@ -57,10 +57,12 @@ class Surge:
             if isinstance(value, Replica) and value.replica_tag not in before.replicas_of(value.backend_tag):
                 begun[value.backend_tag] = begun.get(value.backend_tag, 0) + 1
         for tag, number in begun.items():
-            backend = after.backends[tag]
+            backend, was = after.backends[tag], before.backends.get(tag)
             there = _count(after, tag, WANTED)
             config = backend.target.backend_config
-            most = max(wanted_of(backend), there - number) + share(config, config.max_surge_percent)
+            # One that is given up in the same plan was wanted until then.
+            wanted = max(wanted_of(backend), 0 if was is None else wanted_of(was))
+            most = max(wanted, there - number) + share(config, config.max_surge_percent)
             self.world.check(there <= most, f"{there} replicas of {tag} are to run; at most {most} may")
 
 

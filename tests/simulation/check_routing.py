@@ -98,7 +98,8 @@ class SnapshotsAreTrue:
             content = None if record is None else record.snapshot.content
             routed = set(content.replicas) if isinstance(content, BackendSnapshot) else set()
             serving = {r.replica_tag for r in after.replicas_of(tag).values() if r.state in SERVING}
-            self.world.check(routed == serving, lambda: f"routers are given {routed} of {tag}, not {serving}")
+            if routed != serving:
+                self.world.check(False, lambda t=f"routers are given {routed} of {tag}, not {serving}": t)
 
     def on_publish(self, key: str, snapshot: Snapshot) -> None:
         self.world.check(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from serve_common.names import HostId
 from serve_common.subjects import HTTP_KEY
+from serve_common.wires.host import ReplicaStatus
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
@@ -15,6 +16,9 @@ from serve_controller.core.objects import Backend, Goal, GoalKind, ReplicaState
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
+
+
+FAILED = (ReplicaStatus.FAILED, ReplicaStatus.DEAD)
 
 
 class SuccessIsTrue:
@@ -91,5 +95,11 @@ class SuccessIsTrue:
         if self.world.weather.faults.has_deaths:
             return  # a host that was lost may still run what it will be told to stop
         for host in self.world.hosts:
-            left = [t for t in host.processes if t.rpartition("#")[0] == tag]
+            held = host.state.replicas
+            # One that failed is gone in a moment.
+            left = [
+                t
+                for t in host.processes
+                if t.rpartition("#")[0] == tag and not (t in held and held[t].status in FAILED)
+            ]
             self.world.check(not left, f"{goal.goal_id} deleted {tag}, and {host.host_id} runs {left}")

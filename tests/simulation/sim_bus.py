@@ -77,8 +77,8 @@ class SimBus:
                     proxy.hear({key: snapshot}, whole=False)
 
             self._in_order(f"{proxy.proxy_id} {life}", tell_proxy)
+        snapshot_id = None if snapshot is None else snapshot.snapshot_id
         for controller in self.world.controllers:
-            snapshot_id = None if snapshot is None else snapshot.snapshot_id
             term = controller.term
             if term is None:
                 continue

@@ -60,7 +60,7 @@ class SimController:
         self.boundary = LeadersBoundary(
             SimBoundary(self.world.crashes, self._effect_delay, self._trace), lambda: self.is_sure
         )
-        self.admin = Admin(self.controller_id, self.world, self.boundary, lambda: self._leading_term())
+        self.admin = Admin(self.controller_id, self.world, self.boundary, self._leading_term)
         self._is_bus_away = not self.world.bus.available
         self._beat_at, self._is_in_doubt = float("-inf"), False
         self._newest_epoch = 0
