@@ -1,4 +1,4 @@
-"""``python -m tests.simulation``: see `sweeps`, which is apart because spawned processes import what they run by name."""
+"""``python -m tests.simulation``: see `sweeps`, which is apart since spawned processes import what they run by name."""
 
 from __future__ import annotations
 
