@@ -10,7 +10,7 @@ import structlog
 from tests.simulation.sweeps import quiet
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _quiet_logs() -> Iterator[None]:
     quiet()
     yield

@@ -7,15 +7,12 @@ what last succeeded, all or nothing. After every command and every end of a goal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from serve_common import values
-from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, deployment_tag
+from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.subjects import endpoint_key
-from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
 from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
@@ -24,60 +21,11 @@ from serve_controller.core.goals import backends_of, endpoints_of
 from serve_controller.core.objects import Backend, Goal, GoalKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request
+from tests.simulation.wishes import Group, Made, Reach, Wishes, apply, join, put_reach
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
     from tests.simulation.world import World
-
-
-class Made(NamedTuple):
-    """What a backend is to be."""
-
-    code: ReplicaConfig
-    config: BackendConfig
-    version: str | None
-
-
-class Reach(NamedTuple):
-    """How an endpoint is to be reached."""
-
-    route: str | None
-    methods: list[str]
-    traffic: dict[str, float]
-    shadows: dict[str, float]
-
-
-class Group(NamedTuple):
-    """What an application is to be."""
-
-    ingress: str
-    members: frozenset[str]
-
-
-@dataclass
-class Wishes:
-    """Everything that was decided."""
-
-    backends: dict[str, Made] = field(default_factory=dict)
-    endpoints: dict[str, Reach] = field(default_factory=dict)
-    groups: dict[str, Group] = field(default_factory=dict)
-    http: HttpOptions | None = None
-    drained: set[str] = field(default_factory=set)
-    leaving: dict[str, str] = field(default_factory=dict)
-    """What an application no longer has, by its name: it may still be there until the goal's end."""
-
-    def copy(self) -> Wishes:
-        """One that can be changed."""
-        return Wishes(
-            dict(self.backends), dict(self.endpoints), dict(self.groups), self.http, set(self.drained),
-            dict(self.leaving),
-        )  # fmt: skip
-
-    def drop(self, tag: str) -> None:
-        """A backend and the endpoint of its name are to go away."""
-        self.backends.pop(tag, None)
-        self.endpoints.pop(tag, None)
-        self.leaving.pop(tag, None)
 
 
 class Reference:
@@ -143,7 +91,7 @@ class Reference:
         if self.world.store.late_writes_s is not None:
             return ""
         then = self.now.copy()
-        _apply(then, self.good.copy(), command)
+        apply(then, self.good.copy(), command)
         return "" if then == self.now else f"{command} is acknowledged and does not hold"
 
     # -- what a command means ------------------------------------------------------------------------------------------
@@ -155,7 +103,7 @@ class Reference:
         if isinstance(command, c.Rollback):
             self._roll_back(command, after)
             return
-        _apply(self.now, self.good, command)
+        apply(self.now, self.good, command)
 
     def _roll_back(self, command: c.Rollback, after: Checkpoint) -> None:
         tag = deployment_tag(command.name)
@@ -175,9 +123,9 @@ class Reference:
         reach = chosen[-1][1]
         self.now.backends[tag] = new
         if reach is not None:
-            _reach(self.now, tag, reach.route, reach.methods)
+            put_reach(self.now, tag, reach.route, reach.methods)
             self.now.leaving.pop(tag, None)
-            _join(self.now, tag)
+            join(self.now, tag)
 
     def _succeed(self, goal: Goal, after: Checkpoint) -> None:
         if goal.kind is GoalKind.HTTP:
@@ -190,7 +138,7 @@ class Reference:
                 group = self.now.groups[goal.subject]
                 self.good.groups[goal.subject] = group._replace(members=group.members & {*backends_of(goal)})
         if goal.kind is GoalKind.DEPLOY and goal.subject in self.now.backends:
-            _join(self.good, goal.subject)
+            join(self.good, goal.subject)
         for endpoint_tag in endpoints_of(goal):
             reach, good = self.now.endpoints.get(endpoint_tag), self.good.endpoints.get(endpoint_tag)
             if reach is None:
@@ -304,122 +252,3 @@ class Reference:
 
 def _but_scale(made: Made, num_replicas: int) -> Made:
     return made._replace(config=msgspec.structs.replace(made.config, num_replicas=num_replicas))
-
-
-def _apply(now: Wishes, good: Wishes, command: Any) -> None:
-    match command:
-        case c.Deploy():
-            tag = deployment_tag(command.name)
-            _put(now, good, tag, Made(command.replica_config, command.backend_config, command.version))
-            _reach(now, tag, command.route_prefix, command.methods)
-            _join(now, tag)
-        case c.DeployApplication():
-            _deploy_application(now, good, command)
-        case c.CreateBackend():
-            tag = deployment_tag(command.backend_tag)
-            _put(now, good, tag, Made(command.replica_config, command.backend_config, None))
-        case c.UpdateBackendConfig():
-            tag = deployment_tag(command.backend_tag)
-            made = now.backends[tag]
-            now.backends[tag] = made._replace(config=values.merged(made.config, command.config, "config"))
-        case c.DeleteDeployment():
-            tag = deployment_tag(command.name)
-            _delete(now, good, tag)
-            _part(now, good, tag)
-        case c.DeleteBackend():
-            tag = deployment_tag(command.backend_tag)
-            now.backends.pop(tag, None)
-            good.backends.pop(tag, None)
-        case c.DeleteApplication():
-            group = now.groups.pop(command.name, None)
-            good.groups.pop(command.name, None)
-            for tag in [t for t in now.backends if group is not None and t.startswith(f"{command.name}/")]:
-                _delete(now, good, tag)
-        case c.CreateEndpoint():
-            traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
-            tag = deployment_tag(command.endpoint)
-            shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
-            now.endpoints[tag] = Reach(command.route, sorted(set(command.methods)), traffic, shadows)
-        case c.DeleteEndpoint():
-            now.endpoints.pop(deployment_tag(command.endpoint), None)
-            good.endpoints.pop(deployment_tag(command.endpoint), None)
-        case c.SetTraffic():
-            tag = deployment_tag(command.endpoint)
-            traffic = {str(deployment_tag(name)): weight for name, weight in command.weights.items()}
-            now.endpoints[tag] = now.endpoints[tag]._replace(traffic=traffic)
-        case c.ShadowTraffic():
-            tag, to = deployment_tag(command.endpoint), deployment_tag(command.backend_tag)
-            shadows = {t: p for t, p in now.endpoints[tag].shadows.items() if t != to}
-            if command.proportion > 0:
-                shadows[to] = command.proportion
-            now.endpoints[tag] = now.endpoints[tag]._replace(shadows=shadows)
-        case c.SetHttpOptions():
-            now.http = values.merged(now.http or HttpOptions(), command.options, "options")
-        case c.DrainHost():
-            now.drained.add(HostId(command.host_id))
-        case c.UndrainHost():
-            now.drained.discard(HostId(command.host_id))
-        case c.Shutdown():
-            for some in (now, good):
-                some.backends.clear()
-                some.endpoints.clear()
-                some.groups.clear()
-                some.leaving.clear()
-        case _:
-            raise AssertionError(f"the model does not know {command}")
-
-
-def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
-    if tag not in now.backends:
-        good.drop(tag)  # it is new, or was given up: should it fail, what was before must not come back
-    now.backends[tag] = made
-    now.leaving.pop(tag, None)
-
-
-def _reach(now: Wishes, tag: str, route: str | None, methods: list[str]) -> None:
-    shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
-    now.endpoints[tag] = Reach(route, sorted(set(methods)), {tag: 1.0}, shadows)
-
-
-def _delete(now: Wishes, good: Wishes, tag: str) -> None:
-    now.drop(tag)
-    good.drop(tag)
-
-
-def _join(some: Wishes, tag: str) -> None:
-    name = tag.partition("/")[0]
-    group = some.groups.get(name)
-    if group is not None:
-        some.groups[name] = group._replace(members=group.members | {tag})
-
-
-def _part(now: Wishes, good: Wishes, tag: str) -> None:
-    name = tag.partition("/")[0]
-    for some in (now, good):
-        if name in some.groups:
-            group = some.groups[name]
-            some.groups[name] = group._replace(members=group.members - {tag})
-    if name in now.groups and not now.groups[name].members:
-        now.groups.pop(name)
-        good.groups.pop(name, None)
-        for left in [t for t, of in now.leaving.items() if of == name]:
-            _delete(now, good, left)
-
-
-def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication) -> None:
-    name = command.name
-    members = {f"{name}/{spec.name}": spec for spec in command.deployments}
-    ingress = f"{name}/{command.ingress}"
-    if name in now.groups:
-        for tag in now.backends:
-            if tag.startswith(f"{name}/") and tag not in members:
-                now.leaving[tag] = name
-    if name not in now.groups:
-        good.groups.pop(name, None)
-    for tag, spec in members.items():
-        _put(now, good, tag, Made(spec.replica_config, spec.backend_config, spec.version))
-        _reach(now, tag, command.route_prefix if tag == ingress else None, command.methods)
-    now.groups[name] = Group(ingress, frozenset(members))
-
-
-__all__ = ["GoalId", "Made", "Reach", "Reference", "Wishes"]

@@ -18,6 +18,7 @@ CLIENTS_LIMIT_S = 240.0
 CALM_LIMIT_S = 120.0
 SETTLE_S = 1.5
 MENDINGS_MAX = 5
+GOALS_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def play(
         _wait(world, lambda: "" if all(x.is_done for x in world.clients) else "clients wait", CLIENTS_LIMIT_S)
         world.calm()
         for number in range(MENDINGS_MAX):
+            # A goal that is under way may yet fail, and bring back what must be mended.
+            world.run_until(lambda: not world.store.checkpoint.pending, GOALS_LIMIT_S)
             steps = mending(world)
             if not steps:
                 break

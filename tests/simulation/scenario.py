@@ -41,7 +41,9 @@ def deploy(
         request_id=request_id,
         route_prefix=f"/{name}" if route is None else route,
         replica_config=_code(code),
-        backend_config=BackendConfig(num_replicas=num, user_config=config, graceful_shutdown_timeout_s=2.0),
+        backend_config=BackendConfig(
+            num_replicas=num, user_config=config, graceful_shutdown_timeout_s=2.0, start_timeout_s=2.0
+        ),
     )
 
 
@@ -86,6 +88,32 @@ PAIR_STORY: Final = [
     Step(deploy("a", "v3", num=2, request_id="r3", code=Code.RAISES), ends=BAD),
     Step(c.DeleteDeployment(name="a"), ends=GOOD),
 ]
+
+
+GROUP_STORY: Final = [
+    Step(application("v1", "web", "model", request_id="r1"), ends=GOOD),
+    Step(application("v2", "web", "cache", request_id="r2", code=Code.RAISES), ends=BAD),
+    Step(application("v3", "cache", request_id="r3"), ends=GOOD),
+    Step(c.CreateEndpoint(endpoint="e", traffic={"shop/cache": 1.0}, route="/e"), ends=GOOD),
+    Step(c.DrainHost(host_id="host-1"), ends=GOOD),
+    Step(c.Shutdown(), ends=GOOD),
+]
+
+
+def run_stuck(term_class: type[Term] = Term) -> Outcome:
+    """A host takes a replica, and then neither starts it nor says so, and ends nothing either."""
+    world = World(hosts=2, term_class=term_class, faults=Faults(has_deaths=True))
+    world.hosts[0].is_hung = True
+    world.after(0.3, lambda: setattr(world.hosts[0], "is_numb", True))
+    return play(world, [[Step(deploy("a", "v1", num=2, request_id="r1"))]], storm_s=80.0)
+
+
+def run_stall(term_class: type[Term] = Term) -> Outcome:
+    """The only controller stands still for longer than hosts may be silent: nobody is lost by that."""
+    world = World(hosts=2, term_class=term_class)
+    world.after(4.0, lambda: world.controllers[0].process.stall(9.5))
+    last = Step(deploy("b", "v1", num=1, request_id="r2"), think_s=12.0, ends=GOOD)
+    return play(world, [[Step(deploy("a", "v1", num=2, request_id="r1"), ends=GOOD), last]])
 
 
 def run_story(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from serve_common.errors import BusUnavailable
+from serve_common.names import BackendTag
+from serve_common.subjects import backend_key
 from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_common.wires.views import EventView
 
 if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_proxy import SimProxy
     from tests.simulation.world import World
+
+
+LITTER: Final = BackendTag("gone/long-ago")
 
 
 class SimBus:
@@ -49,9 +54,15 @@ class SimBus:
         self._tell_watchers(key)
         return self.revision
 
-    async def retract(self, key: str) -> None:
+    async def retract(self, key: str, revision: int) -> None:
         """See `Publisher.retract`."""
         self._reach()
+        held, _ = self.bucket.get(key, (0, None))
+        if revision not in (0, held):
+            raise BusUnavailable(f"{key} has revision {held}, not {revision}")
+        self.world.check(
+            key not in self.world.store.checkpoint.snapshots, f"{key} was retracted and is recorded"
+        )
         self.revision += 1
         self.bucket.pop(key, None)
         self._tell_watchers(key)
@@ -119,12 +130,16 @@ class SimBus:
                 term.hear_bucket(entries, whole=True)
 
         self._in_order(
-            f"{controller.controller_id} {controller.terms}", lambda: controller.process.when_running(tell)
+            f"{controller.controller_id} {controller.terms}",
+            lambda: controller.process.when_running(tell),
+            extra_s=self.world.weather.faults.bucket_read_s,
         )
 
-    def _in_order(self, watcher: str, tell: Callable[[], object]) -> None:
+    def _in_order(self, watcher: str, tell: Callable[[], object], *, extra_s: float = 0.0) -> None:
         connection = self._connection
-        self.world.in_order(watcher, lambda: tell() if self._connection == connection else None)
+        self.world.in_order(
+            watcher, lambda: tell() if self._connection == connection else None, extra_s=extra_s
+        )
 
     # -- failing -------------------------------------------------------------------------------------------------------
 
@@ -153,6 +168,16 @@ class SimBus:
         for host in self.world.hosts:
             if host.is_up:
                 host.report()
+
+    def litter(self) -> None:
+        """Something is in the bucket that no checkpoint knows."""
+        content = BackendSnapshot(
+            backend_tag=LITTER, replicas=[], draining=[], max_concurrent_queries=1, max_queued_requests=1
+        )
+        self.revision += 1
+        key = backend_key(LITTER)
+        self.bucket[key] = (self.revision, Snapshot(snapshot_id=0, epoch=0, content=content))
+        self._tell_watchers(key)
 
     def lose_bucket(self) -> None:
         """The bucket is gone, as when NATS lost its disk; revisions begin anew."""

@@ -105,6 +105,7 @@ class SimHost:
     def stop(self) -> None:
         """The process is killed, and its replicas with it."""
         self.is_up = False
+        self.world.checks.not_well.update(self.processes)
         self.processes.clear()
         self.serving.clear()
         self.state = HostState(host_id=self.host_id)

@@ -169,6 +169,15 @@ def draw_story(dice: random.Random, client: str) -> list[Step]:
     """The steps of one client. What it did last is often asked again in other words, so that changes meet."""
     names, weights = list(COMMANDS), [weight for weight, _ in COMMANDS.values()]
     steps = []
+    if dice.random() < 0.3:
+        steps = [
+            Step(c.CreateBackend(backend_tag="x", replica_config=code(dice), backend_config=config(dice))),
+            Step(
+                c.CreateBackend(backend_tag="y", replica_config=code(dice), backend_config=config(dice)),
+                waits=False,
+            ),
+            Step(c.CreateEndpoint(endpoint="e", traffic={"x": 1.0}, route=dice.choice(ROUTES)), waits=False),
+        ]
     for number in range(dice.choice([3, 5, 8])):
         draw = COMMANDS[dice.choices(names, weights=weights)[0]][1]
         request_id = f"{client}-{number}" if dice.random() < 0.7 else None

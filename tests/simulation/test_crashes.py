@@ -8,7 +8,16 @@ import random
 import pytest
 
 from serve_controller.shell.boundary import EFFECTS
-from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_story
+from tests.simulation.clients import Step
+from tests.simulation.scenario import (
+    GROUP_STORY,
+    PAIR_STORY,
+    STORY,
+    effects_of,
+    run_stall,
+    run_story,
+    run_stuck,
+)
 from tests.simulation.world import Faults
 
 PAIRS = 60
@@ -25,12 +34,22 @@ def test_the_story_on_a_bad_network_keeps_every_promise() -> None:
     assert run_story(STORY, faults=faults).violations == []
 
 
+def test_what_is_stuck_on_a_host_is_replaced() -> None:
+    assert run_stuck().violations == []
+
+
+def test_a_leader_that_stands_still_for_long_takes_nobody_for_lost() -> None:
+    assert run_stall().violations == []
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_crash_at_each_single_effect_loses_nothing(after: bool) -> None:
+@pytest.mark.parametrize("story", [PAIR_STORY, GROUP_STORY], ids=["a deployment", "an application"])
+def test_a_crash_at_each_single_effect_loses_nothing(after: bool, story: list[Step]) -> None:
+    """`make simulate` does so with a longer story too."""
     broken, fired = [], set()
-    for number in range(effects_of(STORY)):
-        outcome = run_story(STORY, frozenset({(number, after)}))
+    for number in range(effects_of(story)):
+        outcome = run_story(story, frozenset({(number, after)}))
         fired |= {name for _, name, _ in outcome.crashed}
         assert [n for n, _, _ in outcome.crashed] == [number], "the crash must really have happened"
         if outcome.violations:

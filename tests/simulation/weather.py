@@ -22,6 +22,8 @@ class Faults:
     doubling: float = 0.0
     delay_min_s: float = 0.001
     delay_max_s: float = 0.002
+    bucket_read_s: float = 0.0
+    """How long a leader needs to read the whole bucket."""
     effect_max_s: float = 0.0
     """How long an effect of a controller may take."""
     stall: float = 0.0
@@ -59,6 +61,7 @@ def draw_faults(dice: random.Random) -> Faults:
         loss=dice.choice([0.0, 0.0, 0.05, 0.2]),
         doubling=dice.choice([0.0, 0.2]),
         delay_max_s=dice.choice([0.002, 0.05, 0.5, 2.0]),
+        bucket_read_s=dice.choice([0.0, 0.0, 0.5, 2.0]),
         effect_max_s=dice.choice([0.0, 0.01, 0.2]),
         stall=dice.choice([0.0, 0.0, 0.01, 0.03]),
         stall_max_s=dice.choice([2.0, 9.0]),
@@ -173,6 +176,10 @@ def _lose_bucket(world: World, dice: random.Random, at_s: float, until_s: float)
     world.after(at_s, world.bus.lose_bucket)
 
 
+def _litter(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, world.bus.litter)
+
+
 Mishap = Callable[["World", random.Random, float, float], None]
 
 MISHAPS: dict[str, Mishap] = {
@@ -191,6 +198,7 @@ MISHAPS: dict[str, Mishap] = {
     "store is away": _store_away,
     "bus is away": _bus_away,
     "bucket is lost": _lose_bucket,
+    "bucket is littered": _litter,
 }
 DEADLY = frozenset(
     {

@@ -108,10 +108,10 @@ class World(Kernel):
         for _ in range(copies):
             self.after(self.dice.uniform(faults.delay_min_s, faults.delay_max_s), deliver)
 
-    def in_order(self, channel: str, deliver: Callable[[], object]) -> None:
-        """A message of an ordered channel: late perhaps, never lost."""
+    def in_order(self, channel: str, deliver: Callable[[], object], *, extra_s: float = 0.0) -> None:
+        """A message of an ordered channel: late perhaps, never lost. It takes ``extra_s`` longer than others."""
         faults = self.weather.faults
-        at = self.time + self.dice.uniform(faults.delay_min_s, faults.delay_max_s)
+        at = self.time + extra_s + self.dice.uniform(faults.delay_min_s, faults.delay_max_s)
         at = max(at, self._ordered_at.get(channel, 0.0))
         self._ordered_at[channel] = at
         self.at(at, deliver)
@@ -149,7 +149,6 @@ class World(Kernel):
         for proxy in self.proxies:
             if not proxy.is_up or proxy.is_leaving:
                 proxy.start()
-        self.crashes.points = frozenset()
 
 
 __all__ = ["Faults", "SilentTelemetry", "World"]

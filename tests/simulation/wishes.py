@@ -1,0 +1,177 @@
+"""What was decided, as users understand it: each command's meaning in a few lines, apart from how it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from serve_common import values
+from serve_common.names import HostId, deployment_tag
+from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.wires import commands as c
+
+
+class Made(NamedTuple):
+    """What a backend is to be."""
+
+    code: ReplicaConfig
+    config: BackendConfig
+    version: str | None
+
+
+class Reach(NamedTuple):
+    """How an endpoint is to be reached."""
+
+    route: str | None
+    methods: list[str]
+    traffic: dict[str, float]
+    shadows: dict[str, float]
+
+
+class Group(NamedTuple):
+    """What an application is to be."""
+
+    ingress: str
+    members: frozenset[str]
+
+
+@dataclass
+class Wishes:
+    """Everything that was decided."""
+
+    backends: dict[str, Made] = field(default_factory=dict)
+    endpoints: dict[str, Reach] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    http: HttpOptions | None = None
+    drained: set[str] = field(default_factory=set)
+    leaving: dict[str, str] = field(default_factory=dict)
+    """What an application no longer has, by its name: it may still be there until the goal's end."""
+
+    def copy(self) -> Wishes:
+        """One that can be changed."""
+        return Wishes(
+            dict(self.backends), dict(self.endpoints), dict(self.groups), self.http, set(self.drained),
+            dict(self.leaving),
+        )  # fmt: skip
+
+    def drop(self, tag: str) -> None:
+        """A backend and the endpoint of its name are to go away."""
+        self.backends.pop(tag, None)
+        self.endpoints.pop(tag, None)
+        self.leaving.pop(tag, None)
+
+
+def apply(now: Wishes, good: Wishes, command: Any) -> None:
+    match command:
+        case c.Deploy():
+            tag = deployment_tag(command.name)
+            _put(now, good, tag, Made(command.replica_config, command.backend_config, command.version))
+            put_reach(now, tag, command.route_prefix, command.methods)
+            join(now, tag)
+        case c.DeployApplication():
+            _deploy_application(now, good, command)
+        case c.CreateBackend():
+            tag = deployment_tag(command.backend_tag)
+            _put(now, good, tag, Made(command.replica_config, command.backend_config, None))
+        case c.UpdateBackendConfig():
+            tag = deployment_tag(command.backend_tag)
+            made = now.backends[tag]
+            now.backends[tag] = made._replace(config=values.merged(made.config, command.config, "config"))
+        case c.DeleteDeployment():
+            tag = deployment_tag(command.name)
+            _delete(now, good, tag)
+            _part(now, good, tag)
+        case c.DeleteBackend():
+            tag = deployment_tag(command.backend_tag)
+            now.backends.pop(tag, None)
+            good.backends.pop(tag, None)
+        case c.DeleteApplication():
+            group = now.groups.pop(command.name, None)
+            good.groups.pop(command.name, None)
+            for tag in [t for t in now.backends if group is not None and t.startswith(f"{command.name}/")]:
+                _delete(now, good, tag)
+        case c.CreateEndpoint():
+            traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
+            tag = deployment_tag(command.endpoint)
+            shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
+            now.endpoints[tag] = Reach(command.route, sorted(set(command.methods)), traffic, shadows)
+        case c.DeleteEndpoint():
+            now.endpoints.pop(deployment_tag(command.endpoint), None)
+            good.endpoints.pop(deployment_tag(command.endpoint), None)
+        case c.SetTraffic():
+            tag = deployment_tag(command.endpoint)
+            traffic = {str(deployment_tag(name)): weight for name, weight in command.weights.items()}
+            now.endpoints[tag] = now.endpoints[tag]._replace(traffic=traffic)
+        case c.ShadowTraffic():
+            tag, to = deployment_tag(command.endpoint), deployment_tag(command.backend_tag)
+            shadows = {t: p for t, p in now.endpoints[tag].shadows.items() if t != to}
+            if command.proportion > 0:
+                shadows[to] = command.proportion
+            now.endpoints[tag] = now.endpoints[tag]._replace(shadows=shadows)
+        case c.SetHttpOptions():
+            now.http = values.merged(now.http or HttpOptions(), command.options, "options")
+        case c.DrainHost():
+            now.drained.add(HostId(command.host_id))
+        case c.UndrainHost():
+            now.drained.discard(HostId(command.host_id))
+        case c.Shutdown():
+            for some in (now, good):
+                some.backends.clear()
+                some.endpoints.clear()
+                some.groups.clear()
+                some.leaving.clear()
+        case _:
+            raise AssertionError(f"the model does not know {command}")
+
+
+def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
+    if tag not in now.backends:
+        good.drop(tag)  # it is new, or was given up: should it fail, what was before must not come back
+    now.backends[tag] = made
+    now.leaving.pop(tag, None)
+
+
+def put_reach(now: Wishes, tag: str, route: str | None, methods: list[str]) -> None:
+    shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
+    now.endpoints[tag] = Reach(route, sorted(set(methods)), {tag: 1.0}, shadows)
+
+
+def _delete(now: Wishes, good: Wishes, tag: str) -> None:
+    now.drop(tag)
+    good.drop(tag)
+
+
+def join(some: Wishes, tag: str) -> None:
+    name = tag.partition("/")[0]
+    group = some.groups.get(name)
+    if group is not None:
+        some.groups[name] = group._replace(members=group.members | {tag})
+
+
+def _part(now: Wishes, good: Wishes, tag: str) -> None:
+    name = tag.partition("/")[0]
+    for some in (now, good):
+        if name in some.groups:
+            group = some.groups[name]
+            some.groups[name] = group._replace(members=group.members - {tag})
+    if name in now.groups and not now.groups[name].members:
+        now.groups.pop(name)
+        good.groups.pop(name, None)
+        for left in [t for t, of in now.leaving.items() if of == name]:
+            _delete(now, good, left)
+
+
+def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication) -> None:
+    name = command.name
+    members = {f"{name}/{spec.name}": spec for spec in command.deployments}
+    ingress = f"{name}/{command.ingress}"
+    if name in now.groups:
+        for tag in now.backends:
+            if tag.startswith(f"{name}/") and tag not in members:
+                now.leaving[tag] = name
+    if name not in now.groups:
+        good.groups.pop(name, None)
+    for tag, spec in members.items():
+        _put(now, good, tag, Made(spec.replica_config, spec.backend_config, spec.version))
+        put_reach(now, tag, command.route_prefix if tag == ingress else None, command.methods)
+    now.groups[name] = Group(ingress, frozenset(members))
