@@ -41,7 +41,7 @@ from tests.simulation.world import Faults
 
 # The package has a function of the same name.
 ROLLBACK = importlib.import_module("serve_controller.core.commands.rollback")
-SEEDS = range(120)
+SEEDS = range(300)
 """At most so many runs until a mutant must have shown."""
 
 
