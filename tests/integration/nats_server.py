@@ -68,3 +68,13 @@ async def connected(server: NatsServer, subjects: Subjects, **callbacks: Callabl
         subject_prefix=subjects.prefix,
     )
     return await connect_nats(settings, name="test", deadline_s=5.0, **callbacks)
+
+
+async def until_known(client: Client) -> None:
+    """Wait until the server knows everything that ``client`` told it so far, such as its subscriptions.
+
+    Twice, because nats-py writes the PING of a flush ahead of commands that it still holds back: the first PONG can
+    come before the server has seen them; the flush itself sends them.
+    """
+    await client.flush()
+    await client.flush()

@@ -21,7 +21,7 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_common.wires.views import EventView
 from serve_controller.adapters.nats_bus import NatsBus
-from tests.integration.nats_server import NatsServer, connected
+from tests.integration.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +71,7 @@ class Side:
 
     async def lead(self) -> None:
         await self.bus.begin_term(LeaderNotice(controller_id="c", epoch=1))
-        await self.client.flush()
+        await until_known(self.client)
 
     async def ask(self, verb: str, headers: dict[str, str] | None = None) -> Msg:
         return await self.caller.request(self.subjects.admin(verb), b"", timeout=5, headers=headers)
@@ -119,7 +119,7 @@ async def test_headers_that_are_no_text_do_not_cut_the_connection(side: Side) ->
     subject = side.subjects.admin("list_deployments")
     line = f"HPUB {subject} {inbox} {len(block)} {len(block)}\r\n".encode()
     await side.caller._send_command(line + block + b"\r\n")
-    await side.caller.flush()
+    await until_known(side.caller)
     assert (await answers.next_msg(timeout=5)).data == b"  "
     assert side.answers.who == ["\ufffd\ufffd"]
     assert (await side.ask("list_deployments")).data == b"  "
@@ -150,7 +150,7 @@ def refusal(message: Msg) -> ErrorView:
 
 async def test_events_go_out_during_a_term_only(side: Side) -> None:
     heard = await side.caller.subscribe(side.subjects.events)
-    await side.caller.flush()
+    await until_known(side.caller)
     side.bus.publish_event("host", "before", b"{}")
     await side.lead()
     payload = msgspec.json.encode(EventView(at=1.0, kind="host", subject="h1", message="came"))

@@ -32,6 +32,7 @@ from serve_common.settings import BusSettings
 from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
 from serve_common.wires.views import EventView
 from serve_controller.adapters.event_stream import EventStream, recent_events
+from tests.integration.nats_server import until_known
 
 pytestmark = pytest.mark.integration
 
@@ -406,14 +407,14 @@ async def test_who_may_ask_gets_the_answer(
         await message.respond(b"yes")
 
     await answering.subscribe(subject, queue=queue, cb=answer)
-    await answering.flush()
+    await until_known(answering)
     assert (await asking.request(subject, b"", timeout=2)).data == b"yes"
 
 
 async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:
     controller, admin = await connect("controller"), await connect("admin")
     heard = await admin.subscribe(SUBJECTS.events)
-    await admin.flush()
+    await until_known(admin)
     events = EventStream(controller, SUBJECTS)
     events.start()
     view = EventView(at=1.0, kind="host", subject="host-1", message="came")
@@ -440,7 +441,7 @@ async def test_the_system_user_sees_the_server_and_not_the_instance(server: Serv
     assert json.loads(answer.data)["server"]["name"] == "muster-nats"
     controller = await connect("controller")
     await controller.subscribe(SUBJECTS.admin("get_status"))
-    await controller.flush()
+    await until_known(controller)
     with pytest.raises(NoRespondersError):
         await system.request(SUBJECTS.admin("get_status"), b"", timeout=2)
 
