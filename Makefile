@@ -46,7 +46,7 @@ bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to 
 	$(PY) -m tests.bench.lifecycle
 
 .bench-peers/.installed: $(STAMP)
-	.venv/bin/uv venv --quiet --python $(PY) .bench-peers
+	.venv/bin/uv venv --quiet --clear --python $(PY) .bench-peers
 	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0'
 	touch $@
 
