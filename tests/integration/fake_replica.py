@@ -135,7 +135,7 @@ class FakeReplica:
             self.held.pop(held.reply, None)
         elif path.startswith("/big"):
             whole = bytes(int(held.head.query))
-            headers = [("content-length", str(len(whole)))] if path.startswith("/big-sized") else []
+            headers = [(b"content-length", b"%d" % len(whole))] if path.startswith("/big-sized") else []
             self._stream(held, headers, whole)
         elif path.startswith("/break"):
             self.send(held, ResponseHead(200, [], False, 0), b"first")
@@ -146,14 +146,14 @@ class FakeReplica:
 
     def _finish(self, held: Held, body: bytes) -> None:
         status = int(held.head.query) if held.head.query.isdigit() else 200
-        headers = [("content-type", "text/plain"), ("x-replica", self.tag)]
+        headers = [(b"content-type", b"text/plain"), (b"x-replica", self.tag.encode())]
         if len(body) > FRAME_BODY_BYTES_MAX:
             self._stream(held, headers, body)
             return
         self.held.pop(held.reply, None)
         self.send(held, ResponseHead(status, headers, True, len(self.held)), body)
 
-    def _stream(self, held: Held, headers: list[tuple[str, str]], body: bytes) -> None:
+    def _stream(self, held: Held, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         held.to_send = [bytes(piece) for piece in split_body(body)]
         self.send(held, ResponseHead(200, headers, False, 0), held.to_send.pop(0))
         self._pump(held)

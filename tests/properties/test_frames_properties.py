@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     HEAD_BYTES_MAX,
+    UNKNOWN_BYTES,
     BodyHead,
+    CallHead,
     CancelHead,
+    CloseHead,
     CreditHead,
     ErrorHead,
     FrameUnreadable,
+    Kind,
+    MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
@@ -26,22 +31,26 @@ from serve_common.wires.frames import (
 )
 
 text = st.text(st.characters(codec="utf-8"), max_size=40)
-headers = st.lists(st.tuples(text, text), max_size=5)
+raw = st.binary(max_size=40)
+headers = st.lists(st.tuples(raw, raw), max_size=5)
 counts = st.integers(0, 2**40)
 heads = st.one_of(
     st.builds(
         RequestHead,
+        kind=st.sampled_from(Kind),
         method=text,
         path=text,
         route=text,
         query=text,
         headers=headers,
         timeout_s=st.floats(0, 1e6),
-        body_bytes=counts,
+        body_bytes=counts | st.just(UNKNOWN_BYTES),
         endpoint_tag=text,
         request_id=text,
         traceparent=text,
-        http=st.booleans(),
+        client=text,
+        scheme=text,
+        call=st.none() | st.builds(CallHead, method_name=text, model_id=text, stream=st.booleans()),
     ),
     st.builds(BodyHead, sequence=counts, last=st.booleans()),
     st.builds(CreditHead, frames=counts),
@@ -49,6 +58,8 @@ heads = st.one_of(
     st.just(ProbeHead()),
     st.builds(ResponseHead, status=counts, headers=headers, last=st.booleans(), in_flight=counts),
     st.builds(RefusedHead, reason=text, in_flight=counts),
+    st.builds(MessageHead, sequence=counts, is_text=st.booleans(), last=st.booleans()),
+    st.builds(CloseHead, code=counts, reason=text),
     st.builds(ErrorHead, error_code=text, status=counts, message=text, in_flight=counts),
 )
 

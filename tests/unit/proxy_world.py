@@ -7,17 +7,17 @@ import asyncio
 import pytest
 
 from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.dispatch.beat import Beat
+from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import Subjects, backend_key
 from serve_common.wires.frames import ResponseHead, decode_frame, encode_frame
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_proxy.shell.beat import Beat
-from serve_proxy.shell.calls import Ask
-from serve_proxy.shell.dispatch import Dispatcher
-from serve_proxy.shell.outgoing import Outgoing
-from serve_proxy.shell.routes import Routes
-from serve_proxy.shell.shadows import Shadows
 
 BACKEND = BackendTag("d/a")
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")

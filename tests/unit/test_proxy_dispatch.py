@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from serve_common.bus.errors import NotConnected
+from serve_common.dispatch.beat import PROBE_AFTER_S
+from serve_common.dispatch.errors import AnswerUnusable, HeadTooLarge, ReplicaError
 from serve_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -26,8 +28,6 @@ from serve_common.wires.frames import (
     RequestHead,
     ResponseHead,
 )
-from serve_proxy.core.problems import AnswerUnusable, HeadTooLarge, ReplicaError
-from serve_proxy.shell.beat import PROBE_AFTER_S
 from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
 
 

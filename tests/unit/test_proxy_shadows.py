@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from serve_common.dispatch import shadows
+from serve_common.dispatch.tallies import ShadowOutcome
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.wires.frames import (
@@ -17,8 +19,6 @@ from serve_common.wires.frames import (
     RequestHead,
     ResponseHead,
 )
-from serve_proxy.core.tallies import ShadowOutcome
-from serve_proxy.shell import shadows
 from tests.unit.proxy_world import BACKEND, TIMEOUT_S, World, failure
 
 SHADOW = BackendTag("d/shadow")

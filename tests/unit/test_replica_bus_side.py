@@ -12,6 +12,7 @@ from serve_common.wires.frames import (
     CreditHead,
     ErrorHead,
     Head,
+    Kind,
     ProbeHead,
     RefusedHead,
     RequestHead,
@@ -92,7 +93,7 @@ class Desk:
 
 
 def _request(body_bytes: int = 0, timeout_s: float = 10.0) -> RequestHead:
-    return RequestHead("POST", "/a", "/a", "", [], timeout_s, body_bytes, "default/a", "r1")
+    return RequestHead(Kind.HTTP, "POST", "/a", "/a", "", [], timeout_s, body_bytes, "default/a", "r1")
 
 
 async def test_a_small_request_is_handed_over_and_its_answer_frees_the_slot() -> None:

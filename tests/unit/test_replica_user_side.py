@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
-from serve_common.wires.frames import RequestHead
+from serve_common.wires.frames import Kind, RequestHead
 from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, to_answer
 from serve_replica_host.replica.exchange import (
     UNSENT_BYTES_MAX,
@@ -60,11 +60,12 @@ class Bench:
 
 def exchange(body: bytes = b"", **head: Any) -> Exchange:
     fields: dict[str, Any] = {
+        "kind": Kind.HTTP,
         "method": "POST",
         "path": "/shop/a%2Fb",
         "route": "/shop",
         "query": "x=1&y=%20",
-        "headers": [("Content-Type", "application/json"), ("X-A", "ü")],
+        "headers": [(b"content-type", b"application/json"), (b"x-a", "ü".encode("latin-1"))],
         "timeout_s": 5.0,
         "body_bytes": len(body),
         "endpoint_tag": "default/shop",
@@ -130,7 +131,7 @@ async def test_a_response_keeps_its_status_and_headers() -> None:
 
     assert isinstance(outcome, Answered)
     assert (outcome.status, outcome.body) == (201, b'{"a":1}')
-    assert ("x-b", "c") in outcome.headers
+    assert (b"x-b", b"c") in outcome.headers
 
 
 async def test_an_exception_is_one_line_for_the_caller_and_a_traceback_in_the_log() -> None:
@@ -166,7 +167,7 @@ async def test_an_http_exception_is_its_status() -> None:
 
     assert isinstance(outcome, Answered)
     assert (outcome.status, outcome.body) == (404, b"nothing here")
-    assert ("x-why", "so") in outcome.headers
+    assert (b"x-why", b"so") in outcome.headers
 
 
 async def test_a_stream_waits_while_the_network_is_slower() -> None:
@@ -274,9 +275,9 @@ async def test_a_plain_call_takes_json_and_bad_json_is_the_callers_fault() -> No
 
     bench = Bench(handler)
 
-    good = await bench.serve(exchange(b"[1]", http=False))
-    empty = await bench.serve(exchange(b"", http=False))
-    bad = await bench.serve(exchange(b"{", http=False))
+    good = await bench.serve(exchange(b"[1]", kind=Kind.CALL))
+    empty = await bench.serve(exchange(b"", kind=Kind.CALL))
+    bad = await bench.serve(exchange(b"{", kind=Kind.CALL))
 
     assert isinstance(good, Answered)
     assert good.body == b'{"got":[1]}'

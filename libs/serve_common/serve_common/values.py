@@ -6,6 +6,7 @@ A value that exists is valid: `check_backend_config` and its siblings run where 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
@@ -64,6 +65,53 @@ class OnFailure(Enum):
     """Replicas of the new version are replaced by the old one too."""
 
 
+class ReplicaPolicyName(Enum):
+    """Which of the replicas that have a free slot takes a request."""
+
+    POWER_OF_TWO_CHOICES = "power_of_two_choices"
+    """Of two taken at random the one with less in flight."""
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    FIXED_PACKING = "fixed_packing"
+    """One replica gets `packing_num` requests in a row before the next: batches fill."""
+
+
+class BackpressureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a request is refused when `max_queued_requests` wait already; names and defaults as in Ray Serve."""
+
+    status_code: int = 503
+    """503 or 429."""
+    retry_after_s: float | None = None
+    """Told in ``Retry-After``; None means a second."""
+
+
+class OutlierEjection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a router leaves out a replica that fails again and again."""
+
+    consecutive_failures: int = 5
+    """Answers with status 500 and above, time-outs and losses in a row; 0 ejects nobody."""
+    ejection_time_s: float = 10.0
+    """The first time; each further time in a row lasts that much longer, up to ten times."""
+    max_ejected_percent: float = 50.0
+    """Of the backend's replicas; rounded down, so that of one replica none is ejected."""
+
+
+class CircuitBreaker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a router stops sending to a backend for a while, and answers 503 at once.
+
+    Failures are what says that nobody is well there: replicas that died or did not answer in time. What the user's code
+    answers, whatever its status, is none.
+    """
+
+    failure_percent: float = 50.0
+    """Of the requests that ended within `window_s`; 0 never opens the circuit."""
+    requests_min: int = 20
+    """How many must have ended within `window_s` before anything is concluded."""
+    window_s: float = 10.0
+    open_time_s: float = 5.0
+    """Then one request is let through; its success closes the circuit."""
+
+
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many replicas run and how they are treated. No change of it replaces a replica."""
 
@@ -93,6 +141,26 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     placement: Placement = Placement.SPREAD
     max_replicas_per_host: int | None = None
     """Of this backend; None: as many as fit."""
+    replica_policy: ReplicaPolicyName = ReplicaPolicyName.POWER_OF_TWO_CHOICES
+    packing_num: int = 3
+    """Of `ReplicaPolicyName.FIXED_PACKING`."""
+    backpressure_config: BackpressureConfig = BackpressureConfig()
+    outlier_ejection: OutlierEjection = OutlierEjection()
+    retry_budget_percent: float = 20.0
+    """How many of a router's requests to this backend may be second sendings after a loss, counted over ten seconds;
+    ten in that time are always allowed."""
+    circuit_breaker: CircuitBreaker = CircuitBreaker()
+
+
+class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an endpoint's requests are told apart."""
+
+    shard_key_header: str = "X-Serve-Shard-Key"
+    """Requests with the same value of this header go to the same backend and replica; empty pins none."""
+    backend_header: str = ""
+    """A request whose value of this header names one of the endpoint's backends goes there; empty: no such rule."""
+    relative_slo_ms: float | None = None
+    """Deadline, from arrival, of requests that bear none of their own; None means the request timeout."""
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,13 +169,19 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_timeout_s: float = 60.0
     """How long a request may take from its arrival to its answer."""
     body_bytes_max: int = 10 * 1024 * 1024
+    header_timeout_s: float = 10.0
+    """How long a client may take to send the head of a request, from its first byte."""
+    body_rate_min: int = 500
+    """Bytes a second, on average over ten seconds, that a client must send of a body or take of an answer; 0: any."""
+    keep_alive_timeout_s: float = 90.0
+    """How long a connection may be idle between two requests."""
     middlewares: list[str] = []
     """``module:attribute`` each, imported by the proxies; the first is the outermost."""
 
 
 MIDDLEWARES_MAX = 32
-BODY_BYTES_MAX = 256 * 1024 * 1024
-"""Highest `HttpOptions.body_bytes_max`: proxies hold bodies in memory."""
+BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
+"""Highest `HttpOptions.body_bytes_max`."""
 
 
 Merged = TypeVar("Merged", BackendConfig, HttpOptions)
@@ -145,8 +219,43 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
         raise BadField(f"{field}.max_surge_percent", "and max_unavailable_percent must not both be 0")
     if config.max_replicas_per_host is not None:
         _between(config.max_replicas_per_host, 1, NUM_REPLICAS_MAX, f"{field}.max_replicas_per_host")
+    _between(config.packing_num, 1, 100_000, f"{field}.packing_num")
+    _between(config.retry_budget_percent, 0, 100, f"{field}.retry_budget_percent")
+    _check_protection(config, field)
     _check_size(config.user_config, f"{field}.user_config")
     return config
+
+
+def _check_protection(config: BackendConfig, field: str) -> None:
+    if config.backpressure_config.status_code not in (429, 503):
+        raise BadField(f"{field}.backpressure_config.status_code", "must be 503 or 429")
+    if config.backpressure_config.retry_after_s is not None:
+        _between(
+            config.backpressure_config.retry_after_s, 0, 3600, f"{field}.backpressure_config.retry_after_s"
+        )
+    ejection, at = config.outlier_ejection, f"{field}.outlier_ejection"
+    _between(ejection.consecutive_failures, 0, 1000, f"{at}.consecutive_failures")
+    _between(ejection.ejection_time_s, 0.1, 3600, f"{at}.ejection_time_s")
+    _between(ejection.max_ejected_percent, 0, 50, f"{at}.max_ejected_percent")
+    breaker, at = config.circuit_breaker, f"{field}.circuit_breaker"
+    _between(breaker.failure_percent, 0, 100, f"{at}.failure_percent")
+    _between(breaker.requests_min, 1, 100_000, f"{at}.requests_min")
+    _between(breaker.window_s, 1, 600, f"{at}.window_s")
+    _between(breaker.open_time_s, 0.1, 3600, f"{at}.open_time_s")
+
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
+
+
+def check_endpoint_options(options: EndpointOptions, field: str = "options") -> EndpointOptions:
+    """Return ``options`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
+    for name in ("shard_key_header", "backend_header"):
+        value: str = getattr(options, name)
+        if value and not _HEADER_NAME.fullmatch(value):
+            raise BadField(f"{field}.{name}", f"{value[:80]!r} cannot be the name of a header")
+    if options.relative_slo_ms is not None:
+        _between(options.relative_slo_ms, 1, 86_400_000, f"{field}.relative_slo_ms")
+    return options
 
 
 def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
@@ -170,6 +279,9 @@ def check_http_options(options: HttpOptions, field: str = "options") -> HttpOpti
     """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
     _between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
     _between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
+    _between(options.header_timeout_s, 0.1, 3600, f"{field}.header_timeout_s")
+    _between(options.body_rate_min, 0, 10**9, f"{field}.body_rate_min")
+    _between(options.keep_alive_timeout_s, 0.1, 3600, f"{field}.keep_alive_timeout_s")
     if len(options.middlewares) > MIDDLEWARES_MAX:
         raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
     for index, path in enumerate(options.middlewares):

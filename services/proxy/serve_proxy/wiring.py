@@ -16,6 +16,11 @@ from serve_common.adapters.system_clock import SystemClock
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
+from serve_common.dispatch.beat import Beat
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
@@ -25,15 +30,10 @@ from serve_proxy.adapters.http_server import HttpServer
 from serve_proxy.adapters.metrics import register_metrics
 from serve_proxy.adapters.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
 from serve_proxy.settings import ProxySettings
-from serve_proxy.shell.beat import Beat
-from serve_proxy.shell.dispatch import Dispatcher
 from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.live_options import LiveOptions
-from serve_proxy.shell.outgoing import Outgoing
 from serve_proxy.shell.reports import Reports
-from serve_proxy.shell.routes import Routes
-from serve_proxy.shell.shadows import Shadows
 
 _log = structlog.get_logger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values import BackendConfig, EndpointOptions, ReplicaConfig
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +45,7 @@ class Deploy(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
     route_prefix: str | None = None
     """Where HTTP reaches it; None is headless."""
     methods: list[str] = msgspec.field(default_factory=_default_methods)
+    endpoint_options: EndpointOptions = EndpointOptions()
     version: str | None = None
     """The user's name for the code. None: always a new version. The same again: replicas are kept."""
     prev_version: str | None = None
@@ -67,6 +68,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     replica_config: ReplicaConfig
     backend_config: BackendConfig = BackendConfig()
     version: str | None = None
+    endpoint_options: EndpointOptions = EndpointOptions()
 
 
 class DeployApplication(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,6 +123,7 @@ class CreateEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=T
     route: str | None = None
     """Path prefix; None is headless."""
     methods: list[str] = msgspec.field(default_factory=_default_methods)
+    options: EndpointOptions = EndpointOptions()
 
 
 class DeleteEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):

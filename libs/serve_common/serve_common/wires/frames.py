@@ -4,16 +4,25 @@ Why our own: a compact head plus the raw body costs one small allocation and no 
 is ``head length (2 bytes, big endian) + head + body``; the head is a msgpack array whose first element tells its kind.
 
 The protocol. A router publishes a `RequestHead` on the replica's subject; the message's reply subject *is* the
-request's identity, and all answers go there. The body of a small request travels in that first frame; a larger one is
-cut into `BodyHead` frames below the bus' ``max_payload``. Either side sends at most `WINDOW_FRAMES` frames of a body
-ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its first body frame included) or one
-`RefusedHead` or one `ErrorHead`. A router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether
-the replica still knows the request: a replica that does not answers `RefusedHead(reason="unknown")`, one that does
-stays silent.
+request's identity, and all answers go there. The body of a small request travels in that first frame; a larger one, or
+one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_payload``. Either side sends at most
+`WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
+first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
+router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request: a
+replica that does not answers `RefusedHead(reason="unknown")`, one that does stays silent.
+
+Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
+``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
+`CallHead.stream` is set, a stream of items, each a pickled value after its length (4 bytes, big endian); an
+`ErrorHead`'s body is the pickled exception, if it could be pickled. ``WEBSOCKET``: the replica accepts with
+``ResponseHead(status=101)`` or refuses with any other status; then messages go both ways as `MessageHead` frames, each
+direction with a window of its own of `WINDOW_MESSAGES` frames, until one side sends `CloseHead` or the router
+`CancelHead` (the client is gone without a word).
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
 import msgspec
@@ -22,27 +31,61 @@ FRAME_BODY_BYTES_MAX: Final = 512 * 1024
 """Of one frame's body: half of NATS' default max_payload, so that head and headers always fit."""
 WINDOW_FRAMES: Final = 4
 """Body frames under way without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
+WINDOW_MESSAGES: Final = 32
+"""Frames of WebSocket messages under way in one direction without credit."""
 HEAD_BYTES_MAX: Final = 0xFFFF
+UNKNOWN_BYTES: Final = -1
+"""`RequestHead.body_bytes` of a body whose end is not known yet."""
+
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case, as HTTP/2 and ASGI have them; values as they were sent. Repeats are kept, in order."""
+
+
+class Kind(IntEnum):
+    """What a request is; see the module's text."""
+
+    HTTP = 0
+    CALL = 1
+    PYTHON = 2
+    WEBSOCKET = 3
+
+
+class CallHead(msgspec.Struct, frozen=True, array_like=True):
+    """What only some requests carry."""
+
+    method_name: str = ""
+    """Of the user's object; empty means ``__call__``."""
+    model_id: str = ""
+    """The multiplexed model that the request is for."""
+    stream: bool = False
+    """The answer is wanted as a stream of items."""
+    is_pickled: bool = True
+    """Of PYTHON: False when the body is msgpack ``[args, kwargs]`` and the answer is to be msgpack."""
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
-    """Opens a request. ``http`` False is a plain call: the body is the argument, not an HTTP body."""
+    """Opens a request."""
 
+    kind: Kind
     method: str
     path: str
     """Path as the client sent it, percent-encoding kept."""
     route: str
     """The prefix that matched; ASGI's root_path."""
     query: str
-    headers: list[tuple[str, str]]
+    headers: Headers
     timeout_s: float
-    """What is left of the deadline when the frame is sent."""
+    """What is left of the deadline, for the answer to begin, when the frame is sent."""
     body_bytes: int
-    """Of the whole body."""
+    """Of the whole body, or `UNKNOWN_BYTES`: then it ends with the frame that says so."""
     endpoint_tag: str
     request_id: str
     traceparent: str = ""
-    http: bool = True
+    client: str = ""
+    """Address of the client as ``host:port``; empty when there is none."""
+    scheme: str = "http"
+    """By which the client came: ``http``, ``https``, ``ws`` or ``wss``."""
+    call: CallHead | None = None
 
 
 class BodyHead(msgspec.Struct, frozen=True, array_like=True, tag="B"):
@@ -70,7 +113,7 @@ class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
     """Opens the answer. ``last`` says that the body in this frame is the whole body."""
 
     status: int
-    headers: list[tuple[str, str]]
+    headers: Headers
     last: bool
     in_flight: int
     """Requests that the replica works on, this one no longer included."""
@@ -92,7 +135,34 @@ class ErrorHead(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     in_flight: int
 
 
-Head = RequestHead | BodyHead | CreditHead | CancelHead | ProbeHead | ResponseHead | RefusedHead | ErrorHead
+class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):
+    """A WebSocket message, or a piece of one; ``sequence`` counts a direction's frames from 1."""
+
+    sequence: int
+    is_text: bool
+    last: bool
+    """This frame ends the message."""
+
+
+class CloseHead(msgspec.Struct, frozen=True, array_like=True, tag="W"):
+    """Ends a WebSocket: with the peer's close code (RFC 6455, 7.4) and reason."""
+
+    code: int
+    reason: str
+
+
+Head = (
+    RequestHead
+    | BodyHead
+    | CreditHead
+    | CancelHead
+    | ProbeHead
+    | ResponseHead
+    | RefusedHead
+    | ErrorHead
+    | MessageHead
+    | CloseHead
+)
 
 
 class FrameUnreadable(ValueError):

@@ -47,6 +47,11 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     health_check_timeout_s: float
     start_timeout_s: float
     health_check_failure_threshold: int = 3
+    code_version: int = 0
+    """The version of the code, as the backend counts them."""
+    companions: dict[BackendTag, int] = {}
+    """Code versions of the same application's other backends when this replica was decided: its requests prefer
+    replicas of these, so that a chain keeps to one version of the application during an update."""
 
 
 class HostGoal(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.values import HttpOptions
+from serve_common.values import (
+    BackpressureConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
+    OutlierEjection,
+    ReplicaPolicyName,
+)
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"):
@@ -23,6 +30,18 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     """Weight of each backend; the sum is 1."""
     shadows: dict[BackendTag, float] = {}
     """Proportion of requests, 0 to 1, that is copied to each of these backends; their answers are dropped."""
+    options: EndpointOptions = EndpointOptions()
+
+
+class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How routers choose among a backend's replicas and what they do when it fails; fields as in `BackendConfig`."""
+
+    replica_policy: ReplicaPolicyName = ReplicaPolicyName.POWER_OF_TWO_CHOICES
+    packing_num: int = 3
+    backpressure_config: BackpressureConfig = BackpressureConfig()
+    outlier_ejection: OutlierEjection = OutlierEjection()
+    retry_budget_percent: float = 20.0
+    circuit_breaker: CircuitBreaker = CircuitBreaker()
 
 
 class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
@@ -35,6 +54,9 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
     """Still answer what they have, take nothing new. A replica in neither list is dead or gone."""
     max_concurrent_queries: int
     max_queued_requests: int
+    protection: BackendProtection = BackendProtection()
+    code_versions: dict[ReplicaTag, int] = {}
+    """Of each replica while more than one version runs; empty when all run the same one."""
 
 
 class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http"):

@@ -13,10 +13,11 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDict
 
+from serve_common.dispatch.calls import Answer, AnswerBody, Call
+from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.errors import ServeError
-from serve_proxy.core.headers import REQUEST_ID, read_response_head
-from serve_proxy.core.problems import AnswerUnusable, Problem, encode_problem
-from serve_proxy.shell.calls import Answer, AnswerBody, Call
+from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
+from serve_proxy.core.problems import Problem, encode_problem
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
@@ -33,7 +34,7 @@ async def respond(
     except ValueError as error:
         ingress.abandon(call)
         raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
-    headers = CIMultiDict(forwarded)
+    headers = CIMultiDict(as_text(forwarded))
     headers[REQUEST_ID] = request_id
     if answer.stream is None:
         if request.method == "HEAD" and content_length is not None and not answer.body:

@@ -15,6 +15,9 @@ from urllib.parse import quote
 import structlog
 from aiohttp import web
 
+from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.retry import can_repeat
+from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import ServeError
 from serve_common.values import HttpOptions
 from serve_proxy.adapters.http_answers import SERVER_NAME, as_response, problem_response, respond
@@ -23,9 +26,6 @@ from serve_proxy.adapters.middlewares import Handler, Middleware, compose
 from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
 from serve_proxy.core.headers import REQUEST_ID, read_request_headers
 from serve_proxy.core.problems import Problem, problem_of
-from serve_proxy.core.retry import can_repeat
-from serve_proxy.core.tallies import CLIENT_GONE, EndpointTally
-from serve_proxy.shell.calls import Ask
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)

@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from serve_proxy.core.tallies import BUCKETS_S, EndpointTally
-from serve_proxy.shell.routes import Routes
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.tallies import BUCKETS_S, EndpointTally
 
 
 def register_metrics(registry: CollectorRegistry, routes: Routes, reconnects: Callable[[], int]) -> None:

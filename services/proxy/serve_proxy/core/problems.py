@@ -9,13 +9,12 @@ from typing import Final
 
 import msgspec
 
+from serve_common.dispatch.errors import MethodNotAllowed, ReplicaError
 from serve_common.errors import (
     BadField,
     DeadlineExceeded,
     LimitReached,
     NoReplicaAvailable,
-    NotFound,
-    RequestFailed,
     ServeError,
     TransientError,
 )
@@ -23,30 +22,11 @@ from serve_common.errors import (
 RETRY_AFTER_S: Final = 1
 
 
-class MethodNotAllowed(BadField):
-    """The endpoint does not take this method."""
-
-    error_code = "method_not_allowed"
-    status_hint = 405
-
-    def __init__(self, method: str, allowed: str) -> None:
-        """``allowed`` is a list as the header `Allow` has it."""
-        super().__init__("method", f"{method[:20]} is not allowed here; allowed: {allowed}")
-        self.allowed = allowed
-
-
 class BodyTooLarge(LimitReached):
     """The body is larger than `HttpOptions.body_bytes_max`."""
 
     error_code = "body_too_large"
     status_hint = 413
-
-
-class HeadTooLarge(LimitReached):
-    """The headers do not fit into one frame."""
-
-    error_code = "headers_too_large"
-    status_hint = 431
 
 
 class BodyTooSlow(DeadlineExceeded):
@@ -61,27 +41,6 @@ class BadRequest(BadField):
 
     error_code = "bad_request"
     status_hint = 400
-
-
-class AnswerUnusable(RequestFailed):
-    """The replica's answer cannot be passed on."""
-
-    error_code = "answer_unusable"
-
-
-class ReplicaError(RequestFailed):
-    """The replica says that the request failed, with its own code and status."""
-
-    def __init__(self, error_code: str, status: int, message: str) -> None:
-        super().__init__(message)
-        self.code = error_code
-        self.status = status if 400 <= status <= 599 else 500
-
-
-class NoRoute(NotFound):
-    """No endpoint has a route that matches."""
-
-    error_code = "no_route"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,20 +16,15 @@ import structlog
 from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge, ProtocolError
 from serve_common.bus.headers import encode_headers, parse_headers
 from serve_common.bus.quiet_log import QuietLog
+from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.retry import can_repeat
+from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import NoReplicaAvailable, ServeError
 from serve_common.subjects import GATEWAY_QUEUE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_proxy.core.headers import REQUEST_ID, Headers, read_request_headers, read_response_head
-from serve_proxy.core.problems import (
-    AnswerUnusable,
-    BadRequest,
-    Problem,
-    encode_problem,
-    problem_of,
-)
-from serve_proxy.core.retry import can_repeat
-from serve_proxy.core.tallies import CLIENT_GONE
-from serve_proxy.shell.calls import Answer, Ask, Call
+from serve_proxy.core.headers import REQUEST_ID, as_text, read_request_headers, read_response_head
+from serve_proxy.core.problems import BadRequest, Problem, encode_problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
@@ -39,6 +34,8 @@ CALLS_MAX: Final = 2_000
 _METHOD: Final = "POST"
 _ERROR_TEXT_MAX: Final = 500
 _HEADERS_ROOM: Final = 1024
+
+TextHeaders = list[tuple[str, str]]
 
 
 class EndableSubscription(Protocol):
@@ -136,8 +133,8 @@ class Gateway:
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
             forwarded = read.forwarded
-            if not any(name.lower() == "content-type" for name, _ in forwarded):
-                forwarded.append(("Content-Type", "application/json"))
+            if not any(name == b"content-type" for name, _ in forwarded):
+                forwarded.append((b"content-type", b"application/json"))
             call, answer = await self._ingress.ask(
                 Ask(
                     endpoint=endpoint,
@@ -193,8 +190,10 @@ class Gateway:
             headers = read_response_head(answer.status, answer.headers).forwarded
         except ValueError as error:
             raise AnswerUnusable(str(error)) from error
-        sent: Headers = [(REQUEST_ID, request_id)]
-        sent += [("Content-Type", value) for name, value in headers if name.lower() == "content-type"]
+        sent: TextHeaders = [(REQUEST_ID, request_id)]
+        sent += [
+            ("Content-Type", value) for name, value in as_text(headers) if name.lower() == "content-type"
+        ]
         if answer.status >= 400:
             sent += _error_headers(answer.status, f"the endpoint answered with status {answer.status}")
         self._reply(reply, body, sent)
@@ -207,7 +206,7 @@ class Gateway:
         ]
         self._reply(reply, encode_problem(problem, request_id), headers)
 
-    def _reply(self, reply: bytes, body: bytes, headers: Headers) -> None:
+    def _reply(self, reply: bytes, body: bytes, headers: TextHeaders) -> None:
         try:
             self._bus.publish(reply, body, headers=encode_headers(headers))
         except (NotConnected, OutboundFull, PayloadTooLarge, ProtocolError) as error:
@@ -229,6 +228,6 @@ def _fitting(body: bytes, limit: int) -> bytes:
     return body
 
 
-def _error_headers(status: int, message: str) -> Headers:
+def _error_headers(status: int, message: str) -> TextHeaders:
     text = " ".join(message.split())[:_ERROR_TEXT_MAX]
     return [("Nats-Service-Error", text), ("Nats-Service-Error-Code", str(status))]

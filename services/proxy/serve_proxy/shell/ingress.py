@@ -10,17 +10,17 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Protocol, final
 
+from serve_common.dispatch.admission import Endpoint, admit, admit_call
+from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.ports import Bus
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable
 from serve_common.names import EndpointTag
 from serve_common.routing.snapshot_table import HttpChange
 from serve_common.subjects import HTTP_KEY
 from serve_common.wires.snapshots import Snapshot
-from serve_proxy.core.admission import Endpoint, admit, admit_call
-from serve_proxy.ports import Bus
-from serve_proxy.shell.calls import Answer, Ask, Call
-from serve_proxy.shell.dispatch import Dispatcher
-from serve_proxy.shell.routes import Routes
-from serve_proxy.shell.shadows import Shadows
 
 
 class HttpState(Protocol):

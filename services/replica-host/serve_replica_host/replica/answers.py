@@ -8,11 +8,11 @@ from typing import Any, Final
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from serve_replica_host.replica.exchange import Headers
+from serve_common.wires.frames import Headers
 
-_JSON: Final[Headers] = [("content-type", "application/json")]
-_TEXT: Final[Headers] = [("content-type", "text/plain; charset=utf-8")]
-_BYTES: Final[Headers] = [("content-type", "text/plain")]
+_JSON: Final[Headers] = [(b"content-type", b"application/json")]
+_TEXT: Final[Headers] = [(b"content-type", b"text/plain; charset=utf-8")]
+_BYTES: Final[Headers] = [(b"content-type", b"text/plain")]
 
 
 class NotAnAnswer(TypeError):
@@ -50,7 +50,7 @@ def to_answer(result: Any) -> WholeAnswer | Response:
     if isinstance(result, Response):
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result
-        return WholeAnswer(result.status_code, decode_headers(result.raw_headers), bytes(result.body))
+        return WholeAnswer(result.status_code, result.raw_headers, bytes(result.body))
     if inspect.isgenerator(result) or inspect.isasyncgen(result):
         stream: Any = result
         return StreamingResponse(stream, media_type="text/plain")
@@ -68,8 +68,3 @@ def encode_json(value: Any) -> bytes:
         ) from error
     except (TypeError, ValueError, RecursionError) as error:
         raise NotAnAnswer(f"the returned {type(value).__name__} cannot be sent as JSON: {error}") from error
-
-
-def decode_headers(raw: list[tuple[bytes, bytes]]) -> Headers:
-    """ASGI's header bytes as text."""
-    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]

@@ -22,10 +22,13 @@ from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     BodyHead,
     CancelHead,
+    CloseHead,
     CreditHead,
     ErrorHead,
     FrameUnreadable,
     Head,
+    Headers,
+    MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
@@ -40,7 +43,6 @@ from serve_replica_host.replica.exchange import (
     Ended,
     Exchange,
     Failed,
-    Headers,
     Opened,
     Phase,
     Piece,
@@ -130,7 +132,7 @@ class BusSide:
                 self._drop(exchange, STATUS_CANCELLED)
             case ProbeHead():
                 pass  # silence says that the request is known
-            case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead():
+            case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead() | MessageHead() | CloseHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
     def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
@@ -230,8 +232,8 @@ class BusSide:
                 self._release(exchange, status)
             return
         view = memoryview(body)
-        if not any(name == "content-length" for name, _ in headers):
-            headers = [*headers, ("content-length", str(len(body)))]
+        if not any(name == b"content-length" for name, _ in headers):
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
         exchange.answer_status = status
         if not self._send_head(exchange, status, headers, view[:FRAME_BODY_BYTES_MAX], last=False):
             return

@@ -13,7 +13,7 @@ from typing import Final, final
 import msgspec
 
 from serve_common.tasks import OwnedTask
-from serve_common.wires.frames import RequestHead
+from serve_common.wires.frames import Headers, RequestHead
 from serve_replica_host.replica.outgoing import OutgoingBody
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
@@ -97,8 +97,6 @@ class Room(msgspec.Struct, frozen=True, gc=False):
 
 ToUser = Exchange | Drop | Room
 """An `Exchange` itself means: begin."""
-
-Headers = list[tuple[str, str]]
 
 
 class Answered(msgspec.Struct, frozen=True, gc=False):

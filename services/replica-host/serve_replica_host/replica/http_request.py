@@ -21,21 +21,23 @@ def make_request(exchange: Exchange) -> Request:
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "method": head.method,
-        "scheme": "http",
+        "scheme": head.scheme,
         "path": unquote(path) if "%" in path else path,
         "raw_path": path.encode("latin-1", "replace"),
         # By ASGI the path is the whole one, and root_path the part of it that routing has used up.
         "root_path": "" if head.route == "/" else head.route,
         "query_string": head.query.encode("latin-1", "replace"),
-        "headers": [
-            (name.lower().encode("latin-1", "replace"), value.encode("latin-1", "replace"))
-            for name, value in head.headers
-        ],
-        "client": None,
+        "headers": head.headers,
+        "client": _address(head.client),
         "server": None,
         "state": {},
     }
     return Request(scope, _Receive(exchange))
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    host, _, port = text.rpartition(":")
+    return (host, int(port)) if host and port.isdigit() else None
 
 
 class _Receive:

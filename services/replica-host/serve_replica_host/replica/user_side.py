@@ -18,7 +18,8 @@ from starlette.types import Message
 
 from serve_common.errors import BadField, UserCodeRaised
 from serve_common.tasks import TaskOwner
-from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, decode_headers, to_answer
+from serve_common.wires.frames import Kind
+from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, to_answer
 from serve_replica_host.replica.exchange import (
     UNSENT_BYTES_MAX,
     Answered,
@@ -92,9 +93,7 @@ class UserSide:
             # The user's code was cancelled by its own doing; the caller must still hear of it.
         except HTTPException as error:
             answer = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
-            outcome = Answered(
-                exchange, error.status_code, decode_headers(answer.raw_headers), bytes(answer.body)
-            )
+            outcome = Answered(exchange, error.status_code, answer.raw_headers, bytes(answer.body))
         except BadField as error:
             outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
@@ -109,7 +108,7 @@ class UserSide:
         self._to_bus(outcome)
 
     async def _outcome(self, exchange: Exchange) -> ToBus:
-        if not exchange.head.http:
+        if exchange.head.kind is Kind.CALL:
             return self._whole(exchange, to_answer(await self._code.call(_argument(exchange.body))))
         request = make_request(exchange)
         answer = to_answer(await self._code.call(request))
@@ -161,7 +160,7 @@ class _Sender:
         exchange = self._exchange
         if message["type"] == "http.response.start":
             self._is_open = True
-            self._to_bus(Opened(exchange, message["status"], decode_headers(list(message["headers"]))))
+            self._to_bus(Opened(exchange, message["status"], list(message["headers"])))
         elif message["type"] == "http.response.body" and not self._is_ended:
             data = bytes(message.get("body", b""))
             self._is_ended = not message.get("more_body", False)

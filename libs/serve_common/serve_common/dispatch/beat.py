@@ -11,12 +11,12 @@ from typing import Final, final
 
 import structlog
 
+from serve_common.dispatch.calls import Call
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.routes import Routes
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
 from serve_common.names import ReplicaTag, backend_tag_of
-from serve_proxy.shell.calls import Call
-from serve_proxy.shell.dispatch import Dispatcher
-from serve_proxy.shell.outgoing import Outgoing
-from serve_proxy.shell.routes import Routes
 
 _log = structlog.get_logger(__name__)
 

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from typing import Final, final
 
+from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
+from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.traffic import TrafficSplit
 from serve_common.wires.snapshots import EndpointSnapshot
-from serve_proxy.core.problems import MethodNotAllowed, NoRoute
-from serve_proxy.core.tallies import EndpointTally
 
 
 @final
 class Endpoint:
     """One endpoint, ready to be asked for every request."""
 
-    __slots__ = ("allow", "methods", "route", "shadows", "split", "tag", "tally")
+    __slots__ = ("allow", "methods", "options", "route", "shadows", "split", "tag", "tally")
 
     def __init__(self, snapshot: EndpointSnapshot, tally: EndpointTally) -> None:
         self.tag = snapshot.endpoint_tag
@@ -31,6 +31,7 @@ class Endpoint:
         self.shadows: Final[tuple[tuple[BackendTag, float], ...]] = tuple(
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
+        self.options = snapshot.options
         self.tally = tally
 
 

@@ -15,13 +15,13 @@ import msgspec
 import structlog
 
 from serve_common.bus.quiet_log import QuietLog
+from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.errors import ReplicaError
+from serve_common.dispatch.tallies import ShadowOutcome
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.routing.replica_choice import Draw
 from serve_common.tasks import TaskOwner
-from serve_proxy.core.problems import ReplicaError
-from serve_proxy.core.tallies import ShadowOutcome
-from serve_proxy.shell.calls import Answer, Ask, Call
 
 _log = structlog.get_logger(__name__)
 

@@ -17,6 +17,13 @@ from typing import Final, final
 import structlog
 
 from serve_common.bus.errors import InboxFull, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.dispatch import retry
+from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.errors import HeadTooLarge, ReplicaError
+from serve_common.dispatch.incoming import Incoming
+from serve_common.dispatch.liveness import Suspicions
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.routes import Routes
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, NotFound, ReplicaDied, ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
@@ -25,13 +32,6 @@ from serve_common.routing.snapshot_table import HttpChange
 from serve_common.subjects import backend_key, endpoint_key
 from serve_common.wires.frames import FrameUnreadable
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_proxy.core import retry
-from serve_proxy.core.liveness import Suspicions
-from serve_proxy.core.problems import HeadTooLarge, ReplicaError
-from serve_proxy.shell.calls import Answer, Ask, Call
-from serve_proxy.shell.incoming import Incoming
-from serve_proxy.shell.outgoing import Outgoing
-from serve_proxy.shell.routes import Routes
 
 _log = structlog.get_logger(__name__)
 

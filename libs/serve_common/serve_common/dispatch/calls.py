@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
 import msgspec
 
+from serve_common.dispatch.admission import Endpoint
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES, split_body
-from serve_proxy.core.admission import Endpoint
-from serve_proxy.core.headers import Headers
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES, CallHead, Headers, Kind, split_body
 
 HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 """A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
@@ -97,6 +96,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What is to be asked of an endpoint."""
 
     endpoint: Endpoint
+    kind: Kind = Kind.HTTP
     method: str
     path: str
     route: str
@@ -106,8 +106,18 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: bytes
     request_id: str
     traceparent: str
+    client: str = ""
+    """Address of the client as ``host:port``; empty when there is none."""
+    scheme: str = "http"
+    call: CallHead | None = None
     is_repeatable: bool
     """Running it twice does no harm."""
+    shard_key: str = ""
+    """Requests with the same key go to the same backend and replica; empty pins nothing."""
+    backend_tag: BackendTag | None = None
+    """The backend of the endpoint that was asked for by name; None lets the traffic policy choose."""
+    code_versions: Mapping[BackendTag, int] | None = None
+    """Code versions that are preferred, of whichever backends; see `ReplicaGoal.companions`."""
     deadline: float
     """By the loop's clock."""
     shadow_backend: BackendTag | None = None

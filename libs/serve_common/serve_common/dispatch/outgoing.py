@@ -9,6 +9,8 @@ import asyncio
 from typing import Final, final
 
 from serve_common.bus.errors import NotConnected, OutboundFull
+from serve_common.dispatch.calls import Attempt, Call
+from serve_common.dispatch.ports import Bus, Replies
 from serve_common.names import ReplicaTag
 from serve_common.subjects import Subjects
 from serve_common.wires.frames import (
@@ -20,8 +22,6 @@ from serve_common.wires.frames import (
     RequestHead,
     encode_frame,
 )
-from serve_proxy.ports import Bus, Replies
-from serve_proxy.shell.calls import Attempt, Call
 
 _SUBJECTS_HELD_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
@@ -55,6 +55,7 @@ class Outgoing:
         attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask.body)
         attempt.heard_at = attempt.probed_at = now
         head = RequestHead(
+            ask.kind,
             ask.method,
             ask.path,
             ask.route,
@@ -65,6 +66,9 @@ class Outgoing:
             ask.endpoint.tag,
             ask.request_id,
             ask.traceparent,
+            ask.client,
+            ask.scheme,
+            ask.call,
         )
         self._bus.publish(attempt.subject, encode_frame(head, attempt.pieces[0]), reply)
         attempt.sent_pieces = 1

@@ -10,6 +10,8 @@ from typing import final
 
 import structlog
 
+from serve_common.dispatch.admission import Endpoint
+from serve_common.dispatch.tallies import EndpointTally
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.routing.replica_choice import Draw
 from serve_common.routing.route_table import RouteTable
@@ -17,8 +19,6 @@ from serve_common.routing.router import Router
 from serve_common.routing.snapshot_table import SnapshotChanges, SnapshotTable
 from serve_common.subjects import backend_key
 from serve_common.wires.snapshots import EndpointSnapshot, Snapshot
-from serve_proxy.core.admission import Endpoint
-from serve_proxy.core.tallies import EndpointTally
 
 _log = structlog.get_logger(__name__)
 

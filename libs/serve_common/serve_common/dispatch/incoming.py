@@ -12,24 +12,27 @@ import structlog
 
 from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.bus.quiet_log import QuietLog
+from serve_common.dispatch.calls import HELD_FRAMES_MAX, Answer, AnswerBody, Attempt, Call
+from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.dispatch.liveness import Suspicions
+from serve_common.dispatch.outgoing import Outgoing
 from serve_common.errors import ReplicaDied, ServeError
 from serve_common.routing.router import Refusal
 from serve_common.wires.frames import (
     BodyHead,
     CancelHead,
+    CloseHead,
     CreditHead,
     ErrorHead,
     FrameUnreadable,
+    Headers,
+    MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
     ResponseHead,
     decode_frame,
 )
-from serve_proxy.core.liveness import Suspicions
-from serve_proxy.core.problems import AnswerUnusable, ReplicaError
-from serve_proxy.shell.calls import HELD_FRAMES_MAX, Answer, AnswerBody, Attempt, Call
-from serve_proxy.shell.outgoing import Outgoing
 
 _log = structlog.get_logger(__name__)
 
@@ -99,10 +102,10 @@ class Incoming:
                 self._take_refusal(call, reason)
             case ErrorHead(error_code, status, message):
                 self._outcomes.end_with(call, ReplicaError(error_code, status, message))
-            case RequestHead() | CancelHead() | ProbeHead():
+            case RequestHead() | CancelHead() | ProbeHead() | MessageHead() | CloseHead():
                 self._complain("frame_unexpected", attempt, type(head).__name__)
 
-    def _open_stream(self, call: Call, status: int, headers: list[tuple[str, str]], body: memoryview) -> None:
+    def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
         if call.answer is not None:
             self._outcomes.fail(call, AnswerUnusable("the replica began its answer twice"))
             return
