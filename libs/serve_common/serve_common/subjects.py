@@ -62,6 +62,20 @@ class Subjects:
         """Where one replica hears requests and what belongs to them."""
         return f"{self.prefix}.replica.{_tokens(replica_tag)}"
 
+    def models(self, replica_tag: ReplicaTag) -> str:
+        """Where one replica tells all routers which multiplexed models it holds."""
+        return f"{self.prefix}.models.{_tokens(replica_tag)}"
+
+    @property
+    def all_models(self) -> str:
+        """What all replicas say of their models."""
+        return f"{self.prefix}.models.>"
+
+    def replica_of_models(self, subject: str) -> ReplicaTag:
+        """The replica that a subject of `models` names."""
+        *parts, ordinal = subject.removeprefix(f"{self.prefix}.models.").split(".")
+        return ReplicaTag("/".join(parts) + "#" + ordinal)
+
     def host_goal(self, host_id: HostId) -> str:
         """Where one host hears its whole goal."""
         return f"{self.prefix}.host.{host_id}.goal"
