@@ -1,4 +1,4 @@
-"""``make bench``: no-op requests through Muster, next to what the same parts could do at most.
+"""``make bench``: requests, bodies, streams and calls through Muster, next to what the same parts could do at most.
 
 Why floors in the same run: absolute figures belong to a machine and an hour; what travels is the ratio.
 """
@@ -11,31 +11,48 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 
+from muster.embedded import StackFailed
 from serve_common.errors import ServeError
-from tests.bench.floors import FLOOR_B, running_floors
-from tests.bench.measure import Line, Sample, System, conclude, measure, plan
+from tests.bench.floors import running_floors
+from tests.bench.generators import Generators
+from tests.bench.loads import (
+    MUSTER,
+    NOOP_CONNECTIONS,
+    OTHER_LOADS,
+    PROCESSES_SHOWN_FOR,
+    Load,
+    Served,
+    noop_loads,
+)
+from tests.bench.measure import Line, Sample, System, conclude, conclude_processes, measure, plan
+from tests.bench.meters import Meter
 from tests.bench.muster_stack import logs_of, running_muster
+from tests.bench.peers.ray_serve import PEERS_PYTHON, running_ray_serve
 from tests.bench.report import make_report, render
-from tests.bench.wrk import WrkFailed, WrkFigures, find_wrk, run_wrk
+from tests.bench.wrk import WrkFailed, find_wrk
 
-CONNECTIONS = (1, 16, 64)
-MUSTER = "Muster"
 BUSY_LOAD = 1.0
 """Processes that run beside us on average, above which a warning is due."""
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    parser.add_argument("--url", help="measure this URL instead of starting a stack")
+    parser.add_argument("--url", help="measure the no-op at this URL instead of starting a stack")
     parser.add_argument("--floors-only", action="store_true", help="measure no Muster at all")
+    parser.add_argument("--peers", action="store_true", help="measure Ray Serve too (`make bench-peers`)")
+    parser.add_argument("--peers-python", type=Path, default=PEERS_PYTHON, metavar="FILE")
     parser.add_argument("--rounds", type=_positive, default=3)
-    parser.add_argument("--seconds", type=_positive, default=4, help="length of one run (default: 4)")
-    parser.add_argument("--connections", type=_positive, nargs="+", default=CONNECTIONS, metavar="C")
+    parser.add_argument("--seconds", type=_positive, default=3, help="length of one run (default: 3)")
+    parser.add_argument(
+        "--connections", type=_positive, nargs="+", default=NOOP_CONNECTIONS, metavar="C", help="of the no-op"
+    )
+    parser.add_argument("--only", metavar="TEXT", help="only loads whose name has this in it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured there")
     return parser.parse_args()
 
@@ -49,48 +66,72 @@ def _positive(text: str) -> int:
 
 async def bench(options: argparse.Namespace) -> list[Line]:
     """Start what is to be measured, measure, tell."""
+    began = time.monotonic()
     wrk = find_wrk()
-
-    async def load(url: str, connections: int, seconds: int) -> WrkFigures:
-        return await run_wrk(wrk, url, connections, seconds)
-
+    loads = [
+        load for load in noop_loads(options.connections) + OTHER_LOADS if (options.only or "") in load.name
+    ]
     load_before = os.getloadavg()[0]
     if load_before > BUSY_LOAD:
         _say(
             f"warning: this machine is busy (load {load_before:.1f}); trust the ratios little and the rest less"
         )
-    samples: list[Sample] = []
     async with AsyncExitStack() as stack:
         # Short: Ray makes unix sockets below it, and their paths may have 107 characters.
         directory = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mb-", ignore_cleanup_errors=True))
         )
-        systems = await stack.enter_async_context(running_floors(directory))
-        if options.url:
-            systems.append(System(name=MUSTER, url=options.url))
-        elif not options.floors_only:
-            _say("starting Muster …")
-            url = await stack.enter_async_context(running_muster(directory / "muster"))
-            systems.append(System(name=MUSTER, url=url))
-        for run in plan(systems, options.connections, options.rounds):
-            sample = await measure(run, options.seconds, load)
-            samples.append(sample)
-            _say(
-                f"round {run.round + 1}/{options.rounds}  c={run.connections:<3} {run.system.name:<8} "
-                f"{sample.figures.requests_per_s:>9,.0f} req/s  p50 {sample.figures.p50_ms:.2f} ms"
-            )
+        systems = await _started(stack, directory, options)
+        samples = await _measured(systems, loads, Generators(wrk, directory), options)
         if any(sample.errors for sample in samples if sample.run.system.name == MUSTER):
             _say(logs_of(directory / "muster"))
         _say("stopping …")
-    lines = conclude(samples, FLOOR_B)
-    lines.sort(key=lambda line: line.connections)
+    lines = conclude(samples)
     report = make_report(
-        samples, lines, load_before=load_before, rounds=options.rounds, seconds=options.seconds
+        samples,
+        lines,
+        conclude_processes(samples, PROCESSES_SHOWN_FOR),
+        load_before=load_before,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        taken_s=time.monotonic() - began,
     )
     print(render(report))
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return lines
+
+
+async def _started(stack: AsyncExitStack, directory: Path, options: argparse.Namespace) -> list[System]:
+    systems = await stack.enter_async_context(running_floors(directory))
+    if options.url:
+        systems.append(System(name=MUSTER, urls={Served.NOOP.value: options.url}))
+    elif not options.floors_only:
+        _say("starting Muster …")
+        systems.append(await stack.enter_async_context(running_muster(directory / "muster")))
+    if options.peers:
+        _say("starting Ray Serve …")
+        systems += await stack.enter_async_context(running_ray_serve(directory, options.peers_python))
+    return systems
+
+
+async def _measured(
+    systems: list[System], loads: list[Load], generators: Generators, options: argparse.Namespace
+) -> list[Sample]:
+    meters = {system.name: Meter(system.stack_id) for system in systems if system.stack_id}
+    samples = []
+    for run in plan(systems, loads, options.rounds):
+        sample = await measure(run, options.seconds, generators.run, meters.get(run.system.name))
+        samples.append(sample)
+        figures = sample.figures
+        latency = "" if figures.p50_ms is None else f"  p50 {figures.p50_ms:.2f} ms"
+        first = "" if figures.first_ms is None else f"  first {figures.first_ms:.2f} ms"
+        errors = f"  {sample.errors} errors" if sample.errors else ""
+        _say(
+            f"round {run.round + 1}/{options.rounds}  {run.load.name:<18} {run.system.name:<18}"
+            f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
+        )
+    return samples
 
 
 def _say(text: str) -> None:
@@ -111,13 +152,13 @@ def main() -> int:
     options = _arguments()
     try:
         lines = asyncio.run(_until_stopped(options))
-    except (WrkFailed, ServeError, FileNotFoundError) as error:
+    except (WrkFailed, StackFailed, ServeError, FileNotFoundError) as error:
         _say(f"error: {error}")
         return 2
     except asyncio.CancelledError:
         _say("stopped")
         return 130
-    errors = sum(line.errors for line in lines)
+    errors = sum(line.errors for line in lines if line.system == MUSTER or not options.peers)
     if errors:
         _say(f"error: {errors} requests failed; figures beside failures mean nothing")
     return 1 if errors else 0

@@ -17,6 +17,7 @@ from aiohttp import web
 from tests.bench.bare_nats import BareRequester
 
 PAYLOAD = b"ok"
+TOKEN = b"~123456789"
 NATS_PY_SUBJECT = "floor.nats-py"
 PROTOCOL_SUBJECT = "floor.protocol"
 _NATS_PY_TIMEOUT_S = 5.0
@@ -25,12 +26,35 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 async def bare() -> Handler:
-    """Answers by itself."""
+    """Answers by itself whatever the other systems are asked."""
 
-    async def handle(_request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        path = request.path
+        if path == "/echo":
+            pieces = []
+            while piece := await request.content.readany():
+                pieces.append(piece)
+            return web.Response(body=b"".join(pieces))
+        if path == "/upload":
+            size = 0
+            while piece := await request.content.readany():
+                size += len(piece)
+            return web.Response(body=str(size).encode())
+        if path == "/tokens":
+            return await _stream_tokens(request)
         return web.Response(body=PAYLOAD)
 
     return handle
+
+
+async def _stream_tokens(request: web.BaseRequest) -> web.StreamResponse:
+    response = web.StreamResponse()
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    for _ in range(int(request.query["count"])):
+        await response.write(TOKEN)
+    await response.write_eof()
+    return response
 
 
 async def over_nats_py(nats_port: int) -> Handler:

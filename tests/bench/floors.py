@@ -15,10 +15,10 @@ from pathlib import Path
 
 from muster.embedded.process import Probe, ProcessEvent, ProcessSpec
 from muster.embedded.supervisor import Supervisor
+from tests.bench.loads import BARE, FLOOR_A, FLOOR_B, Served
 from tests.bench.measure import System
 from tests.bench.probes import answers_http, takes_connections
 
-BARE, FLOOR_A, FLOOR_B = "bare", "floor A", "floor B"
 _STARTS_WITHIN_S = 20.0
 
 
@@ -67,12 +67,25 @@ async def running_floors(directory: Path) -> AsyncIterator[list[System]]:
     for kind, port in ports.items():
         argv = [sys.executable, "-m", "tests.bench.floor_ingress", kind, str(port), str(nats_port)]
         specs.append(spec(f"ingress-{kind}", argv, answers_http(f"http://127.0.0.1:{port}/"), ("nats",)))
-    supervisor = Supervisor(uuid.uuid4().hex, specs, _ignore)
+    stack_id = uuid.uuid4().hex
+    supervisor = Supervisor(stack_id, specs, _ignore)
     try:
         await supervisor.start()
+        bare = f"http://127.0.0.1:{ports['bare']}"
         yield [
-            System(name=name, url=f"http://127.0.0.1:{ports[kind]}/")
-            for name, kind in ((BARE, "bare"), (FLOOR_A, "nats-py"), (FLOOR_B, "protocol"))
+            System(
+                name=BARE,
+                urls={path.value: f"{bare}/{path.value}" for path in Served if path is not Served.CHAIN},
+                stack_id=stack_id,
+            ),
+            *(
+                System(
+                    name=name,
+                    urls={Served.NOOP.value: f"http://127.0.0.1:{ports[kind]}/"},
+                    stack_id=stack_id,
+                )
+                for name, kind in ((FLOOR_A, "nats-py"), (FLOOR_B, "protocol"))
+            ),
         ]
     finally:
         await supervisor.stop()

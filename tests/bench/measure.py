@@ -6,37 +6,55 @@ are compared fairly although the absolute figures drift. Hence also ratios withi
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
 
-from tests.bench.wrk import WrkFigures
+from tests.bench.loads import Load
+from tests.bench.meters import Meter, Usage
 
 WARM_UP_S = 1
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that answers HTTP at ``url``."""
+    """Something that answers HTTP: at ``urls``, by the values of `loads.Served`."""
 
     name: str
-    url: str
+    urls: dict[str, str]
+    stack_id: str = ""
+    """Mark of its processes; empty: they are not measured."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of the load generator."""
+    """One run of a load generator."""
 
     round: int
-    connections: int
+    load: Load
     system: System
 
 
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one run of a load generator measured."""
+
+    requests: int
+    rate: float
+    """In what `Load.kind` says."""
+    errors: int
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    first_ms: float | None = None
+    """Median time to the first token."""
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured."""
+    """What a run came to."""
 
     run: Run
-    figures: WrkFigures
+    figures: Figures
     warm_up_errors: int
+    usage: dict[str, Usage] = {}
+    """By process."""
 
     @property
     def errors(self) -> int:
@@ -45,68 +63,120 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """The conclusion about one system at one number of connections: medians over the rounds."""
+    """The conclusion about one system under one load: medians over the rounds."""
 
+    load: str
     system: str
-    connections: int
-    requests_per_s: float
-    requests_per_s_min: float
-    requests_per_s_max: float
-    p50_ms: float
-    p99_ms: float
+    unit: str
+    rate: float
+    rate_min: float
+    rate_max: float
+    p50_ms: float | None
+    p99_ms: float | None
+    first_ms: float | None
     ratio: float | None
-    """Its requests/s over those of the reference in the same round; None without a reference."""
+    """Its rate over that of the load's reference in the same round; None without a reference."""
     errors: int
     """Over all rounds, warm-up included."""
 
 
-Load = Callable[[str, int, int], Awaitable[WrkFigures]]
-"""(url, connections, seconds)."""
+class ProcessLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process cost under one load: medians over the rounds."""
+
+    load: str
+    system: str
+    process: str
+    cpu_s: float
+    cpu_us_per_request: float
+    rss_bytes: float
+    rss_growth_bytes: float
+    """From the start of the run to its highest moment; the largest of all rounds."""
 
 
-def plan(systems: Sequence[System], connections: Sequence[int], rounds: int) -> Iterator[Run]:
-    """Every system, one after the other, at each number of connections, in each round."""
+Generate = Callable[[Load, str, int], Awaitable[Figures]]
+"""(load, URL, seconds)."""
+
+
+def plan(systems: Sequence[System], loads: Sequence[Load], rounds: int) -> Iterator[Run]:
+    """Every system that serves it, one after the other, under each load, in each round."""
     for number in range(rounds):
-        for count in connections:
+        for load in loads:
             for system in systems:
-                yield Run(round=number, connections=count, system=system)
+                if load.path.value in system.urls:
+                    yield Run(round=number, load=load, system=system)
 
 
-async def measure(run: Run, seconds: int, load: Load) -> Sample:
+async def measure(run: Run, seconds: int, generate: Generate, meter: Meter | None) -> Sample:
     """Warm up and measure; errors of both count."""
-    warm_up = await load(run.system.url, run.connections, WARM_UP_S)
-    figures = await load(run.system.url, run.connections, seconds)
-    return Sample(run=run, figures=figures, warm_up_errors=warm_up.errors)
+    url = run.system.urls[run.load.path.value]
+    warm_up = await generate(run.load, url, WARM_UP_S)
+    if meter is None:
+        return Sample(run=run, figures=await generate(run.load, url, seconds), warm_up_errors=warm_up.errors)
+    async with meter.watching() as usage:
+        figures = await generate(run.load, url, seconds)
+    return Sample(run=run, figures=figures, warm_up_errors=warm_up.errors, usage=usage)
 
 
-def conclude(samples: Sequence[Sample], reference: str) -> list[Line]:
-    """One line for each system at each number of connections, in the order in which they were measured."""
+def conclude(samples: Sequence[Sample]) -> list[Line]:
+    """One line for each system under each load, in the order in which they were measured."""
     rates = {
-        (sample.run.round, sample.run.connections): sample.figures.requests_per_s
+        (sample.run.round, sample.run.load.name): sample.figures.rate
         for sample in samples
-        if sample.run.system.name == reference
+        if sample.run.system.name == sample.run.load.reference
     }
-    groups: dict[tuple[int, str], list[Sample]] = {}
+    return [_line(name, load, group, rates) for (load, name), group in _groups(samples).items()]
+
+
+def conclude_processes(samples: Sequence[Sample], loads: Sequence[str]) -> list[ProcessLine]:
+    """What each process of each system cost under these loads."""
+    lines = []
+    for (load, system), group in _groups(samples).items():
+        if load in loads:
+            names = sorted({name for sample in group for name in sample.usage})
+            lines += [_process_line(load, system, name, group) for name in names]
+    return lines
+
+
+def _groups(samples: Sequence[Sample]) -> Mapping[tuple[str, str], list[Sample]]:
+    groups: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        groups.setdefault((sample.run.connections, sample.run.system.name), []).append(sample)
-    return [_line(name, count, group, rates) for (count, name), group in groups.items()]
+        groups.setdefault((sample.run.load.name, sample.run.system.name), []).append(sample)
+    return groups
 
 
-def _line(name: str, count: int, group: Sequence[Sample], rates: dict[tuple[int, int], float]) -> Line:
-    own = [sample.figures.requests_per_s for sample in group]
-    ratios = [
-        sample.figures.requests_per_s / rate
-        for sample in group
-        if (rate := rates.get((sample.run.round, sample.run.connections)))
-    ]
+def _line(name: str, load: str, group: Sequence[Sample], rates: Mapping[tuple[int, str], float]) -> Line:
+    own = [sample.figures.rate for sample in group]
+    ratios = [sample.figures.rate / rate for sample in group if (rate := rates.get((sample.run.round, load)))]
     return Line(
+        load=load,
         system=name,
-        connections=count,
-        requests_per_s=median(own),
-        requests_per_s_min=min(own),
-        requests_per_s_max=max(own),
-        p50_ms=median(sample.figures.p50_ms for sample in group),
-        p99_ms=median(sample.figures.p99_ms for sample in group),
+        unit=group[0].run.load.kind.value,
+        rate=median(own),
+        rate_min=min(own),
+        rate_max=max(own),
+        p50_ms=_median(sample.figures.p50_ms for sample in group),
+        p99_ms=_median(sample.figures.p99_ms for sample in group),
+        first_ms=_median(sample.figures.first_ms for sample in group),
         ratio=median(ratios) if ratios else None,
         errors=sum(sample.errors for sample in group),
     )
+
+
+def _process_line(load: str, system: str, name: str, group: Sequence[Sample]) -> ProcessLine:
+    there = [(sample, sample.usage[name]) for sample in group if name in sample.usage]
+    return ProcessLine(
+        load=load,
+        system=system,
+        process=name,
+        cpu_s=median(usage.cpu_s for _, usage in there),
+        cpu_us_per_request=median(
+            usage.cpu_s * 1e6 / max(sample.figures.requests, 1) for sample, usage in there
+        ),
+        rss_bytes=median(usage.rss_bytes for _, usage in there),
+        rss_growth_bytes=max(usage.rss_growth_bytes for _, usage in there),
+    )
+
+
+def _median(values: Iterator[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

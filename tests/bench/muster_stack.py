@@ -1,4 +1,4 @@
-"""A whole private Muster with the no-op example deployed.
+"""A whole private Muster with everything deployed that the benchmark asks for.
 
 Why the embedded stack: the same processes, bus, passwords and permissions as users run, on ports of its own.
 """
@@ -6,38 +6,49 @@ Why the embedded stack: the same processes, bus, passwords and permissions as us
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from muster.client import StackAddress, connect_stack
+from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions, StatePaths
 from muster.embedded.logfiles import last_lines
 from muster.secrets import Secrets
-from serve_common.values import BackendConfig, ReplicaConfig
-from serve_common.wires.commands import Deploy
+from serve_common.errors import ServeError
+from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.wires.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
 from serve_common.wires.views import GoalStatus
+from tests.bench.loads import MIB, MUSTER, Served
+from tests.bench.measure import System
 from tests.bench.probes import answers_http
 
-_ROUTE = "/noop"
 _DEPLOY_WITHIN_S = 60.0
 _OPTIONS = StackOptions(http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0)
-_NOOP_DIR = Path(__file__).parents[2] / "examples" / "noop"
+_MODELS_DIR = Path(__file__).parent / "models"
+_BODY_BYTES_MAX = 256 * MIB
+_REPLICA_CPUS = 0.1
+"""All deployments are there at once; one at a time is asked."""
 
 
 @asynccontextmanager
-async def running_muster(state_dir: Path) -> AsyncIterator[str]:
-    """Start it, deploy one replica, and give the URL of it; everything is gone afterwards.
+async def running_muster(state_dir: Path) -> AsyncIterator[System]:
+    """Start it and deploy one replica of everything; all is gone afterwards.
 
-    Raises `StackFailed`, or what the controller refuses the deployment with.
+    A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
     async with EmbeddedStack(state_dir, _OPTIONS) as stack:
-        await _deploy_noop(stack.record)
-        url = stack.record.http_url + _ROUTE
-        reason = await answers_http(url)()
+        record = stack.record
+        routes = await _deploy_all(record)
+        reason = await answers_http(record.http_url + routes[Served.NOOP.value])()
         if reason is not None:
             raise StackFailed(f"the no-op deployment does not serve: {reason}")
-        yield url
+        yield System(
+            name=MUSTER,
+            urls={path: record.http_url + route for path, route in routes.items()},
+            stack_id=record.stack_id,
+        )
 
 
 def logs_of(state_dir: Path) -> str:
@@ -46,17 +57,61 @@ def logs_of(state_dir: Path) -> str:
     return "\n".join(f"--- {path.name}\n{last_lines(path)}" for path in logs)
 
 
-async def _deploy_noop(record: RunRecord) -> None:
+async def _deploy_all(record: RunRecord) -> dict[str, str]:
+    """The route of each path that is served."""
     password = await asyncio.to_thread(Secrets(Path(record.secrets)).read, "nats_admin")
-    request = Deploy(
-        name="noop",
-        replica_config=ReplicaConfig(import_path="noop:Noop", app_dir=str(_NOOP_DIR)),
-        backend_config=BackendConfig(num_replicas=1),
-        route_prefix=_ROUTE,
-    )
+    routes: dict[str, str] = {}
     async with connect_stack(StackAddress(urls=(record.nats_url,), password=password)) as reached:
-        reply = await reached.admin.deploy(request)
-        assert reply.goal_id is not None
-        goal = await reached.admin.wait_for_goal(reply.goal_id, deadline_s=_DEPLOY_WITHIN_S)
+        admin = reached.admin
+        await _done(
+            admin, await admin.set_http_options(SetHttpOptions(options={"body_bytes_max": _BODY_BYTES_MAX}))
+        )
+        for path in Served:
+            try:
+                await _done(admin, await _deploy(admin, path))
+            except (ServeError, StackFailed) as error:
+                if path is Served.NOOP:
+                    raise
+                print(f"warning: Muster does not serve {path.value}: {error}", file=sys.stderr, flush=True)
+            else:
+                routes[path.value] = f"/{path.value}"
+    return routes
+
+
+async def _deploy(admin: AdminClient, path: Served) -> ChangeReply:
+    if path is Served.CHAIN:
+        return await admin.deploy_application(
+            DeployApplication(
+                name="chain",
+                deployments=[
+                    DeploymentSpec(name=name, replica_config=_config(name.capitalize()))
+                    for name in ("back", "front")
+                ],
+                ingress="front",
+                route_prefix=f"/{path.value}",
+            )
+        )
+    return await admin.deploy(
+        Deploy(
+            name=path.value,
+            replica_config=_config(path.value.capitalize()),
+            backend_config=BackendConfig(num_replicas=1),
+            route_prefix=f"/{path.value}",
+        )
+    )
+
+
+def _config(class_name: str) -> ReplicaConfig:
+    return ReplicaConfig(
+        import_path=f"bench_models:{class_name}",
+        app_dir=str(_MODELS_DIR),
+        ray_actor_options=RayActorOptions(num_cpus=_REPLICA_CPUS),
+    )
+
+
+async def _done(admin: AdminClient, reply: ChangeReply) -> None:
+    if reply.goal_id is None:
+        return
+    goal = await admin.wait_for_goal(reply.goal_id, deadline_s=_DEPLOY_WITHIN_S)
     if goal.status is not GoalStatus.SUCCEEDED:
-        raise StackFailed(f"the no-op deployment is {goal.status.value}: {goal.error or goal.message}")
+        raise StackFailed(f"it is {goal.status.value}: {goal.error or goal.message}")

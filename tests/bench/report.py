@@ -1,4 +1,4 @@
-"""What the benchmark tells: a table for people (Markdown, to be pasted into README.md) and JSON for programs."""
+"""What the benchmark tells: tables for people (Markdown, to be pasted into README.md) and JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from pathlib import Path
 import msgspec
 
 from serve_common.adapters.system_clock import SystemClock
-from tests.bench.measure import Line, Sample
+from tests.bench.measure import Line, ProcessLine, Sample
 
-_HEAD = ["system", "c", "req/s", "(min-max)", "p50 ms", "p99 ms", "of floor B", "errors"]
+_HEAD = ["load", "system", "rate", "(min-max)", "p50 ms", "p99 ms", "first ms", "ratio", "errors"]
+_PROCESS_HEAD = ["load", "system", "process", "CPU s", "CPU us/request", "RSS MiB", "growth MiB"]
+_MIB = 1024 * 1024
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +28,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that others kept running on this machine in the minute before; figures of a busy machine are noise."""
     rounds: int
     seconds: int
+    taken_s: float
     lines: list[Line]
+    processes: list[ProcessLine]
     samples: list[Sample]
 
 
@@ -45,7 +49,14 @@ def describe_machine() -> str:
 
 
 def make_report(
-    samples: Sequence[Sample], lines: Sequence[Line], *, load_before: float, rounds: int, seconds: int
+    samples: Sequence[Sample],
+    lines: Sequence[Line],
+    processes: Sequence[ProcessLine],
+    *,
+    load_before: float,
+    rounds: int,
+    seconds: int,
+    taken_s: float,
 ) -> Report:
     """The whole report."""
     taken_at = datetime.fromtimestamp(SystemClock().now(), UTC).isoformat(timespec="seconds")
@@ -55,27 +66,38 @@ def make_report(
         load_before=load_before,
         rounds=rounds,
         seconds=seconds,
+        taken_s=taken_s,
         lines=list(lines),
+        processes=list(processes),
         samples=list(samples),
     )
 
 
 def render(report: Report) -> str:
-    """The table, with what one needs to know to read it."""
-    rows = [_HEAD, *(_cells(line) for line in report.lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = [_row(row, widths) for row in rows]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    """The tables, with what one needs to know to read them."""
     heading = (
         f"{report.taken_at} · {report.machine} · load before {report.load_before:.1f}\n"
-        f"wrk -t1, keep-alive; medians of {report.rounds} interleaved rounds of {report.seconds} s\n"
+        f"medians of {report.rounds} interleaved rounds of {report.seconds} s; requests by wrk -t1, keep-alive; "
+        "ratios: no-op to floor B, bodies and tokens to bare aiohttp, chain to Muster\n"
     )
-    return heading + "\n" + "\n".join(lines)
+    tables = [_table(_HEAD, [_cells(line) for line in report.lines], 2)]
+    if report.processes:
+        shown = [line for line in report.processes if not _is_idle(line)]
+        tables.append(_table(_PROCESS_HEAD, [_process_cells(line) for line in shown], 3))
+    return "\n".join([heading, "\n\n".join(tables), f"\nthe whole took {report.taken_s:.0f} s"])
 
 
-def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+def _table(head: list[str], rows: list[list[str]], left_columns: int) -> str:
+    all_rows = [head, *rows]
+    widths = [max(len(row[column]) for row in all_rows) for column in range(len(head))]
+    lines = [_row(row, widths, left_columns) for row in all_rows]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int], left_columns: int) -> str:
     padded = [
-        f"{cell:<{width}}" if column == 0 else f"{cell:>{width}}"
+        f"{cell:<{width}}" if column < left_columns else f"{cell:>{width}}"
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "| " + " | ".join(padded) + " |"
@@ -83,12 +105,34 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 def _cells(line: Line) -> list[str]:
     return [
+        line.load,
         line.system,
-        str(line.connections),
-        f"{line.requests_per_s:,.0f}",
-        f"{line.requests_per_s_min:,.0f}-{line.requests_per_s_max:,.0f}",
-        f"{line.p50_ms:.2f}",
-        f"{line.p99_ms:.2f}",
-        "-" if line.ratio is None else f"{line.ratio:.2f}",
+        f"{line.rate:,.0f} {line.unit}",
+        f"{line.rate_min:,.0f}-{line.rate_max:,.0f}",
+        _shown(line.p50_ms),
+        _shown(line.p99_ms),
+        _shown(line.first_ms),
+        _shown(line.ratio),
         str(line.errors),
     ]
+
+
+def _is_idle(line: ProcessLine) -> bool:
+    """It has no part in this load; it is in the JSON all the same."""
+    return line.cpu_s < 0.01 and line.rss_growth_bytes < _MIB
+
+
+def _process_cells(line: ProcessLine) -> list[str]:
+    return [
+        line.load,
+        line.system,
+        line.process,
+        f"{line.cpu_s:.2f}",
+        f"{line.cpu_us_per_request:,.0f}",
+        f"{line.rss_bytes / _MIB:.0f}",
+        f"{line.rss_growth_bytes / _MIB:.0f}",
+    ]
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+from pathlib import Path
 
 import msgspec
 
@@ -82,10 +83,17 @@ def find_wrk() -> str:
     return path
 
 
-async def run_wrk(wrk: str, url: str, connections: int, seconds: int) -> WrkFigures:
-    """Load ``url`` from one thread over so many kept-alive connections, each with one request at a time."""
+async def run_wrk(
+    wrk: str, url: str, connections: int, seconds: int, script: Path | None = None
+) -> WrkFigures:
+    """Load ``url`` from one thread over so many kept-alive connections, each with one request at a time.
+
+    ``script`` is wrk's own, in Lua: it says what is sent when that is more than a GET.
+    """
     process = await asyncio.create_subprocess_exec(
-        *(wrk, "-t1", f"-c{connections}", f"-d{seconds}s", "--latency", url),
+        *(wrk, "-t1", f"-c{connections}", f"-d{seconds}s", "--latency"),
+        *(() if script is None else ("-s", str(script))),
+        url,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -15,12 +15,17 @@ from serve_common.names import ReplicaTag
 from serve_common.subjects import Subjects
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
+    UNKNOWN_BYTES,
     WINDOW_FRAMES,
+    WINDOW_MESSAGES,
     BodyHead,
     CancelHead,
+    CloseHead,
     CreditHead,
     ErrorHead,
     Head,
+    Kind,
+    MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
@@ -41,10 +46,23 @@ class Held:
     to_send: list[bytes] = field(default_factory=list)
     sequence: int = 1
     credit: int = WINDOW_FRAMES - 1
+    received_bytes: int = 0
+    has_answered: bool = False
+    credit_owed: int = 0
+    """Of a body that ``/stuck`` does not take until `take_on`."""
+    messages: list[tuple[bool, bytes]] = field(default_factory=list)
+    """What a socket has heard: is it text, and what."""
+    partial: bytearray = field(default_factory=bytearray)
+    frames: int = 0
+    closed: tuple[int, str] | None = None
 
 
 class FakeReplica:
-    """By default echoes the body; ``/hold…`` waits for `release`, ``/big?n`` streams n bytes, ``/raise`` fails."""
+    """By default echoes the body; ``/hold…`` waits for `release`, ``/big?n`` streams n bytes, ``/raise`` fails.
+
+    Of a body that comes in pieces: ``/sink`` counts it, ``/stuck`` takes no more than the window, ``/early`` answers at
+    its first piece, ``/pieces`` answers each piece. Sockets: see `_open_socket`.
+    """
 
     def __init__(self, url: str, tag: str, *, limit: int = 100) -> None:
         self.tag = ReplicaTag(tag)
@@ -55,6 +73,7 @@ class FakeReplica:
         self.cancelled: list[str] = []
         self.probes = 0
         self.bodies: list[bytes] = []
+        self.sockets: list[Held] = []
         self.on_change: Callable[[], None] = lambda: None
         self._bus = BusConnection(
             BusOptions([url], name=tag, reconnect_wait_min_s=0.01, reconnect_wait_max_s=0.05),
@@ -96,8 +115,15 @@ class FakeReplica:
         match head:
             case RequestHead():
                 self._begin(Held(reply, head), bytes(body))
-            case BodyHead() if held is not None:
-                self._receive(held, bytes(body))
+            case BodyHead(sequence, last) if held is not None:
+                assert sequence == held.frames + 1
+                held.frames = sequence
+                self._receive(held, body, last=last)
+            case MessageHead() if held is not None:
+                self._hear(held, head, body)
+            case CloseHead(code, reason) if held is not None:
+                held.closed = (code, reason)
+                del self.held[reply]
             case CreditHead(frames) if held is not None:
                 held.credit += frames
                 self._pump(held)
@@ -116,15 +142,91 @@ class FakeReplica:
             return
         self.held[held.reply] = held
         self.seen.append(held.head)
-        self._receive(held, body)
-
-    def _receive(self, held: Held, body: bytes) -> None:
-        held.body += body
-        if len(held.body) < held.head.body_bytes:
-            self.send(held, CreditHead(1))
+        if held.head.kind is Kind.WEBSOCKET:
+            self._open_socket(held)
         else:
+            self._receive(held, body, last=len(body) == held.head.body_bytes)
+
+    def _receive(self, held: Held, body: bytes | memoryview, *, last: bool) -> None:
+        path = held.head.path.removeprefix(held.head.route)
+        held.received_bytes += len(body)
+        if not path.startswith("/sink"):
+            held.body += body
+        if path.startswith("/early"):
+            self._finish(held, b"enough")
+            return
+        if path.startswith("/pieces"):
+            self._answer_piece(held, bytes(body), last=last)
+        if last:
+            assert held.head.body_bytes in (UNKNOWN_BYTES, held.received_bytes)
             self.bodies.append(bytes(held.body))
-            self._work(held)
+            if path.startswith("/sink"):
+                held.body += b"%d" % held.received_bytes
+            if not path.startswith("/pieces"):
+                self._work(held)
+        elif path.startswith("/stuck"):
+            held.credit_owed += 1
+        else:
+            self.send(held, CreditHead(1))
+
+    def take_on(self) -> None:
+        """Take what ``/stuck`` has not taken, and what comes after it."""
+        for held in self.held.values():
+            owed, held.credit_owed = held.credit_owed, 0
+            self.send(held, CreditHead(owed))
+
+    def _answer_piece(self, held: Held, body: bytes, *, last: bool) -> None:
+        """One piece of the answer for each piece of the body; the router's window is not looked at."""
+        if not held.has_answered:
+            held.has_answered = True
+            self.send(held, ResponseHead(200, [], False, 0), body)
+        else:
+            self.send(held, BodyHead(held.sequence, last), body)
+            held.sequence += 1
+        if last:
+            self.held.pop(held.reply, None)
+
+    # -- sockets --
+
+    def _open_socket(self, held: Held) -> None:
+        """``/ws`` echoes, ``/ws-deaf`` takes nothing, ``/ws-refuse`` says 403, ``/ws-big?n`` says n bytes at once."""
+        path = held.head.path.removeprefix(held.head.route)
+        if path.startswith("/ws-refuse"):
+            self.held.pop(held.reply)
+            self.send(held, ResponseHead(403, [(b"content-type", b"text/plain")], True, 0), b"no")
+            return
+        headers = [(b"x-replica", self.tag.encode())]
+        if path.startswith("/ws-protocol"):
+            headers.append((b"sec-websocket-protocol", held.head.query.encode()))
+        self.sockets.append(held)
+        held.credit = WINDOW_MESSAGES
+        self.send(held, ResponseHead(101, headers, False, 0))
+        if path.startswith("/ws-big"):
+            self.say(held, bytes(int(held.head.query)), is_text=False)
+
+    def say(self, held: Held, data: bytes, *, is_text: bool) -> None:
+        """Send a message, as far as there is credit."""
+        pieces = split_body(data)
+        held.to_send += [(is_text, bytes(piece), piece is pieces[-1]) for piece in pieces]  # type: ignore[misc]
+        self._pump(held)
+
+    def close_socket(self, held: Held, code: int, reason: str = "") -> None:
+        """Say the last word."""
+        self.held.pop(held.reply, None)
+        self.send(held, CloseHead(code, reason))
+
+    def _hear(self, held: Held, head: MessageHead, body: memoryview) -> None:
+        assert head.sequence == held.frames + 1
+        held.frames += 1
+        held.partial += body
+        path = held.head.path.removeprefix(held.head.route)
+        if not path.startswith("/ws-deaf"):
+            self.send(held, CreditHead(1))
+        if head.last:
+            said, held.partial = bytes(held.partial), bytearray()
+            held.messages.append((head.is_text, said))
+            if path.rstrip("/") in ("/ws", "/ws-protocol"):
+                self.say(held, said, is_text=head.is_text)
 
     def _work(self, held: Held) -> None:
         path = held.head.path.removeprefix(held.head.route)
@@ -162,6 +264,11 @@ class FakeReplica:
         while held.to_send and held.credit > 0:
             held.credit -= 1
             piece = held.to_send.pop(0)
+            if held.head.kind is Kind.WEBSOCKET:
+                is_text, data, last = piece
+                self.send(held, MessageHead(held.sequence, is_text, last), data)
+                held.sequence += 1
+                continue
             self.send(held, BodyHead(held.sequence, not held.to_send), piece)
             held.sequence += 1
             if not held.to_send:

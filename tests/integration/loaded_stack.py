@@ -225,6 +225,21 @@ class LoadedStack:
         """Of the deployment."""
         return (await self.admin.get_deployment_info(NAME)).replicas
 
+    @property
+    def nats_url(self) -> str:
+        """Of the server."""
+        return self._nats_url
+
+    @property
+    def nats_monitor_port(self) -> int:
+        """Of the server's own HTTP."""
+        return self._ports["nats_monitor"]
+
+    @property
+    def system_password(self) -> str:
+        """Of the server's system account, which may end connections."""
+        return self._secrets.read("nats_system")
+
     def log(self, name: str) -> str:
         """What a supervised process wrote, in all its lives."""
         return self._paths.log(name).read_text()

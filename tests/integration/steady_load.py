@@ -14,7 +14,8 @@ import itertools
 import random
 import statistics
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Self
 
 import msgspec
@@ -69,9 +70,12 @@ class Connection:
         """As far as is known before something is sent."""
         return self.is_kept and not self._reader.at_eof()
 
-    async def ask(self, method: str, target: str, body: bytes) -> tuple[int, bytes]:
+    async def ask(
+        self, method: str, target: str, body: bytes, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[int, bytes]:
         """Status and body. Raises OSError or EOFError when no whole answer came."""
-        head = f"{method} {target} HTTP/1.1\r\nHost: loaded\r\nContent-Length: {len(body)}\r\n\r\n"
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"{method} {target} HTTP/1.1\r\nHost: loaded\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
         answered = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
         self.is_kept = "\r\nconnection: close\r\n" not in answered

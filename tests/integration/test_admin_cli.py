@@ -149,7 +149,10 @@ async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
     assert (await muster.ok("endpoint", "create", "fork", "v1", "--route", "/fork"))["result"] == "succeeded"
     assert (await muster.ok("traffic", "set", "fork", "v1=0.9", "v2=0.1"))["result"] == "succeeded"
     assert (await muster.ok("traffic", "shadow", "fork", "v2", "0.5"))["result"] == "succeeded"
+    options = ("--backend-header", "X-To", "--relative-slo-ms", "250")
+    assert (await muster.ok("endpoint", "options", "fork", *options))["result"] == "succeeded"
     endpoint = next(e for e in await muster.ok("endpoint", "list") if e["endpoint_tag"] == "default/fork")
+    assert (endpoint["options"]["backend_header"], endpoint["options"]["relative_slo_ms"]) == ("X-To", 250.0)
     assert endpoint["traffic"] == {"default/v1": 0.9, "default/v2": 0.1}
     assert endpoint["shadows"] == {"default/v2": 0.5}
 
@@ -157,8 +160,11 @@ async def test_backends_endpoints_and_traffic(muster: Muster) -> None:
     assert refused["error"]["code"] == "conflict"
     assert "used by the endpoint 'default/fork'" in words
 
-    assert (await muster.ok("backend", "update", "v1", "--num-replicas", "2"))["result"] == "succeeded"
-    assert (await muster.ok("backend", "config", "v1"))["backend_config"]["num_replicas"] == 2
+    changes = ("--num-replicas", "2", "--circuit-breaker", "window_s=20,open_time_s=1")
+    assert (await muster.ok("backend", "update", "v1", *changes))["result"] == "succeeded"
+    config = (await muster.ok("backend", "config", "v1"))["backend_config"]
+    assert (config["num_replicas"], config["circuit_breaker"]["window_s"]) == (2, 20.0)
+    assert config["circuit_breaker"]["failure_percent"] == 50.0, "what was not given stays"
     assert (await muster.ok("endpoint", "delete", "fork"))["result"] == "succeeded"
     assert (await muster.ok("backend", "delete", "v1", "--force-kill"))["result"] == "succeeded"
     left = {b["backend_tag"] for b in await muster.ok("backend", "list")}

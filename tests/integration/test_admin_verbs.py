@@ -12,7 +12,7 @@ import pytest_asyncio
 import structlog
 
 from serve_common.errors import NotFound
-from serve_common.values import BackendConfig, HttpOptions
+from serve_common.values import BackendConfig, EndpointOptions, HttpOptions
 from serve_common.wires import queries as q
 from serve_common.wires.admin import COMMANDS, QUERIES
 from serve_common.wires.commands import (
@@ -27,6 +27,7 @@ from serve_common.wires.commands import (
     DeploymentSpec,
     DrainHost,
     Rollback,
+    SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
@@ -240,7 +241,7 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
         await admin.shadow_traffic(ShadowTraffic(endpoint="canary", backend_tag="right", proportion=0.5))
     )
     (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
-    assert (view.route, view.methods) == ("/canary", ["GET"])
+    assert (view.route, view.methods, view.options) == ("/canary", ["GET"], EndpointOptions())
     assert view.traffic == {"default/left": 0.75, "default/right": 0.25}
     assert view.shadows == {"default/right": 0.5}
     routed = desk.plane.proxy.snapshots["endpoints.default.canary"].content
@@ -253,6 +254,11 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
     )
     (view,) = (e for e in await admin.get_all_endpoints() if e.endpoint_tag == "default/canary")
     assert view.shadows == {}
+    options = SetEndpointOptions(endpoint="canary", options={"backend_header": "X-To"})
+    await desk.done(await admin.set_endpoint_options(options))
+    routed = desk.plane.proxy.snapshots["endpoints.default.canary"].content
+    assert getattr(routed, "options", None) == EndpointOptions(backend_header="X-To")
+    assert not (await admin.set_endpoint_options(options)).updating
     await desk.done(await admin.delete_endpoint(DeleteEndpoint(endpoint="canary")))
     assert desk.plane.proxy.snapshots["endpoints.default.canary"].content is None
     assert (await admin.delete_endpoint(DeleteEndpoint(endpoint="canary"))).goal_id is None

@@ -53,6 +53,7 @@ class NatsServer:
     def __init__(self, directory: Path, extra: str = "") -> None:
         self.port = _free_port()
         self.password = "app-secret"
+        self.allowed = "t.>"
         self._config = directory / f"nats-{self.port}.conf"
         self._log = directory / f"nats-{self.port}.log"
         self._extra = extra
@@ -62,12 +63,21 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        permissions = """{ publish: ["t.>", "_INBOX_app.>"], subscribe: ["t.>", "_INBOX_app.>"] }"""
+    def _configure(self) -> None:
+        subjects = f'["{self.allowed}", "_INBOX_app.>"]'
+        permissions = f"{{ publish: {subjects}, subscribe: {subjects} }}"
         users = f'users: [{{ user: app, password: "{self.password}", permissions: {permissions} }}]'
         self._config.write_text(
             f'listen: "127.0.0.1:{self.port}"\nauthorization {{ {users} }}\n{self._extra}\n'
         )
+
+    def reload(self) -> None:
+        """Let the running server read its configuration, password and permissions included, again."""
+        self._configure()
+        self.send(signal.SIGHUP)
+
+    def start(self) -> None:
+        self._configure()
         executable = shutil.which("nats-server", path=Path(sys.executable).parent)
         assert executable, "nats-server belongs to the locked packages"
         self._process = subprocess.Popen([executable, "-c", self._config, "-l", self._log, "-P", ""])

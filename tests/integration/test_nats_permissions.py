@@ -192,7 +192,12 @@ ALLOWED = [
     ("replica", "PUB", SUBJECTS.call(ENDPOINT)),
     ("replica", "PUB", inbox("proxy")),
     ("replica", "PUB", inbox("replica")),
+    ("replica", "PUB", inbox("client")),
     ("replica", "SUB", REPLICA),
+    ("client", "PUB", REPLICA),
+    ("client", "PUB", SUBJECTS.call(ENDPOINT)),
+    ("client", "SUB", SUBJECTS.all_models),
+    ("proxy", "PUB", inbox("client")),
     ("admin", "PUB", SUBJECTS.admin("deploy")),
     ("admin", "PUB", SUBJECTS.call(ENDPOINT)),
     ("admin", "PUB", "$SRV.PING"),
@@ -200,51 +205,51 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.events),
     ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("admin", "SUB", "_INBOX.abc.*"),
-    *((role, "SUB", f"_INBOX_{role}.>") for role in ("controller", "proxy", "host", "replica", "admin")),
+    *((role, "SUB", f"_INBOX_{role}.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
 ]
 
 DENIED = [
     # only the admin commands
-    *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica")),
+    *((role, "PUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client")),
     # only the controller hears them
-    *((role, "SUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "admin")),
+    *((role, "SUB", SUBJECTS.admin("deploy")) for role in ("proxy", "host", "replica", "client", "admin")),
     # only the controller writes snapshots, tells hosts their goals and says who leads
-    *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "admin")),
-    *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "admin")),
-    *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "admin")),
+    *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "client", "admin")),
     # only the controller tells what happened, and only the admin hears it
-    *((role, "PUB", EVENT) for role in ("proxy", "host", "replica", "admin")),
-    *((role, "SUB", EVENT) for role in ("proxy", "host", "replica")),
+    *((role, "PUB", EVENT) for role in ("proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", EVENT) for role in ("proxy", "host", "replica", "client")),
     *(
         (role, "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x")
-        for role in ("proxy", "host", "replica")
+        for role in ("proxy", "host", "replica", "client")
     ),
     # only the controller manages streams
     *(
         (role, "PUB", f"$JS.API.STREAM.{verb}.{stream}")
-        for role in ("proxy", "host", "replica", "admin")
+        for role in ("proxy", "host", "replica", "client", "admin")
         for stream in (STREAM, SUBJECTS.event_stream)
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE")
     ),
     *(
         (role, "PUB", "$JS.API.CONSUMER.CREATE.OTHER.name.x")
-        for role in ("proxy", "host", "replica", "admin")
+        for role in ("proxy", "host", "replica", "client", "admin")
     ),
     # nobody reports in another's name
-    *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "admin", "controller")),
-    *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "admin", "controller")),
+    *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "admin", "controller")),
+    *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "admin", "controller")),
     # requests are between proxies and replicas
     *((role, "PUB", REPLICA) for role in ("controller", "host", "admin")),
-    *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "admin")),
-    *((role, "SUB", SUBJECTS.calls) for role in ("controller", "host", "replica", "admin")),
+    *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "admin")),
+    *((role, "SUB", SUBJECTS.calls) for role in ("controller", "host", "replica", "client", "admin")),
     # answers are private; the plain inbox belongs to foreign clients, which are admins
     *(
         (role, "SUB", f"_INBOX_{other}.>")
-        for role in ("controller", "proxy", "host", "replica", "admin")
-        for other in ("controller", "proxy", "host", "replica", "admin")
+        for role in ("controller", "proxy", "host", "replica", "client", "admin")
+        for other in ("controller", "proxy", "host", "replica", "client", "admin")
         if role != other
     ),
-    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica")),
+    *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica", "client")),
     # a replica runs users' code: it answers its callers and nobody else
     ("replica", "PUB", inbox("controller")),
     ("replica", "PUB", inbox("host")),
@@ -253,9 +258,9 @@ DENIED = [
     ("replica", "PUB", "$SRV.PING"),
     ("replica", "SUB", "$SRV.PING"),
     # nobody hears everything, and nobody but the system user sees the system
-    *((role, "SUB", ">") for role in ("controller", "proxy", "host", "replica", "admin")),
-    *((role, "SUB", "serve.>") for role in ("controller", "proxy", "host", "replica", "admin")),
-    *((role, "SUB", "$SYS.>") for role in ("controller", "proxy", "host", "replica", "admin")),
+    *((role, "SUB", ">") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", "serve.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", "$SYS.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
 ]
 
 
@@ -297,7 +302,7 @@ async def test_every_role_has_its_own_password(server: Server, connect: Connect,
     assert [other for other in NATS_ROLES if server.password(other) == server.password(role)] == [role]
 
 
-@pytest.mark.parametrize("role", ["proxy", "replica", "admin", "controller"])
+@pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin", "controller"])
 async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
     connect: Connect, bucket: None, role: str
 ) -> None:
@@ -319,7 +324,7 @@ async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
     assert reader.last_error is None
 
 
-@pytest.mark.parametrize("role", ["proxy", "replica", "admin"])
+@pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin"])
 async def test_readers_of_the_bucket_cannot_write_it(connect: Connect, bucket: None, role: str) -> None:
     reader = await connect(role)
     store = await reader.jetstream(timeout=0.3).key_value(SUBJECTS.bucket)
@@ -391,6 +396,8 @@ async def test_an_absent_controller_is_known_at_once(server: Server, connect: Co
     [
         ("proxy", "replica", REPLICA, ""),
         ("replica", "replica", REPLICA, ""),
+        ("client", "replica", REPLICA, ""),
+        ("client", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("admin", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("replica", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("controller", "host", HOST_GOAL, ""),

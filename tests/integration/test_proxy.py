@@ -18,7 +18,7 @@ import pytest
 
 from serve_common.names import EndpointTag
 from serve_common.subjects import endpoint_key
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, Kind
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
@@ -63,6 +63,34 @@ async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
     assert (await stack.get("/echo?418"))[0] == 418
 
 
+async def test_what_headers_tell_the_proxy_reaches_the_replica_or_is_refused_by_name(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    told = {
+        "serve_multiplexed_model_id": "m1",
+        "X-Forwarded-For": "203.0.113.7",
+        "X-Forwarded-Proto": "https",
+        "X-Serve-Relative-SLO-MS": "2000",
+    }
+    for data in (b"", iter_of(b"slow")):  # the short way and the long one
+        assert (await stack.get("/echo", "POST", data=data, headers=told))[0] == 200
+        head = replica.seen[-1]
+        assert head.call is not None
+        assert (head.call.model_id, head.client, head.scheme) == ("m1", "203.0.113.7:0", "https")
+        assert dict(head.headers)[b"x-forwarded-for"] == b"203.0.113.7, 127.0.0.1"
+        assert head.timeout_s <= 2.0
+    count = len(replica.seen)
+    status, body, headers = await stack.get("/echo", headers={"X-Request-Timeout-Seconds": "soon"})
+    assert (status, headers["Content-Type"]) == (400, "application/problem+json")
+    assert "x-request-timeout-seconds" in json.loads(body)["detail"]
+    status, body, _ = await stack.get("/echo", headers={"X-Serve-Absolute-SLO-MS": "1000"})
+    assert (status, json.loads(body)["code"]) == (504, "deadline_exceeded")
+    assert len(replica.seen) == count
+
+
+async def iter_of(data: bytes):
+    yield data
+
+
 async def test_before_the_bucket_exists_the_proxy_is_not_ready_and_requests_wait(stack: Stack) -> None:
     ready = f"http://127.0.0.1:{stack.proxy.operations.port}/readyz"
     async with stack.session.get(ready) as response:
@@ -96,6 +124,7 @@ async def test_a_body_that_is_too_large_is_refused_announced_or_not(stack: Stack
     (replica,) = await stack.serve(R0)
     status, body, _ = await stack.get("/echo", "POST", data=io.BytesIO(bytes(11 * MIB)))
     assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+    assert not replica.seen
 
     async def chunks():
         for _ in range(11):
@@ -103,7 +132,8 @@ async def test_a_body_that_is_too_large_is_refused_announced_or_not(stack: Stack
 
     status, body, _ = await stack.get("/echo", "POST", data=chunks())
     assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
-    assert not replica.seen
+    await replica.wait(lambda: replica.cancelled == ["/echo"])
+    assert not replica.bodies
     status, _, _ = await stack.get(
         "/echo", "POST", data=io.BytesIO(b"x" * MIB), headers={"Expect": "100-continue"}
     )
@@ -128,7 +158,7 @@ async def test_requests_wait_while_all_are_busy_and_a_full_queue_is_503(stack: S
         await stack.queued()
         status, body, headers = await stack.get("/echo")
         assert (status, headers["Retry-After"]) == (503, "1")
-        assert json.loads(body)["error"]["code"] == "no_replica_available"
+        assert json.loads(body)["error"]["code"] == "queue_full"
         replica.release()
     assert held.result()[:2] == (200, b"released")
     assert waiting.result()[0] == 200
@@ -244,10 +274,10 @@ async def test_any_nats_client_can_call_an_endpoint(stack: Stack) -> None:
     reply = await stack.client.request("serve.call.default.echo", b'{"a":1}', timeout=5)
     assert (reply.data, reply.headers["Content-Type"]) == (b'{"a":1}', "text/plain")
     head = replica.seen[-1]
-    assert (head.method, head.path, head.route, head.http) == ("POST", "/", "", True)
-    assert ("Content-Type", "application/json") in head.headers
+    assert (head.method, head.path, head.route, head.kind) == ("POST", "/", "", Kind.HTTP)
+    assert (b"content-type", b"application/json") in head.headers
     reply = await stack.client.request("serve.call.echo", b"x", timeout=5, headers={"Content-Type": "text/x"})
-    assert ("Content-Type", "text/x") in replica.seen[-1].headers
+    assert (b"content-type", b"text/x") in replica.seen[-1].headers
     reply = await stack.client.request("serve.call.nobody", b"", timeout=5)
     assert reply.headers["Nats-Service-Error-Code"] == "404"
     assert "default/nobody" in reply.headers["Nats-Service-Error"]

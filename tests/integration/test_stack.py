@@ -333,7 +333,7 @@ async def test_bad_input_over_http_gets_a_reason(stack: Stack) -> None:
             assert response.status == 404
         async with session.delete(stack.url) as response:
             assert response.status == 405
-            assert response.headers["Allow"] == "GET, POST"
+            assert response.headers["Allow"] == "GET, HEAD, POST"
         async with session.get(f"{stack.record()['http_url']}/-/routes") as response:
             assert await response.json() == {"/digits": "default/digits"}
 

@@ -16,6 +16,7 @@ from serve_common.wires.commands import (
     DeleteEndpoint,
     DrainHost,
     Rollback,
+    SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
@@ -88,6 +89,11 @@ others = st.one_of(
         endpoint=st.sampled_from(["e", "a"]),
         backend_tag=backends,
         proportion=st.sampled_from([0.0, 0.5]),
+    ),
+    st.builds(
+        SetEndpointOptions,
+        endpoint=st.sampled_from(["e", "a"]),
+        options=st.sampled_from([{"relative_slo_ms": 5}, {"backend_header": "X-To"}, {}]),
     ),
     st.lists(specs, min_size=1, max_size=3, unique_by=lambda part: part.name).map(
         lambda parts: application(*parts, ingress=parts[0].name)

@@ -18,14 +18,37 @@ from hypothesis.stateful import (
 )
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.replica_choice import PowerOfTwoChoices, RandomChoice, RoundRobin
+from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.request_queue import RequestKey
-from serve_common.routing.router import Dispatch, Queued, QueueFull, Refusal, Router, SendTo
-from serve_common.wires.snapshots import BackendSnapshot
+from serve_common.routing.router import Router
+from serve_common.routing.wishes import Wish
+from serve_common.values import CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")
 REPLICAS = [ReplicaTag(f"d/a#{i}") for i in range(4)]
 replicas = st.sampled_from(REPLICAS)
+wishes = st.none() | st.builds(
+    Wish,
+    st.none() | st.integers(1, 2),
+    st.none() | st.integers(0, 2**64 - 1),
+    st.sampled_from(["", "m1", "m2"]),
+)
+protections = st.builds(
+    BackendProtection,
+    replica_policy=st.sampled_from(ReplicaPolicyName),
+    packing_num=st.integers(1, 3),
+    outlier_ejection=st.builds(
+        OutlierEjection,
+        consecutive_failures=st.integers(0, 2),
+        ejection_time_s=st.just(0.5),
+        max_ejected_percent=st.sampled_from([0.0, 30.0, 50.0]),
+    ),
+    circuit_breaker=st.builds(CircuitBreaker, requests_min=st.integers(1, 3), failure_percent=st.just(50.0)),
+)
+
+
+ends = st.sampled_from(["finished", "finished", "cancelled", "failed", "unanswered"])
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -33,11 +56,9 @@ class RouterMachine(RuleBasedStateMachine):
 
     requests = Bundle("requests")
 
-    @initialize(
-        seed=st.integers(0, 2**16), policy=st.sampled_from([PowerOfTwoChoices, RoundRobin, RandomChoice])
-    )
-    def make(self, seed, policy):
-        self.router = Router(TAG, random.Random(seed).random, policy())
+    @initialize(seed=st.integers(0, 2**16))
+    def make(self, seed):
+        self.router = Router(TAG, random.Random(seed).random)
         self.now = 0.0
         self.last_key = 0
         self.arrivals = 0
@@ -48,7 +69,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.in_flight: dict[RequestKey, ReplicaTag] = {}
         self.waiting: dict[RequestKey, tuple[float, int]] = {}
         self.order: dict[RequestKey, tuple[float, int]] = {}
-        self.apply(["running", "running", "draining", "gone"], limit=2, queue_max=4)
+        self.answered = 0
+        self.failed = 0
+        self.apply(["running", "running", "draining", "gone"], 2, 4, BackendProtection(), versions={})
 
     # -- helpers of the model --
 
@@ -71,15 +94,16 @@ class RouterMachine(RuleBasedStateMachine):
         target=requests,
         waits_s=st.lists(st.integers(0, 5), min_size=1, max_size=6),
         is_admitted=st.booleans(),
+        wish=wishes,
     )
-    def submit(self, waits_s, is_admitted):
-        taken = (self.submit_one(wait_s, is_admitted) for wait_s in waits_s)
+    def submit(self, waits_s, is_admitted, wish):
+        taken = (self.submit_one(wait_s, is_admitted, wish) for wait_s in waits_s)
         return multiple(*(request for request in taken if request is not None))
 
-    def submit_one(self, wait_s, is_admitted):
+    def submit_one(self, wait_s, is_admitted, wish):
         self.last_key += 1
         request, deadline = RequestKey(self.last_key), self.now + wait_s
-        outcome = self.router.submit(request, deadline, is_admitted=is_admitted)
+        outcome = self.router.submit(request, deadline, is_admitted=is_admitted, wish=wish)
         if isinstance(outcome, QueueFull):
             assert not is_admitted
             assert len(self.waiting) >= self.queue_max
@@ -96,20 +120,28 @@ class RouterMachine(RuleBasedStateMachine):
             self.waiting[request] = self.order[request]
         return request
 
-    @rule(request=consumes(requests), is_answered=st.booleans())
-    def end_any(self, request, is_answered):
-        self.end(request, is_answered)
+    @rule(request=consumes(requests), how=ends)
+    def end_any(self, request, how):
+        self.end(request, how)
 
     @precondition(lambda self: self.in_flight and self.waiting)
-    @rule(is_answered=st.booleans(), data=st.data())
-    def end_one_that_others_wait_for(self, is_answered, data):
-        self.end(data.draw(st.sampled_from(sorted(self.in_flight))), is_answered)
+    @rule(how=ends, data=st.data())
+    def end_one_that_others_wait_for(self, how, data):
+        self.end(data.draw(st.sampled_from(sorted(self.in_flight))), how)
 
-    def end(self, request, is_answered):
+    def end(self, request, how):
         replica = self.in_flight.pop(request, None)
+        is_there = replica is not None or request in self.waiting
         self.waiting.pop(request, None)
         was_blocked = {replica} if replica else set()
-        end = self.router.finished if is_answered else self.router.cancelled
+        end = {
+            "finished": self.router.finished,
+            "cancelled": self.router.cancelled,
+            "failed": lambda request: self.router.failed(request, self.now),
+            "unanswered": lambda request: self.router.unanswered(request, self.now),
+        }[how]
+        self.answered += is_there and how in ("finished", "failed")
+        self.failed += how == "unanswered" and replica is not None
         self.take(end(request), may_be_unblocked=was_blocked)
         self.sync_blocked()
         assert end(request) == (), "a slot is given back once"
@@ -137,6 +169,7 @@ class RouterMachine(RuleBasedStateMachine):
     def die(self, replica):
         lost = self.router.replica_gone(replica, self.now)
         assert set(lost) == self.at(replica)
+        self.failed += len(lost)
         for request in lost:
             del self.in_flight[request]
         if replica in self.running | self.draining:
@@ -148,19 +181,25 @@ class RouterMachine(RuleBasedStateMachine):
         if replica in self.running | self.draining:
             self.blocked.add(replica)
 
+    @rule(replica=replicas, models=st.frozensets(st.sampled_from(["m1", "m2"])))
+    def hold(self, replica, models):
+        assert self.router.hold(replica, models) == (replica in self.running | self.draining)
+
     @rule(
         states=st.lists(st.sampled_from(["running", "running", "draining", "gone"]), min_size=4, max_size=4),
         limit=st.integers(1, 3),
         queue_max=st.integers(0, 4),
+        protection=protections,
+        versions=st.dictionaries(replicas, st.integers(1, 2)),
     )
-    def apply(self, states, limit, queue_max):
+    def apply(self, states, limit, queue_max, protection, versions):
         by_state = {
             state: [r for r, s in zip(REPLICAS, states, strict=True) if s == state]
             for state in ("running", "draining", "gone")
         }
         self.limit, self.queue_max = limit, queue_max
         self.running, self.draining = set(by_state["running"]), set(by_state["draining"])
-        self.blocked.clear()
+        self.protection = protection
         applied = self.router.apply(
             BackendSnapshot(
                 backend_tag=TAG,
@@ -168,11 +207,16 @@ class RouterMachine(RuleBasedStateMachine):
                 draining=by_state["draining"],
                 max_concurrent_queries=limit,
                 max_queued_requests=queue_max,
-            )
+                protection=protection,
+                code_versions=versions,
+            ),
+            self.now,
         )
+        self.sync_blocked()
         expected = {r for r, where in self.in_flight.items() if where not in self.running | self.draining}
         assert set(applied.lost) == expected
         assert len(applied.lost) == len(expected)
+        self.failed += len(expected)
         for request in applied.lost:
             del self.in_flight[request]
         self.take(applied.dispatches)
@@ -199,15 +243,19 @@ class RouterMachine(RuleBasedStateMachine):
         for request in expired:
             del self.waiting[request]
         self.take(self.router.reopen(self.now), may_be_unblocked=frozenset(REPLICAS))
+        self.router.look(self.now)
+        self.sync_blocked()
         if seconds > 5:
-            self.blocked.clear()
-            assert not self.router.has_blocked, "nobody is put aside for ever"
-        else:
-            self.sync_blocked()
+            assert not self.blocked, "nobody is put aside for ever"
+            assert not self.router.has_aside
 
     def sync_blocked(self):
         """The model does not know the pauses: it asks, and the invariants below judge the answer."""
-        self.blocked = {tag for tag, slots in self.router._replicas.items() if slots.block is not None}
+        self.blocked = {
+            tag
+            for tag, slots in self.router._pool.replicas.items()
+            if slots.block is not None or slots.is_ejected
+        }
 
     # -- what must always hold --
 
@@ -219,6 +267,22 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.router.in_flight == len(self.in_flight)
         assert self.router.queue_depth == len(self.waiting)
         assert all(self.router.is_waiting(request) for request in self.waiting)
+
+    @precondition(lambda self: hasattr(self, "router"))
+    @invariant()
+    def everything_that_ended_is_counted_once(self):
+        assert self.router.answered == self.answered
+        assert self.router.circuit.failures == self.failed
+
+    @precondition(lambda self: hasattr(self, "router"))
+    @invariant()
+    def no_more_replicas_are_ejected_than_is_allowed(self):
+        ejection = self.protection.outlier_ejection
+        ejected = {tag for tag, slots in self.router._pool.replicas.items() if slots.is_ejected}
+        assert ejected <= self.running
+        assert len(ejected) * 100 <= len(self.running) * ejection.max_ejected_percent
+        assert not ejected or ejection.consecutive_failures
+        assert {slots.tag for slots in self.router._pool.outliers.ejected} == ejected
 
     @precondition(lambda self: hasattr(self, "router"))
     @invariant()

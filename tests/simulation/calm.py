@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, backend_tag_of
 from serve_common.values import RayActorOptions, ReplicaConfig
@@ -40,7 +43,32 @@ def mending(world: World) -> list[Step]:
         if asked > CPUS_MAX or not fits:
             asked -= (made.config.num_replicas - 1) * cpus
             steps.append(Step(c.UpdateBackendConfig(backend_tag=tag, config={"num_replicas": 1})))
-    return steps
+    groups = world.checks.reference.now.groups
+    moving = [name for name, group in sorted(groups.items()) if group.takes_over is not None]
+    # While its route moves, the ingress is not changed by itself: the application is deployed anew instead.
+    kept = [s for s in steps if not _is_of(s.command, moving)]
+    return [*kept, *(Step(_application_made_good(world, name)) for name in moving)]
+
+
+def _is_of(command: c.AnyCommand, groups: Collection[str]) -> bool:
+    return isinstance(command, c.Deploy) and command.name.partition("/")[0] in groups
+
+
+def _application_made_good(world: World, name: str) -> c.AnyCommand:
+    wishes = world.checks.reference.now
+    group = wishes.groups[name]
+    good = ReplicaConfig(import_path=Code.GOOD.value, ray_actor_options=RayActorOptions(num_cpus=0.5))
+    specs = []
+    for tag in sorted(group.members):
+        made = wishes.backends[tag]
+        config = msgspec.structs.replace(made.config, num_replicas=1)
+        specs.append(
+            c.DeploymentSpec(
+                name=tag.partition("/")[2], replica_config=good, backend_config=config, version="mended"
+            )
+        )
+    ingress = group.ingress.partition("/")[2]
+    return c.DeployApplication(name=name, deployments=specs, ingress=ingress, route_prefix=group.takes_over)
 
 
 def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.AnyCommand:
@@ -161,7 +189,11 @@ def _check_proxy(world: World, proxy: object) -> None:
             (b := checkpoint.backends.get(BackendTag(to))) is None or b.halted for to in reach.traffic
         ):
             reach = None  # it leads nowhere
-        is_so = None if known is None else (known.route, known.methods, known.traffic, known.shadows)
+        is_so = (
+            None
+            if known is None
+            else (known.route, known.methods, known.traffic, known.shadows, known.options)
+        )
         check(
             is_so == (None if reach is None else tuple(reach)),
             f"{proxy.proxy_id} has {tag} as {is_so}, not {reach}",

@@ -31,6 +31,8 @@ class HostGoalsAreRecorded:
         self.recorded: dict[ReplicaTag, str | None] = {}
         """Every replica that was ever recorded, and its host."""
         self.sent: dict[tuple[str, int, int], tuple[object, ...]] = {}
+        self.companions: dict[ReplicaTag, tuple[int, dict[BackendTag, int]]] = {}
+        """What each replica was first told to be, and to belong with."""
 
     def on_commit(
         self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
@@ -44,6 +46,11 @@ class HostGoalsAreRecorded:
             self.world.check(
                 self.recorded.get(replica.replica_tag) == goal.host_id,
                 f"{replica.replica_tag} was sent to {goal.host_id} and is not recorded there",
+            )
+            told = (replica.code_version, replica.companions)
+            began = self.companions.setdefault(replica.replica_tag, told)
+            self.world.check(
+                began == told, f"{replica.replica_tag} began as {began} and is told that it is {told}"
             )
         content = (
             *((r.replica_tag, r.config_version, r.user_config) for r in goal.replicas),
@@ -97,7 +104,13 @@ class SnapshotsAreTrue:
             record = after.snapshots.get(backend_key(tag))
             content = None if record is None else record.snapshot.content
             routed = set(content.replicas) if isinstance(content, BackendSnapshot) else set()
-            serving = {r.replica_tag for r in after.replicas_of(tag).values() if r.state in SERVING}
+            codes = {
+                r.replica_tag: r.code_version for r in after.replicas_of(tag).values() if r.state in SERVING
+            }
+            told = content.code_versions if isinstance(content, BackendSnapshot) else {}
+            if told != (codes if len(set(codes.values())) > 1 else {}):
+                self.world.check(False, lambda t=f"routers are given {told} of {tag}, not {codes}": t)
+            serving = set(codes)
             if routed != serving:
                 self.world.check(False, lambda t=f"routers are given {routed} of {tag}, not {serving}": t)
 

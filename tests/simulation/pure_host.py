@@ -6,7 +6,7 @@ import msgspec
 
 from serve_common.names import HostId, ReplicaTag
 from serve_common.values import ReplicaConfig
-from serve_common.wires.host import HostGoal, HostReport, ReplicaReport, ReplicaStatus
+from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.simulation.orders import BAD_CODE
 
 
@@ -40,6 +40,8 @@ class PureHost:
     def _begin(self) -> None:
         self.lives += 1
         self.number = (0, 0)
+        self.told: dict[ReplicaTag, ReplicaGoal] = {}
+        """The replicas of the newest goal."""
         self.held: dict[ReplicaTag, ReplicaReport] = {}
         self.asked: dict[ReplicaTag, int] = {}
         self.user_config: dict[ReplicaTag, object] = {}
@@ -56,7 +58,7 @@ class PureHost:
         if not self.is_up or self.is_deaf or (goal.epoch, goal.generation) < self.number:
             return
         self.number = (goal.epoch, goal.generation)
-        wanted = {g.replica_tag: g for g in goal.replicas}
+        self.told = wanted = {g.replica_tag: g for g in goal.replicas}
         assert not wanted.keys() & set(goal.kill), "what should run is to be killed"
         for tag in [tag for tag in self.held if tag not in wanted]:
             self._stop(tag, is_killed=tag in goal.kill)

@@ -18,10 +18,10 @@ from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals import backends_of, endpoints_of
-from serve_controller.core.objects import Backend, Goal, GoalKind
+from serve_controller.core.objects import Application, Backend, Goal, GoalKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request
-from tests.simulation.wishes import Group, Made, Reach, Wishes, apply, join, put_reach
+from tests.simulation.wishes import Group, Made, Reach, Wishes, apply, join, move_route, put_reach
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
@@ -40,6 +40,8 @@ class Reference:
         """Of each backend, the oldest first: where a rollback can go."""
         self.requests: set[str] = set()
         """Ids of requests that were committed."""
+        self.alone: dict[str, set[str]] = {}
+        """What the newest goals about an endpoint alone set of it."""
 
     # -- hearing -------------------------------------------------------------------------------------------------------
 
@@ -55,6 +57,12 @@ class Reference:
         for entry in history:
             command = parse_request(entry.verb, entry.request.encode())
             self._command(command, before, after)
+        for value in changes.puts:
+            if isinstance(value, Application) and not history:
+                known = before.applications.get(value.name)
+                moved = known is not None and known.target.takes_over is not None
+                if moved and value.target.takes_over is None and value.goal_id in after.pending:
+                    move_route(self.now, value.name)
         ended = [
             value
             for value in changes.puts
@@ -103,7 +111,25 @@ class Reference:
         if isinstance(command, c.Rollback):
             self._roll_back(command, after)
             return
+        self._note_alone(command, before)
         apply(self.now, self.good, command)
+
+    def _note_alone(self, command: Any, before: Checkpoint) -> None:
+        match command:
+            case c.SetTraffic() | c.ShadowTraffic():
+                fields = {"traffic", "shadows"}
+            case c.SetEndpointOptions():
+                fields = {"options"}
+            case _:
+                return
+        tag = deployment_tag(command.endpoint)
+        owners = before.owners.get(endpoint_key(EndpointTag(tag)), {})
+        if any(before.goals[owner].kind is GoalKind.ROUTE for owner in owners):
+            fields |= self.alone.get(tag, set())
+        self.alone[tag] = fields
+
+    def _with_alone(self, tag: str, good: Reach, reach: Reach) -> Reach:
+        return good._replace(**{name: getattr(reach, name) for name in self.alone.get(tag, set())})
 
     def _roll_back(self, command: c.Rollback, after: Checkpoint) -> None:
         tag = deployment_tag(command.name)
@@ -115,7 +141,14 @@ class Reference:
         if isinstance(command.to, str):
             fitting = [past for past in had if past[0].version == command.to][-1:]
         else:
-            fitting = [past for past in had if _but_scale(past[0], want) != present][-1:]
+            reached = self.now.endpoints.get(tag)
+            newest = len(had) - 1
+            fitting = [
+                past
+                for number, past in enumerate(had)
+                if _but_scale(past[0], want) != present
+                or not _is_reached_alike(past[1], reached, is_newest=number == newest)
+            ][-1:]
         if any(past[0].version is None for past in had) or isinstance(command.to, int):
             fitting = had  # which of several unversioned ones is meant cannot be told from outside
         chosen = [past for past in fitting if _but_scale(past[0], want) == new]
@@ -123,7 +156,7 @@ class Reference:
         reach = chosen[-1][1]
         self.now.backends[tag] = new
         if reach is not None:
-            put_reach(self.now, tag, reach.route, reach.methods)
+            put_reach(self.now, tag, reach.route, reach.methods, reach.options)
             self.now.leaving.pop(tag, None)
             join(self.now, tag)
 
@@ -147,9 +180,7 @@ class Reference:
                 self.good.endpoints[endpoint_tag] = reach
             elif good is not None:
                 # Its route is another goal's, which may yet fail.
-                self.good.endpoints[endpoint_tag] = good._replace(
-                    traffic=reach.traffic, shadows=reach.shadows
-                )
+                self.good.endpoints[endpoint_tag] = self._with_alone(endpoint_tag, good, reach)
         for tag in backends_of(goal):
             if tag in self.now.backends:
                 self.good.backends[tag] = self.now.backends[tag]
@@ -187,6 +218,8 @@ class Reference:
             good, now = self.good.groups[goal.subject], self.now.groups[goal.subject]
             joined = now.members - {*backends_of(goal)}
             self.now.groups[goal.subject] = good._replace(members=good.members | joined)
+        elif whole and goal.subject in self.now.groups:
+            self.now.groups[goal.subject] = self.now.groups[goal.subject]._replace(takes_over=None)
         for tag in backends_of(goal):
             self.now.leaving.pop(tag, None)
             if tag in self.now.backends and tag in self.good.backends:
@@ -199,8 +232,8 @@ class Reference:
                 continue
             others = after.owners.get(endpoint_key(endpoint_tag), {})
             if any(after.goals[other].kind is GoalKind.ROUTE for other in others):
-                # Its traffic was set by a goal of its own.
-                good = good._replace(traffic=reach.traffic, shadows=reach.shadows)
+                # Some of it was set by a goal of its own.
+                good = self._with_alone(endpoint_tag, good, reach)
             self.now.endpoints[endpoint_tag] = good
 
     def _gone(self, before: Checkpoint, after: Checkpoint, tag: BackendTag) -> None:
@@ -233,13 +266,13 @@ class Reference:
             is_so = (
                 None
                 if target is None
-                else Reach(target.route, target.methods, target.traffic, target.shadows)
+                else Reach(target.route, target.methods, target.traffic, target.shadows, target.options)
             )
             check(
                 is_so == reach, lambda tag=tag, i=is_so, r=reach: f"the endpoint {tag} is to be {i}, not {r}"
             )
         groups = {
-            name: Group(a.target.ingress, frozenset(a.target.deployments))
+            name: Group(a.target.ingress, frozenset(a.target.deployments), a.target.takes_over)
             for name, a in after.applications.items()
             if not a.deleting
         }
@@ -248,6 +281,14 @@ class Reference:
         check(options == self.now.http, lambda: f"the HTTP options are {options}, not {self.now.http}")
         drained = {host_id for host_id, host in after.hosts.items() if host.draining}
         check(drained == self.now.drained, lambda: f"{drained} are drained, not {self.now.drained}")
+
+
+def _is_reached_alike(past: Reach | None, now: Reach | None, *, is_newest: bool) -> bool:
+    """Options that were set since the last success are no version to go back from."""
+    if past is None or now is None:
+        return True
+    same_options = is_newest or past.options == now.options
+    return same_options and (past.route, past.methods) == (now.route, now.methods)
 
 
 def _but_scale(made: Made, num_replicas: int) -> Made:

@@ -6,7 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from serve_common.values import BackendConfig, OnFailure, Placement, RayActorOptions, ReplicaConfig
+from serve_common.values import (
+    BackendConfig,
+    EndpointOptions,
+    OnFailure,
+    Placement,
+    RayActorOptions,
+    ReplicaConfig,
+)
 from serve_common.wires import commands as c
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code
@@ -48,6 +55,10 @@ def config(dice: random.Random) -> BackendConfig:
     )
 
 
+def _endpoint_options(dice: random.Random) -> EndpointOptions:
+    return EndpointOptions(backend_header=dice.choice(["", "", "X-To"]))
+
+
 def _deploy(dice: random.Random, request_id: str | None) -> c.Deploy:
     return c.Deploy(
         name=dice.choice(DEPLOYMENTS),
@@ -56,6 +67,7 @@ def _deploy(dice: random.Random, request_id: str | None) -> c.Deploy:
         route_prefix=dice.choice(ROUTES),
         version=dice.choice([*VERSIONS, None]),
         prev_version=dice.choice([None, None, None, *VERSIONS]),
+        endpoint_options=_endpoint_options(dice),
         request_id=request_id,
     )
 
@@ -143,6 +155,13 @@ COMMANDS: Final[dict[str, tuple[int, Draw]]] = {
             endpoint=d.choice([*ENDPOINTS, "a"]),
             backend_tag=d.choice([*BACKENDS, "b"]),
             proportion=d.choice([0.0, 0.5, 1.0]),
+        ),
+    ),
+    "set_endpoint_options": (
+        5,
+        lambda d, _: c.SetEndpointOptions(
+            endpoint=d.choice([*ENDPOINTS, "a", "shop/web"]),
+            options={"relative_slo_ms": d.choice([None, 100.0, 250.0])},
         ),
     ),
     "rollback": (

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from serve_common import values
 from serve_common.names import HostId, deployment_tag
-from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.values import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.wires import commands as c
 
 
@@ -26,6 +26,7 @@ class Reach(NamedTuple):
     methods: list[str]
     traffic: dict[str, float]
     shadows: dict[str, float]
+    options: EndpointOptions = EndpointOptions()
 
 
 class Group(NamedTuple):
@@ -33,6 +34,8 @@ class Group(NamedTuple):
 
     ingress: str
     members: frozenset[str]
+    takes_over: str | None = None
+    """The route that the ingress gets once all of it runs; until then another one has it."""
 
 
 @dataclass
@@ -66,7 +69,7 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
         case c.Deploy():
             tag = deployment_tag(command.name)
             _put(now, good, tag, Made(command.replica_config, command.backend_config, command.version))
-            put_reach(now, tag, command.route_prefix, command.methods)
+            put_reach(now, tag, command.route_prefix, command.methods, command.endpoint_options)
             join(now, tag)
         case c.DeployApplication():
             _deploy_application(now, good, command)
@@ -94,7 +97,8 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             traffic = {str(deployment_tag(name)): weight for name, weight in command.traffic.items()}
             tag = deployment_tag(command.endpoint)
             shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
-            now.endpoints[tag] = Reach(command.route, sorted(set(command.methods)), traffic, shadows)
+            methods = sorted(set(command.methods))
+            now.endpoints[tag] = Reach(command.route, methods, traffic, shadows, command.options)
         case c.DeleteEndpoint():
             now.endpoints.pop(deployment_tag(command.endpoint), None)
             good.endpoints.pop(deployment_tag(command.endpoint), None)
@@ -108,6 +112,10 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             if command.proportion > 0:
                 shadows[to] = command.proportion
             now.endpoints[tag] = now.endpoints[tag]._replace(shadows=shadows)
+        case c.SetEndpointOptions():
+            reach = now.endpoints[deployment_tag(command.endpoint)]
+            options = values.merged(reach.options, command.options, "options")
+            now.endpoints[deployment_tag(command.endpoint)] = reach._replace(options=options)
         case c.SetHttpOptions():
             now.http = values.merged(now.http or HttpOptions(), command.options, "options")
         case c.DrainHost():
@@ -131,9 +139,9 @@ def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
     now.leaving.pop(tag, None)
 
 
-def put_reach(now: Wishes, tag: str, route: str | None, methods: list[str]) -> None:
+def put_reach(now: Wishes, tag: str, route: str | None, methods: list[str], options: EndpointOptions) -> None:
     shadows = now.endpoints[tag].shadows if tag in now.endpoints else {}
-    now.endpoints[tag] = Reach(route, sorted(set(methods)), {tag: 1.0}, shadows)
+    now.endpoints[tag] = Reach(route, sorted(set(methods)), {tag: 1.0}, shadows, options)
 
 
 def _delete(now: Wishes, good: Wishes, tag: str) -> None:
@@ -157,7 +165,8 @@ def _part(now: Wishes, good: Wishes, tag: str) -> None:
     if name in now.groups and not now.groups[name].members:
         now.groups.pop(name)
         good.groups.pop(name, None)
-        for left in [t for t, of in now.leaving.items() if of == name]:
+        # Also what a goal left out that was replaced or failed, and that nobody put back.
+        for left in [t for t in now.backends if t.startswith(f"{name}/")]:
             _delete(now, good, left)
 
 
@@ -171,7 +180,24 @@ def _deploy_application(now: Wishes, good: Wishes, command: c.DeployApplication)
                 now.leaving[tag] = name
     if name not in now.groups:
         good.groups.pop(name, None)
+    ours = {*members, *(tag for tag, of in now.leaving.items() if of == name)}
+    holders = {tag for tag, reach in now.endpoints.items() if reach.route == command.route_prefix}
+    takes_over = command.route_prefix if (holders & ours) - {ingress} else None
+    had = {tag: now.endpoints[tag].route for tag in {ingress, *holders} if tag in now.endpoints}
     for tag, spec in members.items():
         _put(now, good, tag, Made(spec.replica_config, spec.backend_config, spec.version))
-        put_reach(now, tag, command.route_prefix if tag == ingress else None, command.methods)
-    now.groups[name] = Group(ingress, frozenset(members))
+        route = command.route_prefix if tag == ingress else None
+        if takes_over is not None:
+            route = had.get(tag)
+        put_reach(now, tag, route, command.methods, spec.endpoint_options)
+    now.groups[name] = Group(ingress, frozenset(members), takes_over)
+
+
+def move_route(now: Wishes, name: str) -> None:
+    """All of an application runs: its ingress gets the route that another one had."""
+    group = now.groups[name]
+    for tag, reach in list(now.endpoints.items()):
+        if reach.route == group.takes_over:
+            now.endpoints[tag] = reach._replace(route=None)
+    now.endpoints[group.ingress] = now.endpoints[group.ingress]._replace(route=group.takes_over)
+    now.groups[name] = group._replace(takes_over=None)

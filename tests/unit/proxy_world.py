@@ -17,7 +17,12 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import Subjects, backend_key
 from serve_common.wires.frames import ResponseHead, decode_frame, encode_frame
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.wires.snapshots import (
+    BackendProtection,
+    BackendSnapshot,
+    EndpointSnapshot,
+    Snapshot,
+)
 
 BACKEND = BackendTag("d/a")
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
@@ -87,7 +92,9 @@ class World:
             )
         )
 
-    def put(self, *replicas: ReplicaTag, draining=(), backend: BackendTag = BACKEND) -> None:
+    def put(
+        self, *replicas: ReplicaTag, draining=(), backend: BackendTag = BACKEND, versions=None, **protection
+    ) -> None:
         self._publish(
             backend_key(backend),
             BackendSnapshot(
@@ -96,6 +103,8 @@ class World:
                 draining=list(draining),
                 max_concurrent_queries=self.limit,
                 max_queued_requests=self.queue,
+                protection=BackendProtection(**protection),
+                code_versions=versions or {},
             ),
         )
 
@@ -107,8 +116,17 @@ class World:
     def drop_backend(self, backend: BackendTag = BACKEND) -> None:
         self._publish(backend_key(backend), None)
 
-    async def ask(self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S):
-        ask = Ask(
+    async def ask(self, body: bytes = b"", **fields):
+        task = asyncio.get_running_loop().create_task(self._ask(self.make_ask(body, **fields)))
+        self.tasks.append(task)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+    def make_ask(
+        self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S, **fields
+    ) -> Ask:
+        return Ask(
             endpoint=self.routes.endpoints[EndpointTag("d/a")],
             method="GET",
             path="/a",
@@ -120,12 +138,8 @@ class World:
             traceparent="",
             is_repeatable=repeatable,
             deadline=self.now + timeout_s,
+            **fields,
         )
-        task = asyncio.get_running_loop().create_task(self._ask(ask))
-        self.tasks.append(task)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return task
 
     async def _ask(self, ask: Ask):
         self.shadows.copy(ask)

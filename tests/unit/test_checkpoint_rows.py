@@ -11,6 +11,8 @@ import pytest
 
 from serve_common.errors import CheckpointUnreadable
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag
+from serve_common.values import CircuitBreaker, EndpointOptions, ReplicaPolicyName
+from serve_common.wires.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import (
     SCHEMA_VERSION,
@@ -27,6 +29,8 @@ from serve_controller.core.objects import (
     Backend,
     Counters,
     Deployment,
+    Endpoint,
+    EndpointConfig,
     Goal,
     GoalKind,
     HostRecord,
@@ -34,6 +38,7 @@ from serve_controller.core.objects import (
     Revision,
 )
 from serve_controller.core.placement import goal_bytes_of, needs_of
+from serve_controller.core.snapshots import derive_endpoint
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "checkpoints"
 
@@ -59,7 +64,7 @@ HOST = dump(HostRecord(host_id=HostId("h1"), generation=3))
 
 
 TAG = BackendTag("default/digits")
-KINDS = {1: set(KINDS_V1), SCHEMA_VERSION: set(Kind)}
+KINDS = {1: set(KINDS_V1), 2: set(Kind), SCHEMA_VERSION: set(Kind)}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
@@ -76,6 +81,45 @@ def test_rows_of_the_current_version_are_read_as_they_are():
     loaded = load_rows(example_rows(SCHEMA_VERSION))
     assert loaded.upgraded == ()
     assert len(list(loaded.checkpoint.all_objects())) == len(example_rows(SCHEMA_VERSION))
+
+
+def test_rows_of_version_2_mean_the_defaults_of_what_they_do_not_say_and_need_not_be_rewritten():
+    loaded = load_rows(example_rows(2))
+    assert loaded.upgraded == ()
+    checkpoint = loaded.checkpoint
+    config = checkpoint.backends[TAG].target.backend_config
+    assert config.circuit_breaker == CircuitBreaker()
+    assert (config.replica_policy, config.retry_budget_percent) == (
+        ReplicaPolicyName.POWER_OF_TWO_CHOICES,
+        20.0,
+    )
+    endpoint = checkpoint.endpoints[EndpointTag(TAG)]
+    assert (endpoint.target.options, endpoint.set_alone) == (EndpointOptions(), [])
+    assert all(replica.companions == {} for replica in checkpoint.replicas[TAG].values())
+    revision = checkpoint.revisions[TAG][4]
+    assert revision.endpoint is not None
+    assert revision.endpoint.options == EndpointOptions()
+
+
+def test_what_was_published_before_endpoints_had_options_is_not_published_again():
+    checkpoint = load_checkpoint(example_rows(2))
+    for key, record in checkpoint.snapshots.items():
+        old = json.loads(next(row for row in example_rows(2) if row.key == key).value)["snapshot"]
+        read = msgspec.json.decode(json.dumps(old), type=Snapshot)
+        assert read == record.snapshot, "what is in the bucket since then"
+        content = read.content
+        if isinstance(content, BackendSnapshot):
+            assert (content.protection, content.code_versions) == (BackendProtection(), {})
+        if isinstance(content, EndpointSnapshot):
+            assert content.options == EndpointOptions()
+            assert derive_endpoint(endpoint_like(content)) == content
+
+
+def endpoint_like(content):
+    config = EndpointConfig(
+        route=content.route, methods=content.methods, traffic=content.traffic, shadows=content.shadows
+    )
+    return Endpoint(endpoint_tag=content.endpoint_tag, target=config, last_good=None)
 
 
 def test_a_version_1_goal_owns_the_backend_and_the_endpoint_of_its_deployment():

@@ -154,9 +154,9 @@ def up(stack: PlayedStack, tmp_path: Path) -> Callable[..., Result]:
 
 
 def test_it_tells_what_runs_where_and_ends_in_order(up: Callable[..., Result], stack: PlayedStack) -> None:
-    result = up("--http-port", "0", "--num-cpus", "2", "--http-host", "0.0.0.0")
+    result = up("--http-port", "0", "--num-cpus", "2", "--http-host", "0.0.0.0", "--proxy-processes", "3")
     assert result.exit_code == 0, result.output
-    assert stack.options == StackOptions(http_host="0.0.0.0", http_port=0, num_cpus=2)
+    assert stack.options == StackOptions(http_host="0.0.0.0", http_port=0, num_cpus=2, proxy_processes=3)
     for text in (
         "port 4222 is in use",
         "nats          is ready",

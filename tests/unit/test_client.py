@@ -160,6 +160,16 @@ async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
             "no such endpoint",
         ),
         (
+            Answer(
+                b'{"type": "urn:muster:problem:not_found", "title": "Not Found", "status": 404, '
+                b'"detail": "no such endpoint", "code": "not_found", "message": "of whatever", '
+                b'"error": {"code": "not_found", "message": "no such endpoint", "request_id": "7"}}',
+                {"Nats-Service-Error": "short", "Nats-Service-Error-Code": "404"},
+            ),
+            NotFound,
+            "no such endpoint",
+        ),
+        (
             Answer(b"", {"Nats-Service-Error": "KeyError()", "Nats-Service-Error-Code": "500"}),
             ServeError,
             "KeyError",

@@ -44,6 +44,7 @@ def test_what_was_made_was_not_there_before() -> None:
         "methods": ["GET"],
         "traffic": {"default/a": 1.0},
         "shadows": {},
+        "options": {"shard_key_header": "X-Serve-Shard-Key", "backend_header": "", "relative_slo_ms": None},
     }
 
 
@@ -78,7 +79,12 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
     assert new["endpoint default/a"] is None
     assert new["backend default/a"]["deleting"] is True
     assert "deleting" not in old["backend default/a"]
-    assert new["application shop"] == {"ingress": TAG, "deployments": [TAG], "deleting": True}
+    assert new["application shop"] == {
+        "ingress": TAG,
+        "deployments": [TAG],
+        "takes_over": None,
+        "deleting": True,
+    }
 
 
 def test_a_change_of_nothing_that_users_decide_on_says_nothing() -> None:

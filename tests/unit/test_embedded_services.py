@@ -11,9 +11,9 @@ from muster.secrets import Secrets
 PORTS = dict.fromkeys(("nats", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1)
 
 
-def specs(root: Path) -> ServiceSpecs:
+def specs(root: Path, options: StackOptions | None = None) -> ServiceSpecs:
     paths = StatePaths(root)
-    return ServiceSpecs(paths, StackOptions(), Secrets(paths.secrets), PORTS, paths.ray)
+    return ServiceSpecs(paths, options or StackOptions(), Secrets(paths.secrets), PORTS, paths.ray)
 
 
 def test_bytecode_goes_to_the_state_directory_where_it_may_not_lie_beside_the_sources(tmp_path: Path) -> None:
@@ -25,3 +25,9 @@ def test_bytecode_goes_to_the_state_directory_where_it_may_not_lie_beside_the_so
 
 def test_otherwise_bytecode_lies_where_python_puts_it(tmp_path: Path) -> None:
     assert all("PYTHONPYCACHEPREFIX" not in spec.env for spec in specs(tmp_path).all({"PATH": "/bin"}))
+
+
+def test_the_proxy_is_told_how_many_processes_share_its_port(tmp_path: Path) -> None:
+    for options, expected in ((None, "1"), (StackOptions(proxy_processes=4), "4")):
+        envs = [spec.env for spec in specs(tmp_path, options).all({})]
+        assert [env["SERVE_PROXY_PROCESSES"] for env in envs if "SERVE_PROXY_PROCESSES" in env] == [expected]

@@ -138,7 +138,15 @@ def test_each_error_has_its_status_and_code(
     assert (problem.status, problem.code) == (status, code)
     assert ("Retry-After" in dict(problem.headers)) == has_retry_after
     body = msgspec.json.decode(encode_problem(problem, "id"))
-    assert body == {"error": {"code": code, "message": str(error), "request_id": "id"}}
+    assert body.pop("error") == {"code": code, "message": str(error), "request_id": "id"}
+    assert body.pop("title")
+    assert body == {
+        "type": f"urn:muster:problem:{code}",
+        "status": status,
+        "detail": str(error),
+        "code": code,
+        "request_id": "id",
+    }
 
 
 def test_only_what_may_run_twice_is_sent_again_and_not_for_ever() -> None:
@@ -198,7 +206,9 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         },
         whole=True,
     )
-    routes.router(BackendTag("d/a")).apply(backend)
+    router = routes.router(BackendTag("d/a"))
+    router.apply(backend, now=0.0)
+    router.may_send_again(now=0.0)
     endpoint = routes.endpoints[EndpointTag("d/a")]
     endpoint.tally.add("GET", 200, 0.003)
     endpoint.tally.add("BREW", 200, 70.0)
@@ -216,6 +226,10 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         'serve_proxy_request_seconds_bucket{endpoint_tag="d/a",le="+Inf"} 2.0',
         'serve_proxy_in_flight_requests{backend_tag="d/a"} 0.0',
         'serve_proxy_queue_depth{backend_tag="d/a"} 0.0',
+        'serve_proxy_replica_ejections_total{backend_tag="d/a"} 0.0',
+        'serve_proxy_retries_total{backend_tag="d/a"} 1.0',
+        'serve_proxy_circuit_open{backend_tag="d/a"} 0.0',
+        'serve_proxy_refused_requests_total{backend_tag="d/a",reason="queue"} 0.0',
         'serve_proxy_shadow_requests_total{backend_tag="d/new",endpoint_tag="d/a",outcome="skipped"} 1.0',
         "serve_proxy_nats_reconnects_total 3.0",
         "serve_proxy_applied_snapshot_id 2.0",

@@ -164,10 +164,10 @@ async def test_what_cannot_be_applied_is_not_reported_as_applied_and_stops_no_ot
 ) -> None:
     apply, broken = Router.apply, [True]
 
-    def sometimes(router: Router, snapshot):
+    def sometimes(router: Router, snapshot, now):
         if broken and router.backend_tag == NEW:
             raise RuntimeError("a defect")
-        return apply(router, snapshot)
+        return apply(router, snapshot, now)
 
     monkeypatch.setattr(Router, "apply", sometimes)
     world.dispatcher.update({}, whole=True)

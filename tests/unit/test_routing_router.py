@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.request_queue import RequestKey, RequestQueue
-from serve_common.routing.router import Dispatch, Queued, QueueFull, Refusal, Router, SendTo
+from serve_common.routing.router import Router
 from serve_common.wires.snapshots import BackendSnapshot
 
 TAG = BackendTag("d/a")
@@ -39,14 +40,14 @@ def test_before_the_first_snapshot_requests_wait_and_then_go_out_by_deadline(rou
     assert router.submit(key(1), deadline=30) == Queued()
     assert router.submit(key(2), deadline=20) == Queued()
     assert router.submit(key(3), deadline=20) == Queued()
-    applied = router.apply(backend(R0, limit=2))
+    applied = router.apply(backend(R0, limit=2), 0.0)
     assert applied.dispatches == [Dispatch(key(2), R0), Dispatch(key(3), R0)]
     assert router.finished(key(2)) == [Dispatch(key(1), R0)]
     assert (router.queue_depth, router.in_flight) == (0, 2)
 
 
 def test_a_full_queue_refuses_but_never_a_request_that_was_admitted_before(router: Router) -> None:
-    router.apply(backend(R0, queue=1))
+    router.apply(backend(R0, queue=1), 0.0)
     assert router.submit(key(1), 9) == SendTo(R0)
     assert router.submit(key(2), 9) == Queued()
     assert router.submit(key(3), 9) == QueueFull(1)
@@ -55,26 +56,26 @@ def test_a_full_queue_refuses_but_never_a_request_that_was_admitted_before(route
 
 
 def test_minus_one_is_no_limit_and_zero_lets_nobody_wait(router: Router) -> None:
-    router.apply(backend(R0, queue=-1))
+    router.apply(backend(R0, queue=-1), 0.0)
     router.submit(key(0), 9)
     assert all(router.submit(key(i), 9) == Queued() for i in range(1, 3000))
     router.drop()
-    router.apply(backend(R0, queue=0))
+    router.apply(backend(R0, queue=0), 0.0)
     assert router.submit(key(1), 9) == SendTo(R0)
     assert router.submit(key(2), 9) == QueueFull(0)
 
 
 def test_a_refused_request_keeps_its_place_and_prefers_another_replica(router: Router) -> None:
-    router.apply(backend(R0))
+    router.apply(backend(R0), 0.0)
     assert router.submit(key(1), 9) == SendTo(R0)
     router.submit(key(2), 9)
     assert router.refused(key(1), R0, Refusal.BUSY, now=0.0) == ()
-    dispatches = router.apply(backend(R0, R1)).dispatches
+    dispatches = router.apply(backend(R0, R1), 0.0).dispatches
     assert dispatches == [Dispatch(key(1), R1), Dispatch(key(2), R0)]
 
 
 def test_a_busy_replica_is_tried_again_when_a_slot_there_is_given_back(router: Router) -> None:
-    router.apply(backend(R0, limit=3))
+    router.apply(backend(R0, limit=3), 0.0)
     for i in (1, 2):
         router.submit(key(i), 9)
     assert router.refused(key(2), R0, Refusal.BUSY, now=0.0) == ()
@@ -83,7 +84,7 @@ def test_a_busy_replica_is_tried_again_when_a_slot_there_is_given_back(router: R
 
 
 def test_a_busy_replica_is_tried_again_after_a_pause_that_grows(router: Router) -> None:
-    router.apply(backend(R0))
+    router.apply(backend(R0), 0.0)
     router.submit(key(1), 99)
     now, pauses = 0.0, []
     for _ in range(7):
@@ -102,7 +103,7 @@ def test_a_busy_replica_is_tried_again_after_a_pause_that_grows(router: Router) 
 
 
 def test_a_silent_replica_is_put_aside_and_keeps_what_it_has(router: Router) -> None:
-    router.apply(backend(R0, limit=2))
+    router.apply(backend(R0, limit=2), 0.0)
     router.submit(key(1), 9)
     router.put_aside(R0, now=0.0)
     assert router.submit(key(2), 9) == Queued()
@@ -116,16 +117,16 @@ def test_a_silent_replica_is_put_aside_and_keeps_what_it_has(router: Router) -> 
 
 
 def test_a_resting_replica_is_not_tried_again_for_an_answer(router: Router) -> None:
-    router.apply(backend(R0, limit=3))
+    router.apply(backend(R0, limit=3), 0.0)
     for i in (1, 2):
         router.submit(key(i), 9)
     router.refused(key(2), R0, Refusal.DRAINING, now=0.0)
     assert router.finished(key(1)) == ()
-    assert router.apply(backend(R0, limit=3)).dispatches == [Dispatch(key(2), R0)]
+    assert router.apply(backend(R0, limit=3), 0.0).dispatches == [Dispatch(key(2), R0)]
 
 
 def test_a_dead_replica_loses_what_it_had_once(router: Router) -> None:
-    router.apply(backend(R0, R1, limit=2))
+    router.apply(backend(R0, R1, limit=2), 0.0)
     placed = {i: router.submit(key(i), 9).replica for i in range(1, 5)}
     at_r0 = [key(i) for i, replica in placed.items() if replica == R0]
     assert list(router.replica_gone(R0, 0.0)) == at_r0
@@ -136,9 +137,9 @@ def test_a_dead_replica_loses_what_it_had_once(router: Router) -> None:
 
 
 def test_a_snapshot_moves_replicas_to_draining_and_drops_those_it_does_not_name(router: Router) -> None:
-    router.apply(backend(R0, R1, limit=1))
+    router.apply(backend(R0, R1, limit=1), 0.0)
     placed = {router.submit(key(i), 9).replica: key(i) for i in (1, 2)}
-    applied = router.apply(backend(R2, draining=(R0,)))
+    applied = router.apply(backend(R2, draining=(R0,)), 0.0)
     assert applied.lost == [placed[R1]]
     assert router.requests_at(R0) == {placed[R0]}
     assert router.submit(key(3), 9) == SendTo(R2)
@@ -147,14 +148,14 @@ def test_a_snapshot_moves_replicas_to_draining_and_drops_those_it_does_not_name(
 
 
 def test_a_lower_limit_takes_nothing_away_and_a_higher_one_lets_the_waiting_go(router: Router) -> None:
-    router.apply(backend(R0, limit=3))
+    router.apply(backend(R0, limit=3), 0.0)
     for i in range(5):
         router.submit(key(i), 9)
-    assert router.apply(backend(R0, limit=1)).lost == []
+    assert router.apply(backend(R0, limit=1), 0.0).lost == []
     assert router.finished(key(0)) == ()
     assert router.finished(key(1)) == ()
     assert router.finished(key(2)) == [Dispatch(key(3), R0)]
-    assert router.apply(backend(R0, limit=2)).dispatches == [Dispatch(key(4), R0)]
+    assert router.apply(backend(R0, limit=2), 0.0).dispatches == [Dispatch(key(4), R0)]
 
 
 def test_expired_requests_leave_the_queue(router: Router) -> None:
@@ -168,7 +169,7 @@ def test_expired_requests_leave_the_queue(router: Router) -> None:
 
 
 def test_dropping_a_backend_returns_everything_and_forgets_it(router: Router) -> None:
-    router.apply(backend(R0))
+    router.apply(backend(R0), 0.0)
     for i in (1, 2, 3):
         router.submit(key(i), 10 - i)
     dropped = router.drop()

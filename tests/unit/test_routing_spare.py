@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.request_queue import RequestKey
-from serve_common.routing.router import Dispatch, Queued, QueueFull, Refusal, Router, SendTo
+from serve_common.routing.router import Router
 from serve_common.wires.snapshots import BackendSnapshot
 
 TAG = BackendTag("d/a")
@@ -25,7 +26,8 @@ def router_with(*replicas: ReplicaTag, limit: int = 1, queue: int = 10) -> Route
             draining=[],
             max_concurrent_queries=limit,
             max_queued_requests=queue,
-        )
+        ),
+        now=0.0,
     )
     return router
 

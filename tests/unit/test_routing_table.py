@@ -84,7 +84,7 @@ def test_no_weight_is_no_backend() -> None:
 
 class Replica:
     def __init__(self, name: str, in_flight: int, turn: int) -> None:
-        self.name, self.in_flight, self.turn = name, in_flight, turn
+        self.name, self.requests, self.turn = name, range(in_flight), turn
 
 
 def test_power_of_two_takes_the_less_loaded_of_two_different_replicas() -> None:

@@ -12,10 +12,18 @@ from serve_common.values import (
     NESTING_MAX,
     USER_CONFIG_BYTES_MAX,
     BackendConfig,
+    BackpressureConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
+    OutlierEjection,
     RayActorOptions,
     ReplicaConfig,
     check_backend_config,
+    check_endpoint_options,
+    check_http_options,
     check_replica_config,
+    merged,
 )
 
 
@@ -28,6 +36,8 @@ def nested(depth: int) -> list[Any]:
 
 def test_the_defaults_are_valid() -> None:
     assert check_backend_config(BackendConfig()) == BackendConfig()
+    assert check_endpoint_options(EndpointOptions()) == EndpointOptions()
+    assert check_http_options(HttpOptions()) == HttpOptions()
     config = ReplicaConfig(import_path="a.b:C.d")
     assert check_replica_config(config) is config
 
@@ -105,6 +115,45 @@ def test_an_actors_option_is_refused_with_its_path(options: dict[str, Any], fiel
     with pytest.raises(BadField) as refused:
         check_replica_config(config)
     assert refused.value.field == f"replica_config.ray_actor_options.{field}"
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (BackendConfig(packing_num=0), "packing_num"),
+        (BackendConfig(retry_budget_percent=101.0), "retry_budget_percent"),
+        (
+            BackendConfig(backpressure_config=BackpressureConfig(status_code=500)),
+            "backpressure_config.status_code",
+        ),
+        (
+            BackendConfig(backpressure_config=BackpressureConfig(retry_after_s=-1.0)),
+            "backpressure_config.retry_after_s",
+        ),
+        (
+            BackendConfig(outlier_ejection=OutlierEjection(max_ejected_percent=51.0)),
+            "outlier_ejection.max_ejected_percent",
+        ),
+        (
+            BackendConfig(circuit_breaker=CircuitBreaker(window_s=float("nan"))),
+            "circuit_breaker.window_s",
+        ),
+    ],
+)
+def test_a_protection_out_of_its_limits_is_refused_with_its_path(config: BackendConfig, field: str) -> None:
+    with pytest.raises(BadField) as refused:
+        check_backend_config(config)
+    assert refused.value.field == f"backend_config.{field}"
+
+
+def test_of_a_group_of_fields_those_that_are_not_given_stay() -> None:
+    config = BackendConfig(user_config={"a": 1}, outlier_ejection=OutlierEjection(ejection_time_s=3.0))
+    partial = {"outlier_ejection": {"consecutive_failures": 2}, "user_config": {"b": 2}}
+    changed = merged(config, partial, "config")
+    assert changed.outlier_ejection == OutlierEjection(ejection_time_s=3.0, consecutive_failures=2)
+    assert changed.user_config == {"b": 2}, "what users give as one value is one value"
+    with pytest.raises(BadField, match="unknown"):
+        merged(config, {"outlier_ejection": {"failures": 2}}, "config")
 
 
 def test_what_is_just_within_the_limits_is_accepted() -> None:

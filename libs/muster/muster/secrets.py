@@ -20,7 +20,7 @@ import msgspec
 
 from serve_common.errors import PermanentError
 
-NATS_ROLES: Final = ("controller", "proxy", "host", "replica", "admin", "system")
+NATS_ROLES: Final = ("controller", "proxy", "host", "replica", "client", "admin", "system")
 """The users of deploy/nats/nats.conf; the file ``nats_<role>`` holds the password of each."""
 NATS_INCLUDE: Final = "nats_passwords.conf"
 """Made of the others: what nats.conf includes under the name ``passwords.conf``."""

@@ -184,7 +184,7 @@ BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
 """Highest `HttpOptions.body_bytes_max`."""
 
 
-Merged = TypeVar("Merged", BackendConfig, HttpOptions)
+Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -261,6 +261,8 @@ def check_endpoint_options(options: EndpointOptions, field: str = "options") -> 
 def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
     """``config`` with the given fields changed, of the right types but not checked any further.
 
+    Of a group of fields such as ``circuit_breaker`` those that are not given stay too.
+
     Raises `BadField` with the path of a field that is unknown or of another type.
     """
     known = type(config).__struct_fields__
@@ -268,11 +270,18 @@ def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
         if name not in known:
             raise BadField(f"{field}.{name[:80]}", "is unknown")
     whole = {name: getattr(config, name) for name in known}
+    changed = {name: _within(whole[name], value) for name, value in partial.items()}
     try:
-        return msgspec.convert({**msgspec.to_builtins(whole), **partial}, type(config))
+        return msgspec.convert({**msgspec.to_builtins(whole), **changed}, type(config))
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$.")
         raise BadField(f"{field}.{path.rstrip('`')}" if path else field, text) from error
+
+
+def _within(known: Any, given: Any) -> Any:
+    if isinstance(known, msgspec.Struct) and isinstance(given, Mapping):
+        return {**msgspec.to_builtins(known), **given}
+    return given
 
 
 def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:

@@ -1,4 +1,4 @@
-"""`python -m serve_proxy`: one proxy process, from its environment to its last request."""
+"""`python -m serve_proxy`: one proxy process, from its environment to its last request, or a parent of several."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from serve_common.adapters.logs import configure_logs
 from serve_common.errors import BadField
 from serve_common.settings import Environment
 from serve_common.tasks import TaskOwner
+from serve_proxy.adapters.child_process import ParentLink
+from serve_proxy.processes import run_processes
 from serve_proxy.settings import ProxySettings, read_settings
 from serve_proxy.wiring import Proxy
 
@@ -46,8 +48,11 @@ async def _run(settings: ProxySettings) -> int:
         finally:  # whatever went wrong, even that nobody reads the log any more
             should_end.set()
 
+    parent = None if settings.parent_fd is None else ParentLink(settings.parent_fd, should_drain.set)
     try:
         await proxy.start()
+        if parent is not None:
+            parent.tell_port(proxy.operations.port)
         await should_drain.wait()
         if not should_end.is_set():
             tasks.start(drain(), name="drain")
@@ -55,6 +60,8 @@ async def _run(settings: ProxySettings) -> int:
     finally:
         await tasks.close(timeout_s=1.0)
         await proxy.close()
+        if parent is not None:
+            parent.close()
     return 1 if has_failed else 0
 
 
@@ -77,9 +84,10 @@ def main() -> int:
         _log.critical("bad_setting", field=error.field, reason=error.reason)
         return 2
     configure_logs("proxy", proxy_id=settings.proxy_id)
-    _spare_the_collector()
+    if settings.processes == 1:
+        _spare_the_collector()
     try:
-        return uvloop.run(_run(settings))
+        return uvloop.run(_run(settings) if settings.processes == 1 else run_processes(settings))
     except OSError as error:
         _log.critical("cannot_listen", reason=str(error))
         return 1

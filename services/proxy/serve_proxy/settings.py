@@ -13,6 +13,7 @@ from serve_common.settings import (
     read_operations_settings,
 )
 from serve_common.values import HttpOptions
+from serve_proxy.core.process_life import PARENT_FD, PROCESSES_MAX
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +31,10 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests in flight may take to finish once the process was told to stop."""
     bus_wait_s: float
     """How long a request waits for NATS to come back before it is answered 503."""
+    processes: int = 1
+    """Above 1, this process is the parent of so many proxies that listen together."""
+    parent_fd: int | None = None
+    """In a child: the socket that leads to its parent. It then shares the HTTP port with its siblings."""
     middleware_dir: str | None = None
     """Directory put last on ``sys.path``, for middlewares."""
 
@@ -53,5 +58,9 @@ def read_settings(environment: Environment) -> ProxySettings:
         ),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
         bus_wait_s=environment.seconds("SERVE_BUS_WAIT_S", 5.0, 0, 60),
+        processes=environment.integer("SERVE_PROXY_PROCESSES", 1, 1, PROCESSES_MAX),
+        parent_fd=environment.integer(PARENT_FD, -1, 0, 1_000_000)
+        if environment.optional(PARENT_FD)
+        else None,
         middleware_dir=environment.optional("SERVE_MIDDLEWARE_DIR"),
     )

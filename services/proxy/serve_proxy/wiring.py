@@ -18,6 +18,7 @@ from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
 from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
@@ -43,6 +44,8 @@ _SETTLE_S: Final = 0.1
 _LINGER_S: Final = 1.0
 """How long a kept-alive connection may be quiet in a drain before it is closed: its client may be about to send, and
 is told by the next answer to connect elsewhere."""
+_SOCKETS_GRACE_S: Final = 5.0
+"""How long WebSockets go on in a drain, or half of the drain, before their clients are told to connect elsewhere."""
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
@@ -63,7 +66,9 @@ class Proxy:
         routes = Routes(chance.random)
         outgoing = Outgoing(self._bus, inbox, subjects)
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
-        self._beat = Beat(self._dispatcher, routes, outgoing)
+        models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
+        self._bus.subscribe(subjects.all_models, models.take)
+        self._beat = Beat(self._dispatcher, routes, outgoing, models)
         self._shadows = Shadows(self._dispatcher, chance.random, asyncio.get_running_loop().time)
         if settings.middleware_dir is not None:
             add_directory(settings.middleware_dir)
@@ -107,9 +112,11 @@ class Proxy:
             subjects,
             request_timeout_s=lambda: self._live.options.request_timeout_s,
             new_request_id=new_request_id,
+            wall_now=SystemClock().now,
         )
         requests = HttpRequests(self._ingress, settings.http, new_request_id=new_request_id)
-        self.http = HttpServer(requests)
+        self._requests = requests
+        self.http = HttpServer(requests, self._ingress)
         registry = CollectorRegistry()
         register_metrics(registry, routes, lambda: self._bus.reconnects + self._control_plane.reconnects)
         self.operations = OperationsServer(
@@ -121,7 +128,10 @@ class Proxy:
     async def start(self) -> str:
         """Listen, and connect in the background. Returns the address; raises OSError when a port is taken."""
         await self.operations.start()
-        address = await self.http.start(self._settings.http_host, self._settings.http_port)
+        settings = self._settings
+        address = await self.http.start(
+            settings.http_host, settings.http_port, reuse_port=settings.parent_fd is not None
+        )
         self._reports.address = address
         self._tasks.start(self._connect_bus(), name="connect_bus")
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
@@ -138,6 +148,8 @@ class Proxy:
         await self.http.stop_listening()
         self._reports.leave()
         _log.info("proxy_drains", in_flight=self._in_flight, connections=self.http.connections)
+        sockets_grace_s = min(_SOCKETS_GRACE_S, self._settings.drain_timeout_s / 2)
+        self._tasks.start(self._requests.sockets.leave(sockets_grace_s), name="leave_sockets")
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
         quiet_since = loop.time()
         while loop.time() < give_up_at:
@@ -158,6 +170,7 @@ class Proxy:
         await self._shadows.close(_CLOSE_TIMEOUT_S)
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
+        await self._requests.close(_CLOSE_TIMEOUT_S)
         await self._gateway.close(_CLOSE_TIMEOUT_S)
         self._reports.leave()
         await self._reports.send()

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import Result
 
 from serve_common.errors import Conflict
-from serve_common.values import BackendConfig, OnFailure, ReplicaConfig
+from serve_common.values import BackendConfig, CircuitBreaker, EndpointOptions, OnFailure, ReplicaConfig
 from serve_common.wires.commands import DeployApplication, DeploymentSpec
 from serve_common.wires.views import PlanView
 
@@ -28,7 +28,9 @@ deployments:
   - name: model
     version: v1
     replica_config: {import_path: "shop:Model", app_dir: /apps/elsewhere}
-    backend_config: {num_replicas: 2, on_failure: go_back, user_config: {threshold: 0.5}}
+    backend_config:
+      {num_replicas: 2, on_failure: go_back, user_config: {threshold: 0.5}, circuit_breaker: {window_s: 20}}
+    endpoint_options: {shard_key_header: X-User, relative_slo_ms: 250}
 """
 
 
@@ -44,7 +46,13 @@ def file(tmp_path: Path) -> Path:
 def wanted(tmp_path: Path) -> DeployApplication:
     front = ReplicaConfig(import_path="shop:Front", app_dir=str(tmp_path / "shop/code"))
     model = ReplicaConfig(import_path="shop:Model", app_dir="/apps/elsewhere")
-    config = BackendConfig(num_replicas=2, on_failure=OnFailure.GO_BACK, user_config={"threshold": 0.5})
+    config = BackendConfig(
+        num_replicas=2,
+        on_failure=OnFailure.GO_BACK,
+        user_config={"threshold": 0.5},
+        circuit_breaker=CircuitBreaker(window_s=20.0),
+    )
+    options = EndpointOptions(shard_key_header="X-User", relative_slo_ms=250.0)
     return DeployApplication(
         name="shop",
         route_prefix="/shop",
@@ -52,7 +60,13 @@ def wanted(tmp_path: Path) -> DeployApplication:
         ingress="front",
         deployments=[
             DeploymentSpec(name="front", replica_config=front),
-            DeploymentSpec(name="model", replica_config=model, backend_config=config, version="v1"),
+            DeploymentSpec(
+                name="model",
+                replica_config=model,
+                backend_config=config,
+                version="v1",
+                endpoint_options=options,
+            ),
         ],
     )
 
@@ -125,6 +139,9 @@ def test_a_refusal_is_told(muster: Muster, controller: Any, file: Path) -> None:
         ),
         ("num_replicas: 2", "num_replicas: -2", "deployments[1].backend_config.num_replicas: is -2"),
         ("num_replicas: 2", "num_cats: 2", "deployments[1].backend_config.num_cats: is unknown"),
+        ("X-User", "X User", "deployments[1].endpoint_options.shard_key_header: 'X User' cannot be"),
+        ("relative_slo_ms", "slo_ms", "deployments[1].endpoint_options.slo_ms: is unknown"),
+        ("window_s: 20", "window: 20", "deployments[1].backend_config.circuit_breaker.window: is unknown"),
         ("go_back", "explode", "deployments[1].backend_config.on_failure: Invalid enum value 'explode'"),
         ("0.5", "2024-01-01", "has a value that JSON cannot say"),
         ("shop:Front", "shop", "deployments[0].replica_config.import_path: 'shop' must read"),

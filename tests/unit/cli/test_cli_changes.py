@@ -11,9 +11,25 @@ import pytest
 from typer.testing import Result
 
 from muster.cli.config_options import BACKEND_CHANGES, BACKEND_OPTIONS, CODE_OPTIONS
+from muster.cli.endpoint_options import ENDPOINT_CHANGES, ENDPOINT_OPTIONS
+from muster.cli.http_options import HTTP_CHANGES
+from muster.cli.values_given import group_text
 from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, OnFailure, Placement, RayActorOptions, ReplicaConfig
+from serve_common.values import (
+    METHODS,
+    BackendConfig,
+    BackpressureConfig,
+    CircuitBreaker,
+    EndpointOptions,
+    HttpOptions,
+    OnFailure,
+    OutlierEjection,
+    Placement,
+    RayActorOptions,
+    ReplicaConfig,
+    ReplicaPolicyName,
+)
 from serve_common.wires.admin import COMMANDS
 from serve_common.wires.commands import (
     ChangeReply,
@@ -27,6 +43,7 @@ from serve_common.wires.commands import (
     DrainHost,
     Request,
     Rollback,
+    SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
@@ -91,6 +108,20 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
         CreateEndpoint(endpoint="default/digits", traffic={V1: 1.0}),
         "endpoint digits is created",
     ),
+    (
+        "endpoint create digits v1 --shard-key-header X-User --backend-header X-To --relative-slo-ms 250",
+        CreateEndpoint(
+            endpoint="default/digits",
+            traffic={V1: 1.0},
+            options=EndpointOptions(shard_key_header="X-User", backend_header="X-To", relative_slo_ms=250.0),
+        ),
+        "endpoint digits is created",
+    ),
+    (
+        "endpoint options digits --shard-key-header X-User",
+        SetEndpointOptions(endpoint="default/digits", options={"shard_key_header": "X-User"}),
+        "options of digits are changed",
+    ),
     ("endpoint delete digits", DeleteEndpoint(endpoint="default/digits"), "endpoint digits is deleted"),
     (
         "traffic set digits v1=0.9 v2=0.1",
@@ -114,6 +145,11 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
         SetHttpOptions(
             options={"request_timeout_s": 30.0, "body_bytes_max": 1000, "middlewares": ["a:b", "c:d"]}
         ),
+        "options of all proxies are changed",
+    ),
+    (
+        "http set --header-timeout-s 2 --body-rate-min 0 --keep-alive-timeout-s 3.5",
+        SetHttpOptions(options={"header_timeout_s": 2.0, "body_rate_min": 0, "keep_alive_timeout_s": 3.5}),
         "options of all proxies are changed",
     ),
     ("shutdown --yes", Shutdown(), "everything is deleted"),
@@ -310,6 +346,27 @@ def test_an_endpoint_with_a_route_says_where_it_is_reached(muster: Muster, contr
         ("traffic shadow digits v1 2", "PROPORTION: is 2"),
         ("traffic shadow digits v1 some", "PROPORTION"),
         ("host drain a/b", "HOST: "),
+        ("endpoint create digits v1 --shard-key-header a:b", "--shard-key-header: 'a:b' cannot be"),
+        ("endpoint create digits v1 --relative-slo-ms 0", "--relative-slo-ms: is 0"),
+        ("endpoint options digits", "options: nothing is given"),
+        ("endpoint options digits --backend-header a:b", "--backend-header: 'a:b' cannot be"),
+        (
+            "backend update v1 --circuit-breaker window_s",
+            "--circuit-breaker: 'window_s' must read NAME=VALUE",
+        ),
+        (
+            "backend update v1 --circuit-breaker window=5",
+            "--circuit-breaker: has no 'window'; it has failure",
+        ),
+        ("backend update v1 --circuit-breaker window_s=x", "--circuit-breaker window_s: is not JSON"),
+        ("backend update v1 --circuit-breaker window_s=0", "--circuit-breaker.window_s: is 0"),
+        ("backend update v1 --circuit-breaker window_s=1,window_s=2", "window_s is given twice"),
+        ("backend update v1 --packing-num 0", "--packing-num: "),
+        (
+            "deploy a:B --name a --outlier-ejection ejection_time_s=true",
+            "--outlier-ejection.ejection_time_s: ",
+        ),
+        ("http set --keep-alive-timeout-s 0", "--keep-alive-timeout-s: "),
         ("http set", "options: nothing is given"),
         ("http set --request-timeout-s 0", "--request-timeout-s: "),
         ("http set --body-bytes-max 0", "--body-bytes-max: "),
@@ -390,6 +447,9 @@ def test_every_field_of_a_configuration_has_its_option(muster: Muster, controlle
     assert {each.name for each in BACKEND_OPTIONS} == set(BackendConfig.__struct_fields__)
     code = {*ReplicaConfig.__struct_fields__, "num_cpus", "num_gpus"} - {"import_path"}
     assert {each.name for each in CODE_OPTIONS} == code
+    assert [each.name for each in ENDPOINT_OPTIONS] == [each.name for each in ENDPOINT_CHANGES]
+    assert {each.name for each in ENDPOINT_OPTIONS} == set(EndpointOptions.__struct_fields__)
+    assert {each.name for each in HTTP_CHANGES} == set(HttpOptions.__struct_fields__)
 
 
 def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> None:
@@ -409,9 +469,24 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         max_unavailable_percent=12.0,
         placement=Placement.PACK,
         max_replicas_per_host=13,
+        replica_policy=ReplicaPolicyName.ROUND_ROBIN,
+        packing_num=14,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1.5),
+        outlier_ejection=OutlierEjection(
+            consecutive_failures=16, ejection_time_s=17.0, max_ejected_percent=18.0
+        ),
+        retry_budget_percent=19.0,
+        circuit_breaker=CircuitBreaker(
+            failure_percent=20.0, requests_min=21, window_s=22.0, open_time_s=23.0
+        ),
     )
     given = msgspec.to_builtins(config)
-    given |= {"user_config": '{"a": [1]}', "on_failure": "go-back"}
+    given |= {"user_config": '{"a": [1]}', "on_failure": "go-back", "replica_policy": "round-robin"}
+    given |= {
+        "backpressure_config": "status_code=429, retry_after_s=1.5",
+        "outlier_ejection": '{"consecutive_failures": 16, "ejection_time_s": 17, "max_ejected_percent": 18}',
+        "circuit_breaker": "failure_percent=20,requests_min=21,window_s=22,open_time_s=23",
+    }
     options = [
         text
         for name, value in given.items()
@@ -431,6 +506,35 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
         )
     assert muster("backend", "update", "v1", *options).exit_code == 0
     assert controller.asked_of("update_backend_config")[0].config == msgspec.to_builtins(config)
+
+
+def test_of_a_group_only_what_was_given_is_sent_with_an_update(muster: Muster, controller: Any) -> None:
+    line = ("backend", "update", "v1", "--outlier-ejection", "consecutive_failures=3")
+    assert muster(*line).exit_code == 0
+    assert muster(*line, "--config", '{"outlier_ejection": {"ejection_time_s": 2}}').exit_code == 0
+    first, second = controller.asked_of("update_backend_config")
+    assert first.config == {"outlier_ejection": {"consecutive_failures": 3}}
+    assert second.config == {"outlier_ejection": {"consecutive_failures": 3, "ejection_time_s": 2}}
+
+
+def test_what_is_shown_of_a_group_can_be_given_again(muster: Muster, controller: Any) -> None:
+    shown = group_text(BackendConfig().backpressure_config)
+    assert muster("backend", "update", "v1", "--backpressure-config", shown).exit_code == 0
+    [request] = controller.asked_of("update_backend_config")
+    assert request.config == {"backpressure_config": {"status_code": 503, "retry_after_s": None}}
+
+
+def test_options_of_an_endpoint_come_with_a_deploy_and_are_taken_back_as_json(
+    muster: Muster, controller: Any
+) -> None:
+    assert muster("deploy", "a:B", "--name", "a", "--relative-slo-ms", "100").exit_code == 0
+    [deploy] = controller.asked_of("deploy")
+    assert deploy.endpoint_options == EndpointOptions(relative_slo_ms=100.0)
+    assert deploy.methods == list(METHODS)
+    line = ("endpoint", "options", "a", "--options", '{"relative_slo_ms": null}')
+    assert muster(*line, "--shard-key-header", "").exit_code == 0
+    [request] = controller.asked_of("set_endpoint_options")
+    assert request.options == {"relative_slo_ms": None, "shard_key_header": ""}
 
 
 def test_options_go_over_the_fields_of_an_update(muster: Muster, controller: Any) -> None:

@@ -12,7 +12,7 @@ from typer.testing import Result
 
 from serve_common.errors import BadField, NotFound, StoreUnavailable, TransientError
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.values import METHODS, BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.wires.admin import QUERIES
 from serve_common.wires.queries import (
     GetAllApplications,
@@ -186,7 +186,12 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
         "backend config v1",
         GetBackendConfig(backend_tag="default/v1"),
         BackendConfigView(backend_tag="default/v1", backend_config=CONFIG, replica_config=CODE, version=None),
-        ["backend v1", "version (none)", "app_dir /apps", "init_args [1]", "num_replicas 2"],
+        [
+            *("backend v1", "version (none)", "app_dir /apps", "init_args [1]", "num_replicas 2"),
+            "replica_policy power_of_two_choices",
+            "outlier_ejection consecutive_failures=5,ejection_time_s=10.0,max_ejected_percent=50.0",
+            "backpressure_config status_code=503,retry_after_s=null",
+        ],
     ),
     (
         "endpoint list",
@@ -198,9 +203,16 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
                 methods=["GET", "POST"],
                 traffic={"default/v2": 0.1, "default/v1": 0.9},
                 shadows={"shop/v3": 0.5},
-            )
+                options=EndpointOptions(backend_header="X-To", relative_slo_ms=250.0),
+            ),
+            EndpointView(
+                endpoint_tag="default/asgi", route="/", methods=sorted(METHODS), traffic={"default/v1": 1.0}
+            ),
         ],
-        ["digits - GET,POST v1=0.9, v2=0.1 shop/v3=0.5"],
+        [
+            "digits - GET, POST v1=0.9, v2=0.1 shop/v3=0.5 backend_header=X-To, relative_slo_ms=250.0",
+            "asgi / all v1=1 - -",
+        ],
     ),
     ("host list", GetHosts(limit=500), [HOST], ["host-1 live, drained 2 2 CPU 0.2 s ago"]),
     (
@@ -213,7 +225,10 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
         "http show",
         GetHttpConfig(),
         HttpOptions(request_timeout_s=30.0, middlewares=["a:b"]),
-        ["request_timeout_s 30.0", "body_bytes_max 10485760", 'middlewares ["a:b"]'],
+        [
+            *("request_timeout_s 30.0", "body_bytes_max 10485760", 'middlewares ["a:b"]'),
+            *("header_timeout_s 10.0", "body_rate_min 500", "keep_alive_timeout_s 90.0"),
+        ],
     ),
     (
         "events digits --limit 2",

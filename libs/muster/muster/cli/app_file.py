@@ -16,7 +16,7 @@ import msgspec
 from muster.cli import values_given
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
-from serve_common.values import check_backend_config, check_replica_config
+from serve_common.values import check_backend_config, check_endpoint_options, check_replica_config
 from serve_common.wires.commands import DeployApplication, DeploymentSpec
 
 _AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
@@ -76,6 +76,7 @@ def _application(value: Any, base: Path) -> tuple[DeployApplication, list[str]]:
 def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> DeploymentSpec:
     check_name(spec.name, f"{at}.name")
     check_backend_config(spec.backend_config, f"{at}.backend_config")
+    check_endpoint_options(spec.endpoint_options, f"{at}.endpoint_options")
     code = check_replica_config(spec.replica_config, f"{at}.replica_config")
     place, note = values_given.place_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
     if note and note not in notes:

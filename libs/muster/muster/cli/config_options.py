@@ -18,24 +18,27 @@ from muster.cli.signature import option, option_of
 from serve_common.errors import BadField
 from serve_common.values import (
     BackendConfig,
+    BackpressureConfig,
+    CircuitBreaker,
     OnFailure,
+    OutlierEjection,
     Placement,
     RayActorOptions,
     ReplicaConfig,
+    ReplicaPolicyName,
     check_backend_config,
     check_replica_config,
     merged,
 )
 
 _CODE, _SIZE, _UPDATES = "Code", "Size and place", "Updates"
-_LIFE = "Life and health of a replica"
+_LIFE, _GUARD = "Life and health of a replica", "Routing and protection"
+_GROUP: Final = "NAME=VALUE,..."
 
 
-class _OnFailureChoice(Enum):
-    """As options are spelled."""
-
-    KEEP = "keep"
-    GO_BACK = "go-back"
+def _dashed(kind: type[Enum]) -> Any:
+    """The same choice as options are spelled."""
+    return Enum(kind.__name__, {each.name: each.value.replace("_", "-") for each in kind})
 
 
 CODE_OPTIONS: Final = (
@@ -61,7 +64,7 @@ _FIELDS: Final = (
     ("max_queued_requests", int, "Requests that wait in one proxy; -1 is no limit.", _SIZE, "N"),
     ("placement", Placement, "Over many hosts, or few.", _SIZE, None),
     ("max_replicas_per_host", int, "No more of them on one host.", _SIZE, "N"),
-    ("on_failure", _OnFailureChoice, "Whether new replicas that serve stay.", _UPDATES, None),
+    ("on_failure", _dashed(OnFailure), "Whether new replicas that serve stay.", _UPDATES, None),
     ("max_surge_percent", float, "Replicas more than wanted meanwhile.", _UPDATES, "N"),
     ("max_unavailable_percent", float, "Replicas fewer, where no room is for more.", _UPDATES, "N"),
     ("max_constructor_retry_count", int, "Failed starts before an update fails.", _LIFE, "N"),
@@ -70,6 +73,12 @@ _FIELDS: Final = (
     ("health_check_period_s", float, "Between two checks.", _LIFE, "S"),
     ("health_check_timeout_s", float, "Of one check.", _LIFE, "S"),
     ("health_check_failure_threshold", int, "Checks in a row that fail.", _LIFE, "N"),
+    ("replica_policy", _dashed(ReplicaPolicyName), "Which free replica is taken.", _GUARD, None),
+    ("packing_num", int, "Requests in a row, for fixed-packing.", _GUARD, "N"),
+    ("backpressure_config", str, "How a full queue refuses.", _GUARD, _GROUP),
+    ("outlier_ejection", str, "When a failing replica is left out.", _GUARD, _GROUP),
+    ("retry_budget_percent", float, "Of requests that may be sent a second time.", _GUARD, "N"),
+    ("circuit_breaker", str, "When nothing is sent for a while.", _GUARD, _GROUP),
 )
 """Of `BackendConfig`, field by field: name, type, text, panel, metavar."""
 
@@ -78,8 +87,18 @@ def _text_with_default(name: str, text: str) -> str:
     default = getattr(BackendConfig(), name)
     if default is None:
         return text
-    shown = default.value.replace("_", "-") if isinstance(default, Enum) else f"{default:g}"
-    return f"{text} Default: {shown}."
+    if isinstance(default, Enum):
+        return f"{text} Default: {default.value.replace('_', '-')}."
+    if isinstance(default, msgspec.Struct):
+        return f"{text} Default: {values_given.group_text(default)}."
+    return f"{text} Default: {default:g}."
+
+
+def _text_with_names(name: str, text: str) -> str:
+    default = getattr(BackendConfig(), name)
+    if isinstance(default, msgspec.Struct):
+        return f"{text} Names: {', '.join(default.__struct_fields__)}."
+    return text
 
 
 BACKEND_OPTIONS: Final = tuple(
@@ -88,17 +107,24 @@ BACKEND_OPTIONS: Final = tuple(
 )
 """Of a whole `BackendConfig`."""
 BACKEND_CHANGES: Final = tuple(
-    option(name, kind, text, panel=panel, metavar=metavar) for name, kind, text, panel, metavar in _FIELDS
+    option(name, kind, _text_with_names(name, text), panel=panel, metavar=metavar)
+    for name, kind, text, panel, metavar in _FIELDS
 )
 """Of some fields of a `BackendConfig`: what is not given stays."""
 
 _BACKEND_FIELDS: Final = frozenset(name for name, *_rest in _FIELDS)
+_CHOICES: Final[Mapping[str, type[Enum]]] = {"on_failure": OnFailure, "replica_policy": ReplicaPolicyName}
+_GROUPS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "backpressure_config": BackpressureConfig,
+    "outlier_ejection": OutlierEjection,
+    "circuit_breaker": CircuitBreaker,
+}
 
 
 def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfig:
     """What was given, and defaults for the rest. Raises `BadField` naming the option."""
     try:
-        return check_backend_config(BackendConfig(**_fields(given, directory)))
+        return check_backend_config(merged(BackendConfig(), _fields(given, directory), "backend_config"))
     except BadField as error:
         raise named_by_option(error, "backend_config") from error
 
@@ -106,7 +132,9 @@ def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfi
 def partial_backend_config(given: Mapping[str, Any], config: str | None, directory: Path) -> dict[str, Any]:
     """Only what was given: the fields of the JSON object ``config``, and options over them. Raises `BadField`."""
     partial = dict(values_given.read_object(config, directory, "--config"))
-    partial |= msgspec.to_builtins(_fields(given, directory))
+    for name, value in _fields(given, directory).items():
+        known = partial.get(name)
+        partial[name] = {**known, **value} if name in _GROUPS and isinstance(known, dict) else value
     if not partial:
         raise BadField("config", "nothing is given; --help shows the options")
     try:
@@ -150,9 +178,14 @@ def _fields(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if name in _BACKEND_FIELDS}
     if "user_config" in fields:
         fields["user_config"] = values_given.read_user_config(fields["user_config"], directory)
-    if "on_failure" in fields:
-        fields["on_failure"] = OnFailure[fields["on_failure"].name]
-    return fields
+    for name, kind in _CHOICES.items():
+        if name in fields:
+            fields[name] = kind[fields[name].name]
+    for name, group in _GROUPS.items():
+        if name in fields:
+            fields[name] = values_given.read_group(fields[name], option_of(name), group)
+    plain: dict[str, Any] = msgspec.to_builtins(fields)
+    return plain
 
 
 def _actor_options(given: Mapping[str, Any]) -> RayActorOptions:

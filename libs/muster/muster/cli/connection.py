@@ -22,6 +22,8 @@ from serve_common.errors import BadField, BusUnavailable
 from serve_common.settings import Environment
 
 SECRETS_DIRECTORY: Final = "secrets"
+_OWN_USERS: Final = frozenset({DEFAULT_USER, "client"})
+"""Whose passwords lie with a stack for those who find it: people's, and deployment handles' outside of replicas."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -65,8 +67,8 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)
     if options.password_file is None and parsed.password is not None:
         password = parsed.password
-    if password is None and user == DEFAULT_USER:
-        password = _own_password(parsed.urls, embedded, composed)
+    if password is None and user in _OWN_USERS:
+        password = _own_password(user, parsed.urls, embedded, composed)
     return StackAddress(
         urls=parsed.urls,
         user=user,
@@ -88,12 +90,14 @@ def _given_password(options: StackChoice, environment: Environment) -> str | Non
     return None
 
 
-def _own_password(urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None) -> str | None:
+def _own_password(
+    user: str, urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None
+) -> str | None:
     if embedded is not None and urls == parse_urls(embedded.nats_url, "run.json").urls:
-        return Secrets(Path(embedded.secrets)).read("nats_admin")
+        return Secrets(Path(embedded.secrets)).read(f"nats_{user}")
     hosts = {url.partition("://")[2].rpartition(":")[0].strip("[]") for url in urls}
     if composed is not None and hosts <= _LOOPBACK:
-        return Secrets(composed).read("nats_admin")
+        return Secrets(composed).read(f"nats_{user}")
     return None
 
 

@@ -10,13 +10,14 @@ import typer
 from muster.cli import output, values_given
 from muster.cli.changing import changing
 from muster.cli.config_options import BACKEND_OPTIONS, CODE_OPTIONS, backend_config_of, replica_config_of
+from muster.cli.endpoint_options import ENDPOINT_OPTIONS, endpoint_options_of
 from muster.cli.intent import Intent
 from muster.cli.session import Session
 from serve_common.names import check_route, deployment_tag
 from serve_common.wires.commands import Deploy
 
 
-@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
+@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS, *ENDPOINT_OPTIONS))
 def deploy(
     session: Session,
     *,
@@ -28,7 +29,7 @@ def deploy(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; GET,POST unless given."),
+        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; all unless given."),
     ] = None,
     version: Annotated[
         str | None,
@@ -60,6 +61,7 @@ def deploy(
         replica_config=replica_config_of(import_path, given, session.directory),
         backend_config=backend_config_of(given, session.directory),
         route_prefix=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
+        endpoint_options=endpoint_options_of(given),
         version=version,
         prev_version=prev_version,
         **values_given.read_methods(methods),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import msgspec
-import typer
 
 from muster.cli.asking import Question, asking
 from muster.cli.changing import changing
@@ -13,6 +13,7 @@ from muster.cli.config_options import named_by_option
 from muster.cli.group import group
 from muster.cli.intent import Intent
 from muster.cli.session import Session
+from muster.cli.signature import option
 from muster.cli.tables import print_facts, value_text
 from serve_common.errors import BadField
 from serve_common.values import HttpOptions, check_http_options, merged
@@ -27,24 +28,30 @@ def show(session: Session) -> Question[HttpOptions]:  # noqa: ARG001 - every com
     return Question(lambda admin: admin.get_http_config(), _show)
 
 
-@changing()
+_FIELDS: Final = (
+    ("request_timeout_s", float, "From a request's arrival to the beginning of its answer.", "S"),
+    ("body_bytes_max", int, "Larger bodies are refused.", "N"),
+    ("header_timeout_s", float, "Time for the head of a request.", "S"),
+    ("body_rate_min", int, "Bytes a second that a client must send or take; 0 is any.", "N"),
+    ("keep_alive_timeout_s", float, "How long a connection may be idle.", "S"),
+    (
+        "middlewares",
+        list[str],
+        "May be given again, the outermost first; '' alone is none.",
+        "MODULE:ATTRIBUTE",
+    ),
+)
+"""Field by field: name, type, text, metavar."""
+HTTP_CHANGES: Final = tuple(
+    option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _FIELDS
+)
+
+
+@changing(options=HTTP_CHANGES)
 def set_(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    request_timeout_s: Annotated[
-        float | None, typer.Option("--request-timeout-s", help="From a request's arrival to its answer.")
-    ] = None,
-    body_bytes_max: Annotated[
-        int | None, typer.Option("--body-bytes-max", help="Larger bodies are refused.")
-    ] = None,
-    middlewares: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--middlewares",
-            metavar="MODULE:ATTRIBUTE",
-            help="May be given again, the outermost first; '' alone is none.",
-        ),
-    ] = None,
+    given: Mapping[str, Any],
 ) -> Intent:
     """Change options of all proxies while they run.
 
@@ -53,13 +60,9 @@ def set_(
 
     What is not given stays as it is.
     """
-    partial: dict[str, Any] = {}
-    if request_timeout_s is not None:
-        partial["request_timeout_s"] = request_timeout_s
-    if body_bytes_max is not None:
-        partial["body_bytes_max"] = body_bytes_max
-    if middlewares:
-        partial["middlewares"] = [] if middlewares == [""] else middlewares
+    partial = {name: value for name, value in given.items() if value != []}
+    if partial.get("middlewares") == [""]:
+        partial["middlewares"] = []
     if not partial:
         raise BadField("options", "nothing is given; --help shows them")
     try:

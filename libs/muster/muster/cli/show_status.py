@@ -12,6 +12,8 @@ from muster.cli import output
 from muster.cli.tables import (
     config_facts,
     counts,
+    facts_of,
+    methods_text,
     moment,
     print_facts,
     print_replicas,
@@ -61,7 +63,8 @@ def show_deployment(view: DeploymentView) -> None:
 
 def show_everything(view: DeploymentView) -> None:
     """One deployment with its whole configuration and its replicas."""
-    _show(view, config_facts(view.backend_config, view.replica_config))
+    reached = {} if view.ended_at is not None else facts_of(view.endpoint_options)
+    _show(view, {**reached, **config_facts(view.backend_config, view.replica_config)})
 
 
 def _show(view: DeploymentView, config: dict[str, str]) -> None:
@@ -72,7 +75,7 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
             "application": f"{view.application}{' (its ingress)' if view.is_ingress else ''}",
             "version": f"{view.version or '(none)'}, code version {view.code_version}",
             "route": view.route_prefix or "none; called over NATS only",
-            "methods": ", ".join(view.methods),
+            "methods": methods_text(view.methods),
             "replicas": counts(view.replicas, view.backend_config),
             "since": moment(view.started_at) if view.started_at else "",
             "until": "" if view.ended_at is None else moment(view.ended_at),

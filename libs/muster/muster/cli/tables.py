@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from muster.cli import output
-from serve_common.values import BackendConfig, ReplicaConfig
+from muster.cli import output, values_given
+from serve_common.values import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.wires.views import ReplicaView
 
 _STYLES = {
@@ -78,12 +78,24 @@ def counts(replicas: Sequence[ReplicaView], config: BackendConfig) -> str:
 
 def config_facts(backend_config: BackendConfig, replica_config: ReplicaConfig) -> dict[str, str]:
     """Both configurations field by field, under the names that they have everywhere."""
-    fields = {**msgspec.structs.asdict(replica_config), **msgspec.structs.asdict(backend_config)}
-    return {name: value_text(value) for name, value in fields.items() if value not in ("", [], {}, None)}
+    return {**facts_of(replica_config), **facts_of(backend_config)}
+
+
+def facts_of(fields: msgspec.Struct) -> dict[str, str]:
+    """Every field that says something, under its name."""
+    named = msgspec.structs.asdict(fields)
+    return {name: value_text(value) for name, value in named.items() if value not in ("", [], {}, None)}
+
+
+def methods_text(methods: Sequence[str]) -> str:
+    """HTTP methods, in a word where there are all of them."""
+    return "all" if set(methods) == set(METHODS) else ", ".join(methods)
 
 
 def value_text(value: Any) -> str:
-    """A user's value: text as it is, anything else as JSON."""
+    """A user's value: text as it is, a group of fields as its option takes it, anything else as JSON."""
+    if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
+        return values_given.group_text(value)
     plain = msgspec.to_builtins(value)
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 

@@ -33,6 +33,9 @@ def up(
     num_cpus: Annotated[
         int | None, typer.Option("--num-cpus", min=1, help="CPUs for replicas in all; the machine's.")
     ] = None,
+    proxy_processes: Annotated[
+        int, typer.Option("--proxy-processes", min=1, max=64, help="How many share the HTTP port.")
+    ] = 1,
     deploy_example: Annotated[
         bool, typer.Option("--deploy-example", help="Deploy examples/digits unless it is there.")
     ] = False,
@@ -50,7 +53,11 @@ def up(
     session = session_of(context)
     with session.reporting(as_json=as_json):
         options = StackOptions(
-            http_host=http_host, http_port=http_port, nats_port=nats_port, num_cpus=num_cpus
+            http_host=http_host,
+            http_port=http_port,
+            nats_port=nats_port,
+            num_cpus=num_cpus,
+            proxy_processes=proxy_processes,
         )
         report = UpReport(directory=session.directory, as_json=as_json)
         asyncio.run(

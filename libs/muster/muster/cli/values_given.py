@@ -67,6 +67,34 @@ def yaml_value(content: str, field: str) -> Any:
         raise BadField(field, f"has a value that JSON cannot say: {error}") from error
 
 
+def read_group(text: str, field: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """``name=value,name=value`` or a JSON object: some fields of ``kind``. Raises `BadField` for a name it lacks."""
+    group = _json(text, field) if text.lstrip().startswith("{") else _named_values(text, field)
+    known = kind.__struct_fields__
+    for name in group:
+        if name not in known:
+            raise BadField(field, f"has no {name[:80]!r}; it has {', '.join(known)}")
+    return dict(group)
+
+
+def _named_values(text: str, field: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not name or not equals:
+            raise BadField(field, f"{part[:80]!r} must read NAME=VALUE")
+        if name in values:
+            raise BadField(field, f"{name[:80]} is given twice")
+        values[name] = _json(value, f"{field} {name[:80]}")
+    return values
+
+
+def group_text(group: msgspec.Struct) -> str:
+    """The inverse of `read_group`."""
+    values = msgspec.structs.asdict(group).items()
+    return ",".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in values)
+
+
 def read_body(data: str | None, directory: Path, standard_input: bytes | None) -> bytes:
     """``TEXT``, ``@file`` or ``-`` (then ``standard_input``) as bytes; None is empty."""
     if data is None:

@@ -18,6 +18,7 @@ from serve_common.wires.commands import (
     DeployApplication,
     DrainHost,
     Rollback,
+    SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
@@ -39,6 +40,7 @@ Change = (
     | DeleteEndpoint
     | SetTraffic
     | ShadowTraffic
+    | SetEndpointOptions
     | Rollback
     | SetHttpOptions
     | DrainHost
@@ -97,6 +99,10 @@ class Changes(Asking):
 
     async def shadow_traffic(self, request: ShadowTraffic) -> ChangeReply:
         """Copy a proportion of an endpoint's requests to a backend whose answers are dropped."""
+        return await self.change(request)
+
+    async def set_endpoint_options(self, request: SetEndpointOptions) -> ChangeReply:
+        """Change the given options of an endpoint, also of a deployment's; the others stay."""
         return await self.change(request)
 
     async def rollback(self, request: Rollback) -> ChangeReply:

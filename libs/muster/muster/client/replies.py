@@ -34,16 +34,16 @@ class UnknownError(ServeError):
 
 
 class _GatewayError(msgspec.Struct, frozen=True):
-    """How proxies put it, over HTTP and over NATS alike."""
+    """How proxies put it, over HTTP and over NATS alike: within problem details (RFC 9457)."""
 
     error: ErrorView
 
 
 def _read_error(body: bytes) -> ErrorView:
     try:
-        return msgspec.json.decode(body, type=ErrorView)
-    except msgspec.ValidationError:
         return msgspec.json.decode(body, type=_GatewayError).error
+    except msgspec.ValidationError:
+        return msgspec.json.decode(body, type=ErrorView)
 
 
 def error_from_view(view: ErrorView) -> ServeError:

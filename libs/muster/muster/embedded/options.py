@@ -28,6 +28,8 @@ class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
     proxy_ops_port: int = 9102
     host_ops_port: int = 9103
     """Operations ports, too, are replaced when taken."""
+    proxy_processes: int = 1
+    """How many share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None
     """CPUs that replicas may use in all; None for the machine's."""
     app_root: Path | None = None

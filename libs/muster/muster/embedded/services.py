@@ -121,5 +121,6 @@ class ServiceSpecs:
             "SERVE_MIDDLEWARE_DIR": str(self._app_root),
             "SERVE_HTTP_HOST": self._options.http_host,
             "SERVE_HTTP_PORT": str(self._ports["http"]),
+            "SERVE_PROXY_PROCESSES": str(self._options.proxy_processes),
             "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
         }

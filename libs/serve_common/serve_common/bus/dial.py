@@ -98,20 +98,30 @@ async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwne
 async def _shake_hands(link: Link, address: ServerAddress, options: BusOptions) -> None:
     loop = asyncio.get_running_loop()
     transport, _ = await loop.create_connection(lambda: link, address.host, address.port)
-    greeting = await link.greeting()
-    _check_tls(address, greeting)
-    if address.is_tls:
-        authorities = ssl.create_default_context(cafile=options.tls_ca_file)
-        secure = await loop.start_tls(transport, link, authorities, server_hostname=address.host)
-        if secure is None:
-            raise BusUnavailable("the connection was lost in the TLS handshake")
-        link.use_transport(secure)
+    if address.is_tls and options.tls_first:
+        await _secure(link, transport, address, options)
+        await link.greeting()
+    else:
+        _check_tls(address, await link.greeting())
+        if address.is_tls:
+            await _secure(link, transport, address, options)
     link.write(
         encode_connect(
             name=options.name, user=options.user, password=options.password, tls_required=address.is_tls
         )
     )
     await link.round_trip()
+
+
+async def _secure(
+    link: Link, transport: asyncio.Transport, address: ServerAddress, options: BusOptions
+) -> None:
+    authorities = ssl.create_default_context(cafile=options.tls_ca_file)
+    loop = asyncio.get_running_loop()
+    secure = await loop.start_tls(transport, link, authorities, server_hostname=address.host)
+    if secure is None:
+        raise BusUnavailable("the connection was lost in the TLS handshake")
+    link.use_transport(secure)
 
 
 def _check_tls(address: ServerAddress, greeting: Greeting) -> None:

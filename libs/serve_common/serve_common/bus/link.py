@@ -24,16 +24,23 @@ from serve_common.bus.protocol import (
     ServerOp,
     Signal,
     encode_hpub_line,
+    encode_pub,
     encode_pub_line,
 )
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 
 _BATCH_BYTES_MAX: Final = 256 * 1024
 """A batch this large is written at once: waiting for more would only hide that the server is slow."""
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Payloads up to this become one piece with their line: copying them costs less than handling three pieces."""
 _COPY_BYTES_MAX: Final = 32 * 1024
 """Payloads up to this are copied into the batch's one buffer; larger ones are handed over as they are."""
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause": small, so that chunks of large bodies do not delay small requests."""
+
+_CLOSED_WORDLESSLY: Final = (
+    "the server closed the connection without a word, as it does when it stops or its client reads too slowly"
+)
 
 
 class LinkOwner(Protocol):
@@ -76,6 +83,8 @@ class Link(asyncio.Protocol):
         self._writable.set()
         self._batch: list[bytes] = []
         self._batch_bytes = 0
+        self._batch_room = 0
+        """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
         self._is_batch_copied = True
         self._pongs: deque[asyncio.Future[None] | None] = deque()
         self._has_heard = False
@@ -95,14 +104,15 @@ class Link(asyncio.Protocol):
         except ProtocolError as error:
             self.end(error)
             return
+        take_message = self._take_message
         for op in ops:
             if type(op) is Message:
-                self._take_message(op)
+                take_message(op)
             else:
                 self._take_control(op)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        reason = self._last_server_error or str(exc or "the server closed the connection")
+        reason = self._last_server_error or str(exc or _CLOSED_WORDLESSLY)
         self.end(BusUnavailable(f"connection lost: {reason}"))
         self._closed.set()
 
@@ -166,26 +176,31 @@ class Link(asyncio.Protocol):
     def publish(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         """Put a message into this iteration's batch. Errors as for `BusConnection.publish`."""
         size_bytes = len(payload)
-        if headers is None:
-            line = encode_pub_line(subject, reply, size_bytes)
-            pieces: tuple[bytes, ...] = (line, payload, CRLF)
-        else:
-            line = encode_hpub_line(subject, reply, len(headers), size_bytes)
-            size_bytes += len(headers)
-            pieces = (line, headers, payload, CRLF)
+        if headers is not None or size_bytes > _SMALL_BYTES_MAX:
+            self._publish_in_pieces(subject, reply, payload, headers)
+            return
+        message = encode_pub(subject, reply, payload)
         if size_bytes > self.max_payload:
-            raise PayloadTooLarge(
-                f"message of {size_bytes} bytes: the server takes at most {self.max_payload}"
-            )
-        if self.pending_bytes + size_bytes > self._options.pending_bytes_max:
-            raise OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
-        if size_bytes > _COPY_BYTES_MAX:
-            self._is_batch_copied = False
-        self._append(pieces, len(line) + size_bytes + 2)
+            raise self._too_large(size_bytes)
+        batch = self._batch
+        is_first = not batch
+        if is_first:
+            self._measure_room()
+        total_bytes = self._batch_bytes + len(message)
+        if total_bytes > self._batch_room:
+            raise self._full()
+        if is_first:
+            self._loop.call_soon(self._flush)
+        batch.append(message)
+        self._batch_bytes = total_bytes
+        if total_bytes >= _BATCH_BYTES_MAX:
+            self._flush()
 
     def write(self, line: bytes) -> None:
         """Put a line of the protocol into this iteration's batch; after the end, do nothing."""
         if self.failure is None:
+            if not self._batch:
+                self._measure_room()
             self._append((line,), len(line))
 
     async def wait_writable(self) -> None:
@@ -205,6 +220,36 @@ class Link(asyncio.Protocol):
         await waiter
         self._require_alive()
 
+    def _publish_in_pieces(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        size_bytes = len(payload)
+        if headers is None:
+            line = encode_pub_line(subject, reply, size_bytes)
+            pieces: tuple[bytes, ...] = (line, payload, CRLF)
+        else:
+            line = encode_hpub_line(subject, reply, len(headers), size_bytes)
+            size_bytes += len(headers)
+            pieces = (line, headers, payload, CRLF)
+        if size_bytes > self.max_payload:
+            raise self._too_large(size_bytes)
+        if not self._batch:
+            self._measure_room()
+        if self._batch_bytes + size_bytes > self._batch_room:
+            raise self._full()
+        if size_bytes > _COPY_BYTES_MAX:
+            self._is_batch_copied = False
+        self._append(pieces, len(line) + size_bytes + 2)
+
+    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
+        return PayloadTooLarge(f"message of {size_bytes} bytes: the server takes at most {self.max_payload}")
+
+    def _full(self) -> OutboundFull:
+        return OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
+
+    def _measure_room(self) -> None:
+        # At a batch's beginning: what waits below only shrinks until it leaves, and asking for each message is dear.
+        assert self._transport is not None
+        self._batch_room = self._options.pending_bytes_max - self._transport.get_write_buffer_size()
+
     def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
         if not self._batch:
             self._loop.call_soon(self._flush)
@@ -219,7 +264,7 @@ class Link(asyncio.Protocol):
         pieces, is_copied = self._batch, self._is_batch_copied
         self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
         if is_copied:
-            self._transport.write(b"".join(pieces))
+            self._transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
         else:
             self._transport.writelines(pieces)
 

@@ -62,6 +62,8 @@ class BusOptions:
     """Bytes that may wait to be taken by the server."""
     tls_ca_file: str | None = None
     """Authorities to trust for tls:// servers; None means the system's."""
+    tls_first: bool = False
+    """The handshake of tls:// servers comes before their greeting (their `handshake_first`)."""
 
     def __post_init__(self) -> None:
         if not self.addresses:

@@ -8,7 +8,7 @@ verbs, single spaces), not every spelling that the description of the protocol w
 from __future__ import annotations
 
 import enum
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -24,9 +24,14 @@ PAYLOAD_BYTES_MAX: Final = 64 * 1024 * 1024
 SUBJECT_BYTES_MAX: Final = 255
 
 CRLF: Final = b"\r\n"
+_CR: Final = 13
+_MESSAGE_VERBS: Final = frozenset((b"MSG", b"HMSG"))
 PING: Final = b"PING\r\n"
 PONG: Final = b"PONG\r\n"
 _WORD_BREAKS: Final = b" \t\r\n\x00"
+_WORDS_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX - 64
+_SMALL_NUMBERS: Final = {b"%d" % number: number for number in range(2048)}
+"""Ids and sizes as nearly all lines have them: looking one up is a third of checking and reading it."""
 _CONTROL_BYTES: Final = bytes(range(33)) + b"\x7f"
 
 
@@ -91,6 +96,17 @@ def encode_connect(
         options["user"] = user
         options["pass"] = password or ""
     return b"CONNECT " + msgspec.json.encode(options) + CRLF
+
+
+def encode_pub(subject: bytes, reply: bytes, payload: bytes) -> bytes:
+    """A whole PUB with its payload, which is copied: for small ones. Else as `encode_pub_line`."""
+    words = subject + reply
+    length = len(words)
+    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
+        _refuse_words(subject, reply)
+    if reply:
+        return b"PUB %b %b %d\r\n%b\r\n" % (subject, reply, len(payload), payload)
+    return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
 
 
 def encode_pub_line(subject: bytes, reply: bytes, payload_bytes: int) -> bytes:
@@ -175,33 +191,38 @@ class Parser:
         ops: list[ServerOp] = []
         at, end = 0, len(data)
         while at < end:
-            line_end = data.find(CRLF, at)
-            if line_end < 0:
-                _check_line_length(data, at, end - 1)
-                self._keep(data, at, end - at + 1)
-                break
-            _check_line_length(data, at, line_end)
-            line = data[at:line_end]
-            if not line.startswith((b"MSG ", b"HMSG ")):
-                ops.append(_decode_line(line))
+            # Looking for one byte is three times as fast as looking for two.
+            line_end = data.find(b"\n", at) - 1
+            if line_end < at or data[line_end] != _CR:
+                line_end = data.find(CRLF, at)
+                if line_end < 0:
+                    _check_line_length(data, at, end - 1)
+                    self._keep(data, at, end - at + 1)
+                    break
+            if line_end - at > SERVER_LINE_BYTES_MAX:
+                _check_line_length(data, at, line_end)
+            words = data[at:line_end].split(b" ")
+            if words[0] not in _MESSAGE_VERBS:
+                ops.append(_decode_line(data[at:line_end]))
                 at = line_end + 2
                 continue
-            subject, sid, reply, headers_bytes, total_bytes = _decode_message_line(line)
+            subject, sid, reply, headers_bytes, total_bytes = _decode_message(words)
             if total_bytes > self._payload_bytes_max:
                 raise ProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
             body = line_end + 2
             body_end = body + total_bytes
-            if body_end + 2 > end:
-                self._keep(data, at, body_end + 2 - at)
+            at_next = body_end + 2
+            if at_next > end:
+                self._keep(data, at, at_next - at)
                 break
-            if not data.startswith(CRLF, body_end):
+            if data[body_end:at_next] != CRLF:
                 raise ProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
             if headers_bytes < 0:
                 ops.append(Message(subject, sid, reply, data[body:body_end]))
             else:
                 split = body + headers_bytes
                 ops.append(Message(subject, sid, reply, data[split:body_end], data[body:split]))
-            at = body_end + 2
+            at = at_next
         return ops
 
     def _keep(self, data: bytes, at: int, needed_bytes: int) -> None:
@@ -213,10 +234,16 @@ class Parser:
 
 def _check_words(subject: bytes, reply: bytes) -> None:
     words = subject + reply
-    if not subject or words.translate(None, _WORD_BREAKS) != words:
-        raise InvalidSubject(f"subject {subject!r}, reply {reply!r}: each must be one word")
-    if len(words) > CLIENT_LINE_BYTES_MAX - 64:
-        raise InvalidSubject(f"subject and reply of {len(words)} bytes: too long for one line")
+    length = len(words)
+    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
+        _refuse_words(subject, reply)
+
+
+def _refuse_words(subject: bytes, reply: bytes) -> NoReturn:
+    length = len(subject) + len(reply)
+    if length > _WORDS_BYTES_MAX:
+        raise InvalidSubject(f"subject and reply of {length} bytes: too long for one line")
+    raise InvalidSubject(f"subject {subject!r}, reply {reply!r}: each must be one word")
 
 
 def _check_line_length(data: bytes, at: int, line_end: int) -> None:
@@ -228,22 +255,27 @@ def _check_line_length(data: bytes, at: int, line_end: int) -> None:
             raise ProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
 
 
-def _decode_message_line(line: bytes) -> tuple[bytes, int, bytes, int, int]:
+def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
     """Subject, sid, reply, size of the headers (-1: a MSG has none) and size of headers and payload."""
-    words = line.split(b" ")
     if words[0] == b"MSG":
         if len(words) == 5:
-            return words[1], _number(line, words[2]), words[3], -1, _number(line, words[4])
-        if len(words) == 4:
-            return words[1], _number(line, words[2]), b"", -1, _number(line, words[3])
-        raise ProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {line[:200]!r}")
+            _, subject, sid, reply, size = words
+        elif len(words) == 4:
+            _, subject, sid, size = words
+            reply = b""
+        else:
+            raise ProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
+        try:
+            return subject, _SMALL_NUMBERS[sid], reply, -1, _SMALL_NUMBERS[size]
+        except KeyError:
+            return subject, _number(words, sid), reply, -1, _number(words, size)
     if not 5 <= len(words) <= 6:
-        raise ProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {line[:200]!r}")
+        raise ProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
     reply = words[3] if len(words) == 6 else b""
-    headers_bytes, total_bytes = _number(line, words[-2]), _number(line, words[-1])
+    headers_bytes, total_bytes = _number(words, words[-2]), _number(words, words[-1])
     if headers_bytes > total_bytes:
-        raise ProtocolError(f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {line[:200]!r}")
-    return words[1], _number(line, words[2]), reply, headers_bytes, total_bytes
+        raise ProtocolError(f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}")
+    return words[1], _number(words, words[2]), reply, headers_bytes, total_bytes
 
 
 def _decode_line(line: bytes) -> ServerOp:
@@ -263,7 +295,11 @@ def _decode_line(line: bytes) -> ServerOp:
     raise ProtocolError(f"unknown verb {verb[:32]!r}")
 
 
-def _number(line: bytes, word: bytes) -> int:
+def _number(words: list[bytes], word: bytes) -> int:
     if word.isdigit() and len(word) <= 19:
         return int(word)
-    raise ProtocolError(f"{word[:32]!r} is no number: {line[:200]!r}")
+    raise ProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
+
+
+def _shown(words: list[bytes]) -> str:
+    return repr(b" ".join(words)[:200])

@@ -6,7 +6,7 @@ Why: a subscription per request would cost the server and this process a round t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, final
+from typing import final
 
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.errors import InboxFull
@@ -17,9 +17,8 @@ ReplyCallback = Callable[[bytes, bytes, bytes | None], None]
 """(payload, reply, headers). Runs in the read path, once for every message to the reply subject."""
 
 
-class _Receiver(NamedTuple):
-    on_reply: ReplyCallback
-    on_no_responders: Callable[[], None]
+_Receiver = tuple[ReplyCallback, Callable[[], None]]
+"""A bare tuple: one is made for every request."""
 
 
 @final
@@ -54,7 +53,7 @@ class Inbox:
             raise InboxFull(f"{self._open_max} requests wait for replies")
         self._last_token += 1
         token = self._last_token
-        self._receivers[token] = _Receiver(on_reply, on_no_responders)
+        self._receivers[token] = (on_reply, on_no_responders)
         return token, b"%b%d" % (self._prefix, token)
 
     def forget(self, token: int) -> None:
@@ -72,6 +71,6 @@ class Inbox:
         if receiver is None:
             self.late_replies += 1
         elif headers is not None and not payload and says_no_responders(headers):
-            receiver.on_no_responders()
+            receiver[1]()
         else:
-            receiver.on_reply(payload, reply, headers)
+            receiver[0](payload, reply, headers)

@@ -9,8 +9,8 @@ from typing import Final, final
 
 from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
 from serve_common.dispatch.tallies import EndpointTally
-from serve_common.errors import NotFound
-from serve_common.names import BackendTag, EndpointTag
+from serve_common.errors import BadField, NotFound
+from serve_common.names import DEFAULT_APPLICATION, BackendTag, EndpointTag
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.traffic import TrafficSplit
 from serve_common.wires.snapshots import EndpointSnapshot
@@ -20,7 +20,17 @@ from serve_common.wires.snapshots import EndpointSnapshot
 class Endpoint:
     """One endpoint, ready to be asked for every request."""
 
-    __slots__ = ("allow", "methods", "options", "route", "shadows", "split", "tag", "tally")
+    __slots__ = (
+        "allow",
+        "backend_tags",
+        "methods",
+        "options",
+        "route",
+        "shadows",
+        "split",
+        "tag",
+        "tally",
+    )
 
     def __init__(self, snapshot: EndpointSnapshot, tally: EndpointTally) -> None:
         self.tag = snapshot.endpoint_tag
@@ -28,11 +38,30 @@ class Endpoint:
         self.methods = frozenset(snapshot.methods)
         self.allow = ", ".join(snapshot.methods)
         self.split = TrafficSplit(snapshot.traffic)
+        self.backend_tags: Final = frozenset(snapshot.traffic)
+        """Its backends, those without weight included."""
         self.shadows: Final[tuple[tuple[BackendTag, float], ...]] = tuple(
             (tag, proportion) for tag, proportion in snapshot.shadows.items() if proportion > 0
         )
         self.options = snapshot.options
         self.tally = tally
+
+    def backend_named(self, value: str) -> BackendTag:
+        """The backend that a request asks for by ``value``: a tag, or a bare name of the default application.
+
+        It may have no weight. Raises `BadField` when it is none of this endpoint's.
+        """
+        for tag in (BackendTag(value), BackendTag(f"{DEFAULT_APPLICATION}/{value}")):
+            if tag in self.backend_tags:
+                return tag
+        name = self.options.backend_header or "backend_tag"
+        raise BadField(name, f"{value[:130]!r} is no backend of endpoint {self.tag!r}")
+
+    def takes(self, backend_tag: BackendTag, named: BackendTag | None) -> bool:
+        """True when a request that is at ``backend_tag`` may be there: by weight, or because it is ``named``."""
+        if named is not None:
+            return named == backend_tag and named in self.backend_tags
+        return backend_tag in self.split.backend_tags
 
 
 def admit(table: RouteTable, endpoints: dict[EndpointTag, Endpoint], method: str, path: str) -> Endpoint:

@@ -13,6 +13,8 @@ import structlog
 
 from serve_common.dispatch.calls import Call
 from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.errors import ReplicaTimedOut
+from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
@@ -23,13 +25,26 @@ _log = structlog.get_logger(__name__)
 BEAT_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
 """How long a request hears nothing before its replica is asked, and again after as long."""
+NOTE_EVERY_S: Final = 0.25
+"""How often routers note how much has come and gone; fine enough for windows of seconds."""
+PATIENCE_S: Final = 0.25
+"""A deadline that a client sets shorter than this tells nothing about the replica that misses it."""
 
 
 @final
 class Beat:
     """Looks at everything that is under way, for as long as it runs."""
 
-    def __init__(self, dispatcher: Dispatcher, routes: Routes, outgoing: Outgoing) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        routes: Routes,
+        outgoing: Outgoing,
+        models: ModelHolders | None = None,
+    ) -> None:
+        """``models``, if there are any, are forgotten in time."""
+        self._models = models
+        self._note_at = float("-inf")
         self._dispatcher = dispatcher
         self._routes = routes
         self._outgoing = outgoing
@@ -48,14 +63,23 @@ class Beat:
 
     def look(self, now: float) -> None:
         """Do what is due at ``now``."""
+        if self._models is not None:
+            self._models.sweep(now)
+        takes_note = now >= self._note_at
+        if takes_note:
+            self._note_at = now + NOTE_EVERY_S
         for router in list(self._routes.routers.values()):
             if router.has_waiting:
                 for request in router.expire(now):
-                    call = self._dispatcher.calls[request]
-                    message = f"no replica of {router.backend_tag!r} had room in time"
+                    call = self._dispatcher.calls.get(request)
+                    if call is None:
+                        continue
+                    message = f"the deadline was over before a replica of {router.backend_tag!r} had room"
                     self._dispatcher.end_with(call, NoReplicaAvailable(message))
-            if router.has_blocked:
+            if router.has_aside:
                 self._dispatcher.perform(router, router.reopen(now))
+            if takes_note:
+                router.look(now)
         for replica in self._dispatcher.suspicions.due(now):
             self._ask_after(replica)
         for call in list(self._dispatcher.calls.values()):
@@ -82,8 +106,15 @@ class Beat:
         attempt = call.attempt
         if attempt is None:
             return
-        if now >= call.ask.deadline:
+        if now >= call.ask.deadline and not call.status:  # what has begun may go on
             message = f"replica {attempt.replica} did not answer in time"
-            self._dispatcher.fail(call, DeadlineExceeded(message))
+            had_time = now - attempt.heard_at >= _patience_s(call)
+            self._dispatcher.fail(call, ReplicaTimedOut(message) if had_time else DeadlineExceeded(message))
         elif now - attempt.heard_at >= PROBE_AFTER_S and now - attempt.probed_at >= PROBE_AFTER_S:
             self._outgoing.probe(call)
+
+
+def _patience_s(call: Call) -> float:
+    """How long a replica must have been silent before a missed deadline counts as its failure."""
+    slo_ms = call.ask.endpoint.options.relative_slo_ms
+    return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 1000)

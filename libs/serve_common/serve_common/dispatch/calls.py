@@ -13,6 +13,9 @@ from typing import Final, final
 import msgspec
 
 from serve_common.dispatch.admission import Endpoint
+from serve_common.dispatch.request_body import RequestBody
+from serve_common.dispatch.sockets import Socket
+from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
@@ -84,12 +87,13 @@ class AnswerBody:
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """What a replica answered. ``stream`` is None when ``body`` is all there is."""
+    """What a replica answered. ``stream`` is None when ``body`` is all there is; ``socket`` is that of a 101."""
 
     status: int
     headers: Headers
     body: memoryview
     stream: AnswerBody | None
+    socket: Socket | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -104,6 +108,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     query: str
     headers: Headers
     body: bytes
+    upload: RequestBody | None = None
+    """The body when it is still arriving; ``body`` is then empty."""
     request_id: str
     traceparent: str
     client: str = ""
@@ -138,10 +144,14 @@ class Attempt:
         "reply",
         "sent_pieces",
         "subject",
+        "taken_pieces",
         "token",
+        "undelivered",
+        "upload",
     )
 
-    def __init__(self, replica: ReplicaTag, subject: bytes, token: int, reply: bytes, body: bytes) -> None:
+    def __init__(self, replica: ReplicaTag, subject: bytes, token: int, reply: bytes, ask: Ask) -> None:
+        body = ask.body
         self.replica = replica
         self.subject = subject
         self.token = token
@@ -149,18 +159,32 @@ class Attempt:
         self.pieces: Sequence[memoryview | bytes] = (
             (body,) if len(body) <= FRAME_BODY_BYTES_MAX else split_body(body)
         )
+        self.upload = ask.upload
+        """Instead of ``pieces``, when it is there."""
         self.sent_pieces = 0
+        self.taken_pieces = 0
+        """For which the replica has given credit."""
+        self.undelivered = 0
+        """Frames of the request that nobody was there to hear."""
         self.credit = WINDOW_FRAMES
         self.heard_at = 0.0
         """When something came from the replica last; at first, when it was sent."""
         self.probed_at = 0.0
         self.has_asked = False
-        """More than pieces of the body was sent: "no responders" no longer means that it never arrived."""
+        """More than pieces of the body was sent, or one was taken: "no responders" no longer means that it never
+        arrived."""
 
     @property
     def is_body_sent(self) -> bool:
         """True when the replica may have all it needs to begin."""
+        if self.upload is not None:
+            return self.upload.is_last(self.sent_pieces - 1)
         return self.sent_pieces == len(self.pieces)
+
+    @property
+    def has_arrived(self) -> bool:
+        """False when all that was sent so far came back undelivered: then nothing was begun."""
+        return self.has_asked or self.undelivered < self.sent_pieces
 
 
 @final
@@ -176,9 +200,11 @@ class Call:
         "credit_owed",
         "key",
         "losses",
+        "on_answer",
+        "on_error",
         "parked_until",
         "router",
-        "waiter",
+        "status",
         "was_admitted",
     )
 
@@ -186,18 +212,25 @@ class Call:
         self,
         key: RequestKey,
         ask: Ask,
-        waiter: asyncio.Future[Answer],
+        on_answer: Callable[[Call, Answer], None],
+        on_error: Callable[[Call, ServeError], None],
+        *,
         on_reply: Callable[[Call, bytes], None],
         on_no_responders: Callable[[Call], None],
     ) -> None:
         self.key = key
         self.ask = ask
-        self.waiter = waiter
+        self.on_answer: Final = on_answer
+        """Is told the head of the answer, once."""
+        self.on_error: Final = on_error
+        """Is told why there is no answer, once; a stream that breaks off tells its reader instead."""
+        self.status = 0
+        """Of the answer; 0 before it begins."""
         self.router: Router | None = None
         """Whose queue or slot it holds; None while it is parked."""
         self.attempt: Attempt | None = None
         """None while it waits."""
-        self.answer: AnswerBody | None = None
+        self.answer: AnswerBody | Socket | None = None
         """Set once the client may have seen a part of the answer."""
         self.credit_owed = 0
         self.losses = 0
@@ -205,6 +238,20 @@ class Call:
         self.was_admitted = False
         self._on_reply = on_reply
         self._on_no_responders = on_no_responders
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """True when a replica that may have begun it does no harm by that, and all of the request is still here.
+
+        Only HTTP's bodies are worked on before they are whole.
+        """
+        ask = self.ask
+        return self.is_whole and (ask.is_repeatable or ask.kind is not Kind.HTTP) and self.answer is None
+
+    @property
+    def is_whole(self) -> bool:
+        """True while all of the request that has come is still here."""
+        return self.ask.upload is None or self.ask.upload.is_from_start
 
     def take_reply(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
         """A frame came to the reply subject of the current attempt."""

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from serve_common.errors import BadField, LimitReached, NotFound, RequestFailed
+from serve_common.errors import (
+    BadField,
+    DeadlineExceeded,
+    LimitReached,
+    NoReplicaAvailable,
+    NotFound,
+    RequestFailed,
+)
+from serve_common.names import BackendTag
+from serve_common.wires.snapshots import BackendProtection
+
+_RETRY_AFTER_S = 1.0
 
 
 class MethodNotAllowed(BadField):
@@ -45,3 +56,33 @@ class NoRoute(NotFound):
     """No endpoint has a route that matches."""
 
     error_code = "no_route"
+
+
+class QueueIsFull(NoReplicaAvailable):
+    """As many requests wait for the backend as may."""
+
+    error_code = "queue_full"
+
+    def __init__(self, backend_tag: BackendTag, limit: int, protection: BackendProtection) -> None:
+        """``limit`` is how many wait; ``protection`` says how that is told."""
+        super().__init__(f"{limit} requests wait for backend {backend_tag!r} already")
+        config = protection.backpressure_config
+        self.status = config.status_code
+        """503 or 429."""
+        self.retry_after_s = _RETRY_AFTER_S if config.retry_after_s is None else config.retry_after_s
+
+
+class CircuitOpen(NoReplicaAvailable):
+    """The backend's replicas died or hung lately; nothing is sent there for a while."""
+
+    error_code = "circuit_open"
+
+    def __init__(self, backend_tag: BackendTag, retry_after_s: float) -> None:
+        """``retry_after_s`` is when it is worth trying again."""
+        super().__init__(f"the replicas of backend {backend_tag!r} fail; nothing is sent there for a while")
+        self.status = 503
+        self.retry_after_s = retry_after_s
+
+
+class ReplicaTimedOut(DeadlineExceeded):
+    """The replica did not answer in time although it had a time that others answer in."""

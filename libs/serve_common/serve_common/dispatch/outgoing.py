@@ -11,6 +11,7 @@ from typing import Final, final
 from serve_common.bus.errors import NotConnected, OutboundFull
 from serve_common.dispatch.calls import Attempt, Call
 from serve_common.dispatch.ports import Bus, Replies
+from serve_common.errors import DeadlineExceeded
 from serve_common.names import ReplicaTag
 from serve_common.subjects import Subjects
 from serve_common.wires.frames import (
@@ -46,14 +47,18 @@ class Outgoing:
     def begin(self, call: Call, replica: ReplicaTag) -> None:
         """Send the request to ``replica``: a new attempt.
 
-        Raises InboxFull, FrameUnreadable when the head is too large, and as `Bus.publish`; the caller then drops the
-        attempt.
+        Raises DeadlineExceeded, InboxFull, FrameUnreadable when the head is too large, and as `Bus.publish`; the caller
+        then drops the attempt.
         """
         now = self._loop.time()
         ask = call.ask
+        if now >= ask.deadline:
+            raise DeadlineExceeded("the deadline is over")
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
-        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask.body)
+        attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask)
         attempt.heard_at = attempt.probed_at = now
+        upload = ask.upload
+        first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(
             ask.kind,
             ask.method,
@@ -62,7 +67,7 @@ class Outgoing:
             ask.query,
             ask.headers,
             max(ask.deadline - now, _TIMEOUT_S_MIN),
-            len(ask.body),
+            len(ask.body) if upload is None else upload.announced_bytes,
             ask.endpoint.tag,
             ask.request_id,
             ask.traceparent,
@@ -70,7 +75,7 @@ class Outgoing:
             ask.scheme,
             ask.call,
         )
-        self._bus.publish(attempt.subject, encode_frame(head, attempt.pieces[0]), reply)
+        self._bus.publish(attempt.subject, encode_frame(head, first), reply)
         attempt.sent_pieces = 1
         attempt.credit -= 1
         if not attempt.is_body_sent:
@@ -78,12 +83,26 @@ class Outgoing:
 
     def send_pieces(self, attempt: Attempt) -> None:
         """Send as much of the body as there is credit for; raises as `Bus.publish`."""
+        upload = attempt.upload
         while attempt.credit > 0 and not attempt.is_body_sent:
             at = attempt.sent_pieces
-            head = BodyHead(at, at + 1 == len(attempt.pieces))
-            self._bus.publish(attempt.subject, encode_frame(head, attempt.pieces[at]), attempt.reply)
+            if upload is None:
+                piece: bytes | memoryview | None = attempt.pieces[at]
+                last = at + 1 == len(attempt.pieces)
+            else:
+                piece = upload.piece(at)
+                if piece is None:
+                    return
+                last = upload.is_last(at)
+            self._bus.publish(attempt.subject, encode_frame(BodyHead(at, last), piece or b""), attempt.reply)
             attempt.sent_pieces += 1
             attempt.credit -= 1
+
+    def tell(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
+        """Send a frame to the call's replica; raises as `Bus.publish`, and nothing when there is no attempt."""
+        attempt = call.attempt
+        if attempt is not None:
+            self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
     def give_credit(self, call: Call, frames: int) -> None:
         """Let the replica send so many frames more; what the bus does not take is owed until the next time."""

@@ -63,25 +63,39 @@ class Routes:
             self._update_endpoints(changes.endpoints)
         return changes
 
-    def choose_router(self, endpoint: Endpoint) -> Router | None:
-        """The router of the backend that the endpoint's traffic policy picks; None when there is no such backend.
+    def choose_router(
+        self, endpoint: Endpoint, named: BackendTag | None = None, shard_hash: int | None = None
+    ) -> Router | None:
+        """The router of the backend that takes a request; None when there is no such backend.
 
-        A backend that was not heard of yet gets a router without replicas: its snapshot is on its way. One that is
-        gone leaves its share to the others.
+        That is the ``named`` one, or the one that the endpoint's traffic policy picks: for ``shard_hash`` (of a key)
+        always the same. A backend that was not heard of yet gets a router without replicas: its snapshot is on its
+        way. One that is gone leaves its share to the others.
         """
         split = endpoint.split
-        backend_tag = split.choose(self._draw())
-        if backend_tag is not None and self._is_gone(backend_tag):
+        if named is not None:
+            is_there = named in endpoint.backend_tags and not self._is_gone(named)
+            return self.router(named) if is_there else None
+        if shard_hash is not None:
+            backend_tag = split.choose_for(shard_hash)
+        else:
+            backend_tag = split.sole or split.choose(self._draw())
+        if backend_tag is None:
+            return None
+        router = self.routers.get(backend_tag)
+        if router is not None:
+            return router
+        if self._is_gone(backend_tag):
             split = split.without([tag for tag in split.backend_tags if self._is_gone(tag)])
-            backend_tag = split.choose(self._draw())
+            backend_tag = split.choose(self._draw()) if shard_hash is None else split.choose_for(shard_hash)
         return None if backend_tag is None else self.router(backend_tag)
 
     def _is_gone(self, backend_tag: BackendTag) -> bool:
         return backend_tag not in self.routers and self._snapshots.is_gone(backend_key(backend_tag))
 
     def orphans(self) -> list[BackendTag]:
-        """Backends that have a router, but neither a snapshot nor an endpoint that sends them anything."""
-        named = {tag for endpoint in self.endpoints.values() for tag in endpoint.split.backend_tags}
+        """Backends that have a router, but neither a snapshot nor an endpoint that may send them anything."""
+        named = {tag for endpoint in self.endpoints.values() for tag in endpoint.backend_tags}
         return [
             tag for tag in self.routers if tag not in named and not self._snapshots.is_there(backend_key(tag))
         ]

@@ -22,6 +22,7 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.routing.replica_choice import Draw
 from serve_common.tasks import TaskOwner
+from serve_common.wires.frames import Kind
 
 _log = structlog.get_logger(__name__)
 
@@ -70,7 +71,9 @@ class Shadows:
         for backend_tag, proportion in ask.endpoint.shadows:
             if self._draw() >= proportion:
                 continue
-            if self._is_full(backend_tag, len(ask.body)):
+            # A body that is still arriving, and the messages of a socket, can be read only once.
+            is_single = ask.upload is not None or ask.kind is Kind.WEBSOCKET
+            if is_single or self._is_full(backend_tag, len(ask.body)):
                 ask.endpoint.tally.add_shadow(backend_tag, ShadowOutcome.SKIPPED)
                 continue
             self._of_backend[backend_tag] += 1

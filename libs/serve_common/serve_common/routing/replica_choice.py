@@ -6,8 +6,10 @@ touch it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, final
+from collections.abc import Callable, Sequence, Sized
+from typing import Final, Protocol, TypeVar, final
+
+from serve_common.values import ReplicaPolicyName
 
 Draw = Callable[[], float]
 """Gives the next random number in [0, 1)."""
@@ -17,8 +19,8 @@ class Load(Protocol):
     """What a policy may know of a replica that has a free slot."""
 
     @property
-    def in_flight(self) -> int:
-        """Requests that this router has sent there and that have not ended."""
+    def requests(self) -> Sized:
+        """What this router has sent there and has not ended."""
         ...
 
     @property
@@ -31,7 +33,7 @@ L = TypeVar("L", bound=Load)
 
 
 class ReplicaPolicy(Protocol):
-    """Chooses one of many."""
+    """Chooses one of many. What a policy remembers of earlier choices is its own."""
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``, which is not empty."""
@@ -52,7 +54,7 @@ class PowerOfTwoChoices:
         if second >= first:
             second += 1
         one, other = replicas[first], replicas[second]
-        return one if one.in_flight <= other.in_flight else other
+        return one if len(one.requests) <= len(other.requests) else other
 
 
 @final
@@ -71,3 +73,44 @@ class RandomChoice:
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``."""
         return replicas[int(draw() * len(replicas))]
+
+
+@final
+class FixedPacking:
+    """The same replica so many times in a row, then the one whose last turn is the longest ago.
+
+    A row ends early when its replica is not among those to choose from: nobody waits for a batch to fill.
+    """
+
+    def __init__(self, packing_num: int) -> None:
+        """``packing_num`` is the length of a row, at least 1."""
+        self._packing_num = packing_num
+        self._current: object | None = None
+        self._row = 0
+
+    def choose(self, replicas: Sequence[L], draw: Draw) -> L:  # noqa: ARG002 - part of the Protocol
+        """One of ``replicas``."""
+        if self._row < self._packing_num:
+            for replica in replicas:
+                if replica is self._current:
+                    self._row += 1
+                    return replica
+        chosen = min(replicas, key=lambda replica: replica.turn)
+        self._current, self._row = chosen, 1
+        return chosen
+
+
+_POWER_OF_TWO_CHOICES: Final = PowerOfTwoChoices()
+
+
+def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
+    """The policy of that name, with nothing remembered."""
+    match name:
+        case ReplicaPolicyName.POWER_OF_TWO_CHOICES:
+            return _POWER_OF_TWO_CHOICES
+        case ReplicaPolicyName.ROUND_ROBIN:
+            return RoundRobin()
+        case ReplicaPolicyName.RANDOM:
+            return RandomChoice()
+        case ReplicaPolicyName.FIXED_PACKING:
+            return FixedPacking(packing_num)

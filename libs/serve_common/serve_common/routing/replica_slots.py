@@ -10,6 +10,8 @@ from enum import Enum
 from typing import Final, final
 
 from serve_common.names import ReplicaTag
+from serve_common.routing.outcomes import SendTo
+from serve_common.routing.rendezvous import stable_hash
 from serve_common.routing.request_queue import RequestKey
 
 BUSY_WAIT_S: Final = 0.02
@@ -40,16 +42,27 @@ class ReplicaSlots:
         "block",
         "blocked_until",
         "busy_wait_s",
+        "code_version",
+        "ejected_until",
+        "failures",
         "has_failed",
         "is_draining",
+        "is_ejected",
+        "models",
         "position",
         "requests",
+        "send_to",
         "tag",
+        "tag_hash",
+        "times_ejected",
         "turn",
     )
 
     def __init__(self, tag: ReplicaTag) -> None:
         self.tag = tag
+        self.tag_hash: Final = stable_hash(tag)
+        self.send_to: Final = SendTo(tag)
+        """Made once for all requests."""
         self.requests: set[RequestKey] = set()
         """In flight there."""
         self.is_draining = False
@@ -58,21 +71,31 @@ class ReplicaSlots:
         self.blocked_until = 0.0
         """When the block ends by itself."""
         self.has_failed = False
-        """Since its last answer, so that the waits below may be above their minimum."""
+        """Since its last success, so that there may be something below to forget."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
         self.position = -1
         """Index in the router's list of replicas that can be chosen; -1 when it is not in it."""
         self.turn = 0
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that this router has there."""
-        return len(self.requests)
+        self.failures = 0
+        """In a row; see `OutlierEjection.consecutive_failures`."""
+        self.times_ejected = 0
+        """In a row."""
+        self.is_ejected = False
+        self.ejected_until = 0.0
+        self.code_version: int | None = None
+        """None while all replicas run the same one."""
+        self.models: frozenset[str] = frozenset()
+        """Multiplexed models that it holds."""
 
     def can_take(self, requests_max: int) -> bool:
         """True when it may be sent a request now."""
-        return not self.is_draining and self.block is None and len(self.requests) < requests_max
+        return (
+            not self.is_draining
+            and not self.is_ejected
+            and self.block is None
+            and len(self.requests) < requests_max
+        )
 
     def block_as_busy(self, now: float) -> None:
         """It refused for being full; a block for a stronger reason stays."""
@@ -99,9 +122,15 @@ class ReplicaSlots:
         self.blocked_until = now + ASIDE_WAIT_S_MAX
 
     def prove_alive(self) -> None:
-        """It has answered: earlier failures count no more."""
-        self.has_failed = False
+        """It has answered, whatever it was: that it was silent or full counts no more."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
         if self.block is not Block.RESTING:
             self.block = None
+
+    def succeed(self) -> None:
+        """It has answered well: earlier failures of every kind count no more. An ejection goes on to its end."""
+        self.prove_alive()
+        self.has_failed = False
+        self.failures = 0
+        self.times_ejected = 0

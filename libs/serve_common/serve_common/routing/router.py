@@ -8,80 +8,38 @@ nobody waits while a replica could take a request. Each method returns what is t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import Final, NamedTuple, final
+from typing import Final, final
+
+import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.replica_choice import Draw, PowerOfTwoChoices, ReplicaPolicy
+from serve_common.routing.circuit import Circuit
+from serve_common.routing.outcomes import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
+from serve_common.routing.replica_choice import Draw, ReplicaPolicy, policy_named
+from serve_common.routing.replica_pool import ReplicaPool
 from serve_common.routing.replica_slots import Block, ReplicaSlots
 from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.retry_budget import RetryBudget
 from serve_common.routing.tiered_queue import TieredQueue
+from serve_common.routing.wishes import Wish, choose_by_wish
 from serve_common.values import BackendConfig
-from serve_common.wires.snapshots import BackendSnapshot
-
-
-class SendTo(NamedTuple):
-    """The request has a slot of ``replica``; it is to be sent there now."""
-
-    replica: ReplicaTag
-
-
-class Queued(NamedTuple):
-    """The request waits; a later call returns it as a `Dispatch` or as expired."""
-
-
-class QueueFull(NamedTuple):
-    """The request was not taken: ``limit`` requests wait already."""
-
-    limit: int
-
-
-class Dispatch(NamedTuple):
-    """A request that waited has a slot of ``replica`` now; it is to be sent there."""
-
-    request: RequestKey
-    replica: ReplicaTag
-
-
-class Applied(NamedTuple):
-    """What a snapshot changed. ``lost`` were in flight on replicas that are gone; the router has forgotten them."""
-
-    dispatches: Sequence[Dispatch]
-    lost: Sequence[RequestKey]
-
-
-class Dropped(NamedTuple):
-    """All that a router held; it has forgotten them."""
-
-    waiting: Sequence[RequestKey]
-    lost: Sequence[RequestKey]
-
-
-class Refusal(Enum):
-    """Why a replica did not begin a request that was sent to it."""
-
-    BUSY = "busy"
-    DRAINING = "draining"
-    NO_RESPONDERS = "no_responders"
-
+from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()
+_NOBODY: Final[frozenset[ReplicaTag]] = frozenset()
 
 
-@final
-class _Place:
+class _Place(msgspec.Struct, gc=False):
     """Where one request stands: in a replica's slot, or in the queue."""
 
-    __slots__ = ("arrival", "avoid", "deadline", "is_spare", "slots")
-
-    def __init__(self, deadline: float, arrival: int, *, is_spare: bool) -> None:
-        self.deadline = deadline
-        self.arrival = arrival
-        self.is_spare = is_spare
-        self.slots: ReplicaSlots | None = None
-        self.avoid: frozenset[ReplicaTag] = frozenset()
-        """Replicas that refused it: taken only when there is no other."""
+    deadline: float
+    arrival: int
+    is_spare: bool
+    wish: Wish | None
+    slots: ReplicaSlots | None = None
+    avoid: frozenset[ReplicaTag] = _NOBODY
+    """Replicas that refused it: taken only when there is no other."""
 
 
 @final
@@ -91,21 +49,30 @@ class Router:
     Times are seconds of one monotonic clock, given with each call that needs it.
     """
 
-    def __init__(self, backend_tag: BackendTag, draw: Draw, policy: ReplicaPolicy | None = None) -> None:
+    def __init__(self, backend_tag: BackendTag, draw: Draw) -> None:
         """Before the first snapshot there are no replicas and the limits are the defaults."""
         self.backend_tag: Final = backend_tag
+        self.protection = BackendProtection()
+        """As the newest snapshot has it."""
+        self.retries: Final = RetryBudget(self.protection.retry_budget_percent)
+        self.circuit: Final = Circuit(self.protection.circuit_breaker)
+        """Whoever submits asks it first when it `is_open`; what waits already goes on."""
+        self.queue_refusals = 0
+        """Requests that were not taken because the queue was full."""
         self._draw = draw
-        self._policy = policy or PowerOfTwoChoices()
-        defaults = BackendConfig()
-        self._max_concurrent_queries = defaults.max_concurrent_queries
-        self._max_queued_requests = defaults.max_queued_requests
-        self._replicas: dict[ReplicaTag, ReplicaSlots] = {}
-        self._open: list[ReplicaSlots] = []
-        self._blocked: set[ReplicaTag] = set()
+        self._policy: ReplicaPolicy = policy_named(
+            self.protection.replica_policy, self.protection.packing_num
+        )
+        self._max_queued_requests = BackendConfig().max_queued_requests
+        self._pool = ReplicaPool()
+        self._max_concurrent_queries = self._pool.requests_max
+        self._open = self._pool.open
         self._places: dict[RequestKey, _Place] = {}
         self._queue = TieredQueue()
         self._arrivals = 0
         self._turns = 0
+        self._unanswered = 0
+        """Requests that left in any other way than by an answer."""
 
     # -- looking --
 
@@ -125,13 +92,23 @@ class Router:
         return len(self._places) - len(self._queue)
 
     @property
-    def has_blocked(self) -> bool:
+    def answered(self) -> int:
+        """Requests so far that a replica answered, well or not."""
+        return self._arrivals - len(self._places) - self._unanswered
+
+    @property
+    def has_aside(self) -> bool:
         """True when `reopen` may have something to do at a later time."""
-        return bool(self._blocked)
+        return self._pool.has_aside
+
+    @property
+    def ejections(self) -> int:
+        """How often a replica was left out for its failures."""
+        return self._pool.outliers.ejections
 
     def requests_at(self, replica: ReplicaTag) -> frozenset[RequestKey]:
         """What is in flight on one replica."""
-        slots = self._replicas.get(replica)
+        slots = self._pool.replicas.get(replica)
         return frozenset() if slots is None else frozenset(slots.requests)
 
     def is_waiting(self, request: RequestKey) -> bool:
@@ -141,47 +118,78 @@ class Router:
     # -- requests --
 
     def submit(
-        self, request: RequestKey, deadline: float, *, is_admitted: bool = False, is_spare: bool = False
+        self,
+        request: RequestKey,
+        deadline: float,
+        *,
+        is_admitted: bool = False,
+        is_spare: bool = False,
+        wish: Wish | None = None,
     ) -> SendTo | Queued | QueueFull:
         """Take a new request.
 
         ``is_admitted``: it was taken once, so no limit may refuse it now. ``is_spare``: it waits behind all that are
         not, takes no place of theirs in the queue, and its number is the caller's to limit.
         """
-        assert request not in self._places, f"{request} is here already"
-        is_limited = not is_admitted and not is_spare
-        if not self._open and is_limited and 0 <= self._max_queued_requests <= self._queue.depth:
-            return QueueFull(self._max_queued_requests)
-        self._arrivals += 1
-        place = _Place(deadline, self._arrivals, is_spare=is_spare)
-        self._places[request] = place
+        places = self._places
+        assert request not in places, f"{request} is here already"
+        if not self._open and not is_admitted and not is_spare:
+            limit = self._max_queued_requests
+            if 0 <= limit <= self._queue.depth:
+                self.queue_refusals += 1
+                return QueueFull(limit)
+        self._arrivals = arrival = self._arrivals + 1
+        place = places[request] = _Place(deadline, arrival, is_spare, wish)
         if self._open:
-            return SendTo(self._seat(request, place))
-        self._queue.push(request, deadline, place.arrival, is_spare=is_spare)
+            return self._seat(request, place).send_to
+        self._queue.push(request, deadline, arrival, is_spare=is_spare)
         return _QUEUED
 
+    def answer_began(self, request: RequestKey) -> None:
+        """The replica has begun to answer ``request``, which an open circuit waits for; the slot stays taken."""
+        self.circuit.ended(request, None, self.answered)
+
     def finished(self, request: RequestKey) -> Sequence[Dispatch]:
-        """The replica has answered ``request`` to its end. Unknown requests are ignored."""
+        """The replica has answered ``request`` well, to its end. Unknown requests are ignored."""
         place = self._places.pop(request, None)
         if place is None:
             return _NOTHING
+        if self.circuit.is_open:
+            self.circuit.ended(request, None, self.answered)
         slots = place.slots
         if slots is None:  # it was sent, lost, and waits to be sent again: the late answer is as good
             self._queue.discard(request)
             return _NOTHING
         if slots.has_failed:
-            slots.prove_alive()
-        return self._free(slots, request)
+            slots.succeed()
+        slots.requests.discard(request)
+        # Nobody waits while a replica is open; so one that is open already has nothing to give.
+        return _NOTHING if slots.position >= 0 else self._refill(slots)
+
+    def failed(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
+        """The replica has answered ``request`` with a failure of its own. Unknown requests are ignored."""
+        place = self._places.get(request)
+        if place is not None and place.slots is not None:
+            place.slots.prove_alive()
+            self._pool.count_failures(place.slots, now)
+        return self._leave(request, now=None)
+
+    def unanswered(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
+        """The replica lost ``request``, or did not answer it in time. Unknown requests are ignored."""
+        place = self._places.get(request)
+        if place is None or place.slots is None:
+            return self.cancelled(request)
+        self._pool.count_failures(place.slots, now)
+        return self._leave(request, now=now)
 
     def cancelled(self, request: RequestKey) -> Sequence[Dispatch]:
         """Nobody waits for ``request`` any more, wherever it stands. Unknown requests are ignored."""
         place = self._places.pop(request, None)
         if place is None:
             return _NOTHING
-        if place.slots is None:
-            self._queue.discard(request)
-            return _NOTHING
-        return self._free(place.slots, request)
+        self._unanswered += 1
+        self.circuit.withdrew(request)
+        return self._free(request, place)
 
     def refused(
         self, request: RequestKey, replica: ReplicaTag, reason: Refusal, now: float
@@ -202,76 +210,78 @@ class Router:
                 slots.rest(now)
             case Refusal.NO_RESPONDERS:
                 slots.put_aside(now)
-        self._blocked.add(replica)
-        self._close(slots)
+        self._pool.block(slots)
         place.slots = None
         place.avoid |= {replica}
         self._queue.push(request, place.deadline, place.arrival, is_spare=place.is_spare)
         return self._dispatch_waiting()
 
+    def may_send_again(self, now: float) -> bool:
+        """Whether the retry budget allows a second sending of a request that was lost; it then counts as made."""
+        return self.retries.take(now, self._arrivals)
+
     # -- replicas --
 
     def put_aside(self, replica: ReplicaTag, now: float) -> None:
         """Do not choose ``replica`` for a while: it seems not to answer. What is in flight there stays."""
-        slots = self._replicas.get(replica)
+        slots = self._pool.replicas.get(replica)
         if slots is not None:
             slots.put_aside(now)
-            self._blocked.add(replica)
-            self._close(slots)
+            self._pool.block(slots)
 
     def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
         """``replica`` is dead. Returns what was in flight there, which the router has forgotten.
 
         It is put aside rather than removed: only a snapshot says for certain that it will not come back.
         """
-        slots = self._replicas.get(replica)
+        slots = self._pool.replicas.get(replica)
         if slots is None:
             return ()
         self.put_aside(replica, now)
-        return self._lose(slots)
+        if slots.requests:
+            self._pool.count_failures(slots, now, len(slots.requests))
+        return self._lose(slots, now)
 
-    def apply(self, snapshot: BackendSnapshot) -> Applied:
-        """Take over replicas and limits; a replica that is named anew may be chosen at once."""
-        self._max_concurrent_queries = snapshot.max_concurrent_queries
+    def hold(self, replica: ReplicaTag, models: frozenset[str]) -> bool:
+        """``replica`` holds these multiplexed models; False when there is no such replica."""
+        slots = self._pool.replicas.get(replica)
+        if slots is None:
+            return False
+        slots.models = models
+        return True
+
+    def apply(self, snapshot: BackendSnapshot, now: float) -> Applied:
+        """Take over replicas, limits and protection; a replica that is named anew is put aside no more."""
         self._max_queued_requests = snapshot.max_queued_requests
-        lost: list[RequestKey] = []
-        for tag in self._replicas.keys() - {*snapshot.replicas, *snapshot.draining}:
-            slots = self._replicas.pop(tag)
-            self._close(slots)
-            lost += self._lose(slots)
-        for tag in (*snapshot.draining, *snapshot.replicas):
-            slots = self._replicas.setdefault(tag, ReplicaSlots(tag))
-            slots.is_draining = False
-            slots.block = None
-        for tag in snapshot.draining:
-            self._replicas[tag].is_draining = True
-        self._blocked.clear()
-        for slots in self._replicas.values():
-            self._open_or_close(slots)
+        self._protect(snapshot.protection)
+        gone = self._pool.apply(snapshot)
+        self._max_concurrent_queries = self._pool.requests_max
+        lost = [request for slots in gone for request in self._lose(slots, now)]
         return Applied(self._dispatch_waiting(), lost)
 
     def drop(self) -> Dropped:
         """The backend is gone: forget all replicas and requests."""
-        lost = [request for slots in self._replicas.values() for request in sorted(slots.requests)]
+        lost = [request for slots in self._pool.replicas.values() for request in sorted(slots.requests)]
         waiting = self._queue.clear()
-        self._replicas.clear()
-        self._open.clear()
-        self._blocked.clear()
+        for request in self._places:
+            self.circuit.withdrew(request)
+        self._unanswered += len(self._places)
+        self._pool.clear()
         self._places.clear()
         return Dropped(waiting, lost)
 
     # -- time --
 
+    def look(self, now: float) -> None:
+        """Note how much has come and gone, for what looks at the last seconds; to be called often."""
+        self.retries.look(now, self._arrivals)
+        self.circuit.look(now, self.answered)
+
     def reopen(self, now: float) -> Sequence[Dispatch]:
         """Choose again among the replicas whose time aside is over."""
-        if not self._blocked:
+        if not self._pool.has_aside:
             return _NOTHING
-        for tag in sorted(self._blocked):
-            slots = self._replicas[tag]
-            if slots.block is None or slots.blocked_until <= now:
-                slots.block = None
-                self._blocked.discard(tag)
-                self._open_or_close(slots)
+        self._pool.reopen(now)
         return self._dispatch_waiting()
 
     def expire(self, now: float) -> Sequence[RequestKey]:
@@ -279,36 +289,66 @@ class Router:
         expired = self._queue.expire(now)
         for request in expired:
             del self._places[request]
+            self.circuit.withdrew(request)
+        self._unanswered += len(expired)
         return expired
 
     # -- slots --
 
-    def _seat(self, request: RequestKey, place: _Place) -> ReplicaTag:
-        candidates: Sequence[ReplicaSlots] = self._open
+    def _seat(self, request: RequestKey, place: _Place) -> ReplicaSlots:
+        replicas: Sequence[ReplicaSlots] = self._open
         if place.avoid:
-            candidates = [slots for slots in self._open if slots.tag not in place.avoid] or self._open
-        slots = self._policy.choose(candidates, self._draw)
-        self._turns += 1
-        slots.turn = self._turns
-        slots.requests.add(request)
+            replicas = [slots for slots in replicas if slots.tag not in place.avoid] or replicas
+        wish, limit = place.wish, self._max_concurrent_queries
+        if wish is None:
+            slots = self._policy.choose(replicas, self._draw)
+        else:
+            slots = choose_by_wish(wish, replicas, self._policy, self._draw, limit)
+        slots.turn = self._turns = self._turns + 1
+        requests = slots.requests
+        requests.add(request)
         place.slots = slots
-        if len(slots.requests) >= self._max_concurrent_queries:
-            self._close(slots)
-        return slots.tag
+        if len(requests) >= limit:
+            self._pool.close(slots)
+        return slots
 
-    def _free(self, slots: ReplicaSlots, request: RequestKey) -> Sequence[Dispatch]:
+    def _leave(self, request: RequestKey, now: float | None) -> Sequence[Dispatch]:
+        """``request`` leaves: without an answer at ``now``, or, when that is None, with one that is a failure."""
+        place = self._places.pop(request, None)
+        if place is None:
+            return _NOTHING
+        if now is not None:
+            self._unanswered += 1
+            self.circuit.fail(now, 1, self.answered)
+        self.circuit.ended(request, now, self.answered)
+        return self._free(request, place)
+
+    def _free(self, request: RequestKey, place: _Place) -> Sequence[Dispatch]:
+        slots = place.slots
+        if slots is None:
+            self._queue.discard(request)
+            return _NOTHING
         slots.requests.discard(request)
+        return _NOTHING if slots.position >= 0 else self._refill(slots)
+
+    def _refill(self, slots: ReplicaSlots) -> Sequence[Dispatch]:
+        """A slot was given back by a replica that was not open."""
         if slots.block is Block.BUSY:
             slots.block = None
-        if slots.position < 0:
-            self._open_or_close(slots)
-        return self._dispatch_waiting() if self._queue else _NOTHING
+        self._pool.refresh((slots,))
+        return self._dispatch_waiting()
 
-    def _lose(self, slots: ReplicaSlots) -> list[RequestKey]:
+    def _lose(self, slots: ReplicaSlots, now: float) -> list[RequestKey]:
         lost = sorted(slots.requests)
+        if not lost:
+            return lost
         slots.requests.clear()
         for request in lost:
             del self._places[request]
+        self._unanswered += len(lost)
+        self.circuit.fail(now, len(lost), self.answered)
+        for request in lost:
+            self.circuit.ended(request, now, self.answered)
         return lost
 
     def _dispatch_waiting(self) -> Sequence[Dispatch]:
@@ -317,22 +357,12 @@ class Router:
         dispatches = []
         while self._queue and self._open:
             request = self._queue.pop()
-            dispatches.append(Dispatch(request, self._seat(request, self._places[request])))
+            dispatches.append(Dispatch(request, self._seat(request, self._places[request]).tag))
         return dispatches
 
-    def _open_or_close(self, slots: ReplicaSlots) -> None:
-        if not slots.can_take(self._max_concurrent_queries):
-            self._close(slots)
-        elif slots.position < 0:
-            slots.position = len(self._open)
-            self._open.append(slots)
-
-    def _close(self, slots: ReplicaSlots) -> None:
-        if slots.position < 0:
-            return
-        # Its place in the list is taken by the last one: order does not matter, and nothing is searched.
-        last = self._open.pop()
-        if last is not slots:
-            last.position = slots.position
-            self._open[slots.position] = last
-        slots.position = -1
+    def _protect(self, protection: BackendProtection) -> None:
+        held, self.protection = self.protection, protection
+        if (protection.replica_policy, protection.packing_num) != (held.replica_policy, held.packing_num):
+            self._policy = policy_named(protection.replica_policy, protection.packing_num)
+        self.retries.percent = protection.retry_budget_percent
+        self.circuit.configure(protection.circuit_breaker, self.answered)

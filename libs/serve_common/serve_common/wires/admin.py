@@ -28,6 +28,7 @@ COMMANDS: Final[Mapping[str, tuple[type[c.Command], Any]]] = {
     "delete_endpoint": (c.DeleteEndpoint, c.ChangeReply),
     "set_traffic": (c.SetTraffic, c.ChangeReply),
     "shadow_traffic": (c.ShadowTraffic, c.ChangeReply),
+    "set_endpoint_options": (c.SetEndpointOptions, c.ChangeReply),
     "rollback": (c.Rollback, c.ChangeReply),
     "set_http_options": (c.SetHttpOptions, c.ChangeReply),
     "drain_host": (c.DrainHost, c.ChangeReply),

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, EndpointOptions, ReplicaConfig
+from serve_common.values import METHODS, BackendConfig, EndpointOptions, ReplicaConfig
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,11 @@ class ChangeReply(msgspec.Struct, frozen=True, kw_only=True):
     """False: this command changed nothing; everything is as asked, or a goal that makes it so was begun before."""
 
 
-def _default_methods() -> list[str]:
+def _all_methods() -> list[str]:
+    return list(METHODS)
+
+
+def _endpoint_methods() -> list[str]:
     return ["GET", "POST"]
 
 
@@ -44,7 +48,8 @@ class Deploy(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
     backend_config: BackendConfig = BackendConfig()
     route_prefix: str | None = None
     """Where HTTP reaches it; None is headless."""
-    methods: list[str] = msgspec.field(default_factory=_default_methods)
+    methods: list[str] = msgspec.field(default_factory=_all_methods)
+    """That HTTP requests may have; all of them unless given, because an ASGI application needs them."""
     endpoint_options: EndpointOptions = EndpointOptions()
     version: str | None = None
     """The user's name for the code. None: always a new version. The same again: replicas are kept."""
@@ -79,7 +84,8 @@ class DeployApplication(Command, frozen=True, kw_only=True, forbid_unknown_field
     ingress: str
     """The deployment that the application's route leads to; the others are headless."""
     route_prefix: str | None = None
-    methods: list[str] = msgspec.field(default_factory=_default_methods)
+    methods: list[str] = msgspec.field(default_factory=_all_methods)
+    """As in `Deploy`."""
     request_id: str | None = None
     """As in `Deploy`."""
 
@@ -122,7 +128,7 @@ class CreateEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Weight of each backend; the sum must be 1."""
     route: str | None = None
     """Path prefix; None is headless."""
-    methods: list[str] = msgspec.field(default_factory=_default_methods)
+    methods: list[str] = msgspec.field(default_factory=_endpoint_methods)
     options: EndpointOptions = EndpointOptions()
 
 
@@ -147,6 +153,14 @@ class ShadowTraffic(Command, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     backend_tag: str
     proportion: float
     """0 to 1; 0 ends it."""
+
+
+class SetEndpointOptions(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Change the given options of an endpoint, also of a deployment's; the others stay."""
+
+    endpoint: str
+    options: dict[str, Any]
+    """Some fields of `EndpointOptions`."""
 
 
 class Rollback(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,6 +214,7 @@ AnyCommand = (
     | DeleteEndpoint
     | SetTraffic
     | ShadowTraffic
+    | SetEndpointOptions
     | Rollback
     | SetHttpOptions
     | DrainHost

@@ -14,7 +14,7 @@ replica that does not answers `RefusedHead(reason="unknown")`, one that does sta
 Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
 ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
 `CallHead.stream` is set, a stream of items, each a pickled value after its length (4 bytes, big endian); an
-`ErrorHead`'s body is the pickled exception, if it could be pickled. ``WEBSOCKET``: the replica accepts with
+`ErrorHead`'s body is a `Raised` in msgpack when the user's code raised. ``WEBSOCKET``: the replica accepts with
 ``ResponseHead(status=101)`` or refuses with any other status; then messages go both ways as `MessageHead` frames, each
 direction with a window of its own of `WINDOW_MESSAGES` frames, until one side sends `CloseHead` or the router
 `CancelHead` (the client is gone without a word).
@@ -133,6 +133,15 @@ class ErrorHead(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     status: int
     message: str
     in_flight: int
+
+
+class Raised(msgspec.Struct, frozen=True, array_like=True):
+    """What the user's code raised: the body of a PYTHON request's `ErrorHead`."""
+
+    pickled: bytes
+    """The exception; empty when it cannot be pickled or the caller does not take pickles."""
+    traceback: str
+    """From the user's first frame on, as the replica saw it."""
 
 
 class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):

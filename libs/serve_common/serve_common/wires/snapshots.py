@@ -19,7 +19,7 @@ from serve_common.values import (
 )
 
 
-class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"):
+class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):
     """How requests reach an endpoint and where they go."""
 
     endpoint_tag: EndpointTag
@@ -44,7 +44,7 @@ class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     circuit_breaker: CircuitBreaker = CircuitBreaker()
 
 
-class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend"):
+class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", omit_defaults=True):
     """Which replicas serve a backend, and its limits."""
 
     backend_tag: BackendTag

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values import BackendConfig, EndpointOptions, ReplicaConfig
 
 
 class GoalStatus(Enum):
@@ -77,6 +77,7 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     """When it was first deployed, seconds since 1970."""
     ended_at: float | None = None
     """When it was gone; None while it is there."""
+    endpoint_options: EndpointOptions = EndpointOptions()
 
 
 class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +126,7 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     traffic: dict[str, float]
     shadows: dict[str, float] = {}
     """Proportion of requests copied to each backend."""
+    options: EndpointOptions = EndpointOptions()
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):

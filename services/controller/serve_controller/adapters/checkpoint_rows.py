@@ -21,15 +21,18 @@ from serve_controller.core.changes import CLASSES, Changes, Key, key_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import CheckpointObject
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 """The format that is written; all from 1 to this one are read."""
 
 _ENCODER: Final = msgspec.json.Encoder()
+_PRESENT: Final = {kind.value: msgspec.json.Decoder(stored_type) for kind, stored_type in CLASSES.items()}
 _DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
     1: {kind.value: decoder for kind, decoder in DECODERS_V1.items()},
-    SCHEMA_VERSION: {kind.value: msgspec.json.Decoder(stored_type) for kind, stored_type in CLASSES.items()},
+    2: _PRESENT,
+    SCHEMA_VERSION: _PRESENT,
 }
-"""By schema version and kind."""
+"""By schema version and kind. What came with version 3 (options of endpoints, companions of replicas, how backends are
+protected) has defaults that mean what was so before it."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -61,7 +64,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
     checkpoint: Checkpoint
     upgraded: tuple[CheckpointObject, ...]
-    """Objects that are stored in an older format, or follow from such ones and are not stored at all. They must be
+    """Objects that are stored in the first format, or follow from such ones and are not stored at all. They must be
     written with the next change: what follows from an old row is lost when that row is replaced alone."""
 
 
@@ -92,7 +95,7 @@ def load_rows(rows: Iterable[Row]) -> Loaded:
     current: list[CheckpointObject] = []
     old: list[CheckpointObject] = []
     for row in rows:
-        (current if row.schema_version == SCHEMA_VERSION else old).append(load(row))
+        (old if row.schema_version == 1 else current).append(load(row))
     upgraded = tuple(completed(old, current)) if old else ()
     return Loaded(Checkpoint().applied(Changes(puts=(*current, *upgraded))), upgraded)
 

@@ -92,7 +92,7 @@ class Checkpoint:
         """Pending goals by what they own."""
         self.requests: Map[str, GoalId] = Map()
         """Goals by the clients' request ids."""
-        self.routes: Map[str, EndpointTag] = Map()
+        self.routes: Map[str, Map[EndpointTag, None]] = Map()
         """Who has a route, or may take it back when a goal fails."""
         self.used_by: Map[BackendTag, Map[EndpointTag, None]] = Map()
         """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
@@ -292,14 +292,14 @@ class Draft(Checkpoint):
     def _index_endpoint(self, before: Endpoint | None, after: Endpoint | None) -> None:
         if before is not None:
             for route in {config.route for config in before.configs()}:
-                if route is not None and self.routes.get(route) == before.endpoint_tag:
-                    self.routes = self.routes.delete(route)
+                if route is not None:
+                    self.routes = _delete_in(self.routes, route, before.endpoint_tag)
             for tag in {tag for config in before.configs() for tag in config.backend_tags()}:
                 self.used_by = _delete_in(self.used_by, tag, before.endpoint_tag)
         if after is not None:
             for route in {config.route for config in after.configs()}:
                 if route is not None:
-                    self.routes = self.routes.set(route, after.endpoint_tag)
+                    self.routes = _put_in(self.routes, route, after.endpoint_tag, None)
             for tag in {tag for config in after.configs() for tag in config.backend_tags()}:
                 self.used_by = _put_in(self.used_by, tag, after.endpoint_tag, None)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from immutables import Map
 
-from serve_common.values import BackendConfig, HttpOptions, RayActorOptions
+from serve_common.values import BackendConfig, HttpOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_controller.core.objects import BackendVersion, EndpointConfig
 
@@ -28,7 +28,7 @@ _SHOWN_LENGTH_MAX: Final = 80
 
 def shown_value(value: Any) -> str:
     """A value for people, cut."""
-    if value is None:
+    if value is None or value == "":
         return "none"
     if isinstance(value, float):
         return f"{value:g}"
@@ -50,7 +50,7 @@ def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collect
         old, new = getattr(before, name), getattr(after, name)
         if old == new:
             continue
-        if isinstance(old, RayActorOptions) and isinstance(new, RayActorOptions):
+        if isinstance(old, msgspec.Struct) and isinstance(new, msgspec.Struct):
             words += [f"{name}.{word}" for word in changed_fields(old, new)]
         elif name in _UNSHOWN:
             words.append(f"{name} changes")
@@ -105,7 +105,7 @@ def endpoint_changes(before: EndpointConfig, after: EndpointConfig) -> list[str]
     ):
         if old != new:
             words.append(f"{name} {shown_traffic(old.items())} → {shown_traffic(new.items())}")
-    return words
+    return words + changed_fields(before.options, after.options)
 
 
 def changed_names(before: Map[Name, Any], after: Map[Name, Any]) -> list[Name]:

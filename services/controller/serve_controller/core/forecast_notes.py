@@ -47,7 +47,8 @@ def _applications(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
             words = [f"{tag} is added" for tag in sorted(becomes - was)]
             words += [f"{tag} is dropped" for tag in sorted(was - becomes)]
             if known.target.ingress != application.target.ingress:
-                words.append(f"its route leads to {application.target.ingress}")
+                when = "" if application.target.takes_over is None else " once all of it runs"
+                words.append(f"its route leads to {application.target.ingress}{when}")
             if words:
                 yield f"the application {name} changes: {', '.join(words)}"
 

@@ -8,6 +8,7 @@ wanted: the version that served before still serves, and keeps being replaced wh
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 import msgspec
 
@@ -17,10 +18,12 @@ from serve_common.values import OnFailure
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.ingress_moves import move_route
 from serve_controller.core.objects import (
     Application,
     Backend,
     BackendVersion,
+    Endpoint,
     EndpointConfig,
     Goal,
     GoalKind,
@@ -32,6 +35,8 @@ from serve_controller.core.observed import ObservedState
 from serve_controller.core.transitions import ROUTED, WANTED
 
 ERROR_LENGTH_MAX = 8_000
+TRAFFIC: Final = ("traffic", "shadows")
+"""Fields of an endpoint's configuration that say where its requests go."""
 REVISIONS_MAX = 10
 """Of each backend; the oldest are forgotten."""
 
@@ -100,20 +105,25 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
         endpoint = draft.endpoints.get(endpoint_tag)
         if endpoint is not None and endpoint.last_good is not None:
             target = endpoint.last_good
-            if endpoint.goal_id in draft.pending:  # its traffic was set meanwhile, by a goal of its own
-                target = with_traffic_of(target, endpoint.target)
+            if endpoint.goal_id in draft.pending:  # some of it was set meanwhile, by a goal of its own
+                target = _with_set_alone(target, endpoint)
             draft.put(msgspec.structs.replace(endpoint, target=target))
 
 
-def with_traffic_of(config: EndpointConfig, other: EndpointConfig) -> EndpointConfig:
-    """``config`` with the traffic and the shadows of another one."""
-    return msgspec.structs.replace(config, traffic=other.traffic, shadows=other.shadows)
+def _with_set_alone(config: EndpointConfig, endpoint: Endpoint) -> EndpointConfig:
+    """``config`` with what the endpoint's own goal set. Rows of former versions do not say what: it was the traffic."""
+    names = endpoint.set_alone or TRAFFIC
+    return msgspec.structs.replace(config, **{name: getattr(endpoint.target, name) for name in names})
 
 
 def _undo_application(draft: Draft, goal: Goal) -> bool:
     """Put back what an application was; whether it was anything."""
     application = application_of(draft, goal)
-    if application is None or application.last_good is None:
+    if application is None:
+        return False
+    if application.last_good is None:
+        target = msgspec.structs.replace(application.target, takes_over=None)
+        draft.put(msgspec.structs.replace(application, target=target))
         return False
     good, parts = application.last_good, backends_of(goal)
     joined = [t for t in application.target.deployments if t not in good.deployments and t not in parts]
@@ -183,7 +193,10 @@ def succeed_where_reached(
         refusal = _http_refusal(draft, observed, goal)
         if refusal:
             _fail_http(draft, goal, refusal, now)
-        elif waits_for(draft, observed, goal) == "" and not _drop_left_out(draft, goal, now):
+        elif waits_for(draft, observed, goal) == "":
+            # One after the other, each applied by every proxy: what is left out may have had the route.
+            if move_route(draft, application_of(draft, goal)) or _drop_left_out(draft, goal, now):
+                continue
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
             _settle(draft, goal, now)
 
@@ -222,9 +235,9 @@ def _settle(draft: Draft, goal: Goal, now: float) -> None:
             continue
         reached: EndpointConfig | None = endpoint.target
         if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint_tag)):
-            # Its route is that of a deploy which may yet fail; the traffic was set by this goal.
+            # The rest of it is that of a deploy which may yet fail.
             last_good = endpoint.last_good
-            reached = None if last_good is None else with_traffic_of(last_good, endpoint.target)
+            reached = None if last_good is None else _with_set_alone(last_good, endpoint)
         if endpoint.last_good != reached:
             draft.put(msgspec.structs.replace(endpoint, last_good=reached))
     for tag in backends_of(goal):

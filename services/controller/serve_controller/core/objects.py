@@ -12,7 +12,7 @@ import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
 from serve_common.subjects import backend_key, endpoint_key
-from serve_common.values import BackendConfig, HttpOptions, ReplicaConfig
+from serve_common.values import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import GoalStatus
 
@@ -101,6 +101,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     methods: list[str]
     traffic: dict[BackendTag, float]
     shadows: dict[BackendTag, float] = {}
+    options: EndpointOptions = EndpointOptions()
 
     def backend_tags(self) -> set[BackendTag]:
         """Every backend that it sends or copies requests to."""
@@ -115,6 +116,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     last_good: EndpointConfig | None
     goal_id: GoalId = GoalId("")
     """The newest goal about this endpoint alone; empty for none."""
+    set_alone: list[str] = []
+    """Fields of the configuration that this goal, and pending ones that it replaced, set by themselves."""
 
     def configs(self) -> list[EndpointConfig]:
         """What it is, and what a failed goal may put back."""
@@ -143,6 +146,8 @@ class ApplicationVersion(msgspec.Struct, frozen=True, kw_only=True):
 
     ingress: BackendTag
     deployments: list[BackendTag]
+    takes_over: str | None = None
+    """The route that another one of the deployments has until all of them run; then it is the ingress'."""
 
 
 class Application(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,6 +194,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """What it takes of the size of its host's goal."""
     force_kill: bool = False
     """While it stops: its host is told to end it without draining."""
+    companions: dict[BackendTag, int] = {}
+    """Code versions of its application's other backends when it was placed: the versions that it belongs with."""
 
     @property
     def ordinal(self) -> int:

@@ -21,7 +21,10 @@ from serve_controller.core.observed import HostStatus, ObservedState, host_statu
 
 GOAL_BYTES_MAX: Final = 900_000
 """A host's whole goal must fit into one NATS message: max_payload is 1 MiB by default; the rest is the envelope."""
-_GOAL_BYTES_EACH: Final = 500
+_GOAL_BYTES_EACH: Final = 650
+"""Of one replica less what its users gave: names of fields, tags of the greatest length, numbers."""
+
+NO_COMPANIONS: Final[Mapping[BackendTag, int]] = {}
 
 Rank = tuple[float, float, HostId]
 
@@ -33,9 +36,10 @@ def needs_of(version: BackendVersion) -> dict[str, float]:
     return {name: amount for name, amount in needs.items() if amount > 0}
 
 
-def goal_bytes_of(version: BackendVersion) -> int:
+def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS) -> int:
     """What one replica of this version takes of the size of its host's goal, bytes."""
-    return _GOAL_BYTES_EACH + len(msgspec.json.encode((version.replica_config, version.backend_config)))
+    given = (version.replica_config, version.backend_config.user_config, companions)
+    return _GOAL_BYTES_EACH + len(msgspec.json.encode(given))
 
 
 class Ledger:
@@ -70,9 +74,11 @@ class Ledger:
         whole = self.hosts[host_id]
         return {name: amount - taken.get(name, 0) for name, amount in whole.items()}
 
-    def placer(self, tag: BackendTag, version: BackendVersion) -> Placer:
+    def placer(
+        self, tag: BackendTag, version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS
+    ) -> Placer:
         """For placing many replicas of one version, one after the other."""
-        return Placer(self, self._draft, tag, version)
+        return Placer(self, self._draft, tag, version, companions)
 
     def how_many_fit(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
         """How many more replicas could be placed now, at most ``limit``."""
@@ -139,11 +145,18 @@ def _in_words(needs: Mapping[str, float]) -> str:
 class Placer:
     """Chooses hosts for replicas of one version. What it gave out counts as taken, whether it is put or not."""
 
-    def __init__(self, ledger: Ledger, draft: Checkpoint, tag: BackendTag, version: BackendVersion) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        draft: Checkpoint,
+        tag: BackendTag,
+        version: BackendVersion,
+        companions: Mapping[BackendTag, int],
+    ) -> None:
         """Looks at every host once."""
         config: BackendConfig = version.backend_config
         self.needs = needs_of(version)
-        self.goal_bytes = goal_bytes_of(version)
+        self.goal_bytes = goal_bytes_of(version, companions)
         self._units = {name: in_units(amount) for name, amount in self.needs.items()}
         self._rank: Callable[[int, int, HostId], Rank] = (
             _pack_rank if config.placement is Placement.PACK else _spread_rank

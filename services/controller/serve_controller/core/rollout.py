@@ -14,6 +14,7 @@ import msgspec
 from serve_common.names import replica_tag
 from serve_common.values import BackendConfig
 from serve_controller.core.checkpoint import Draft
+from serve_controller.core.companions import companions_of
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
 from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
@@ -137,7 +138,8 @@ def _place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in _current(draft, backend) if r.state is ReplicaState.SHOULD_START]
-    placer = ledger.placer(backend.backend_tag, backend.target)
+    companions = companions_of(draft, backend.backend_tag)
+    placer = ledger.placer(backend.backend_tag, backend.target, companions)
     for number, replica in enumerate(waiting):
         host_id = placer.place()
         if host_id is None:
@@ -154,6 +156,7 @@ def _place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
                 config_version=backend.target.config_version,
                 needs=placer.needs,
                 goal_bytes=placer.goal_bytes,
+                companions=companions,
             )
         )
 
@@ -252,12 +255,12 @@ def _reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> 
     room = max(1, unavailable_of(target.backend_config)) - updating
     if backend.start_failures and backend.last_good is not None:
         room = 0  # what took it did not live: no more are put at risk
-    size = goal_bytes_of(target)
     for replica in stale:
         if replica.state is ReplicaState.RUNNING and room <= 0:
             continue
         if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
+        size = goal_bytes_of(target, replica.companions)
         if not ledger.resize(replica.host_id, size - replica.goal_bytes):
             if replica.message != NO_ROOM_FOR_CONFIG:
                 draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))

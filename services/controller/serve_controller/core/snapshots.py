@@ -7,10 +7,13 @@ learn of it. A snapshot gets its durable id in the same change that makes it nec
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import HTTP_KEY, backend_key, endpoint_key
+from serve_common.values import BackendConfig
 from serve_common.wires.snapshots import (
+    BackendProtection,
     BackendSnapshot,
     EndpointSnapshot,
     HttpSnapshot,
@@ -22,8 +25,18 @@ from serve_controller.core.checkpoint import Draft
 from serve_controller.core.objects import Backend, Endpoint, Replica, ReplicaState, SnapshotRecord
 from serve_controller.core.transitions import DRAINING, ROUTED
 
+CODE_VERSIONS_MAX = 5_000
+"""Of more replicas the code versions are not told: beside their tags they could exceed one value of the bucket. Routers
+then take any replica, as they do where one version runs."""
 TOMBSTONES_MAX = 1000
 """Snapshots that say "gone" are kept for that many names, so that a late value cannot revive one."""
+
+
+# What equals the default is told by the object that is the default, so that it takes no bytes.
+_OPTIONS: Final = EndpointSnapshot(endpoint_tag=EndpointTag(""), route=None, methods=[], traffic={}).options
+_PROTECTION: Final = BackendSnapshot(
+    backend_tag=BackendTag(""), replicas=[], draining=[], max_concurrent_queries=0, max_queued_requests=0
+).protection
 
 
 def derive_endpoint(endpoint: Endpoint) -> EndpointSnapshot:
@@ -34,6 +47,7 @@ def derive_endpoint(endpoint: Endpoint) -> EndpointSnapshot:
         methods=endpoint.target.methods,
         traffic=endpoint.target.traffic,
         shadows=endpoint.target.shadows,
+        options=_OPTIONS if endpoint.target.options == _OPTIONS else endpoint.target.options,
     )
 
 
@@ -50,7 +64,24 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         draining=tags(DRAINING),
         max_concurrent_queries=config.max_concurrent_queries,
         max_queued_requests=config.max_queued_requests,
+        protection=_protection_of(config),
+        code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
+
+
+def _protection_of(config: BackendConfig) -> BackendProtection:
+    changed = {
+        name: value
+        for name in BackendProtection.__struct_fields__
+        if (value := getattr(config, name)) != getattr(_PROTECTION, name)
+    }
+    return BackendProtection(**changed) if changed else _PROTECTION
+
+
+def _code_versions(routed: list[Replica]) -> dict[ReplicaTag, int]:
+    if len(routed) > CODE_VERSIONS_MAX or len({r.code_version for r in routed}) < 2:
+        return {}
+    return {r.replica_tag: r.code_version for r in sorted(routed, key=lambda r: r.replica_tag)}
 
 
 def renew_snapshots(
@@ -77,8 +108,9 @@ def renew_snapshots(
         )
     contents[HTTP_KEY] = None if draft.http is None else HttpSnapshot(options=draft.http.target)
     # Backends before endpoints: a router that hears of an endpoint already knows where its traffic goes. And the
-    # other way round when things go away.
-    for key in sorted(key for key, content in contents.items() if content is not None):
+    # other way round when things go away. Who gives up a route comes after who takes it over: somebody always has it.
+    there = [key for key, content in contents.items() if content is not None]
+    for key in sorted(there, key=lambda key: (_gives_up_route(draft, key, contents[key]), key)):
         _renew(draft, key, contents[key], epoch)
     for key in sorted((key for key, content in contents.items() if content is None), reverse=True):
         if key in draft.snapshots:
@@ -93,6 +125,14 @@ def forget_tombstones(draft: Draft) -> None:
     )
     for record in tombstones[:-TOMBSTONES_MAX]:
         draft.delete((Kind.SNAPSHOT, record.key))
+
+
+def _gives_up_route(draft: Draft, key: str, content: SnapshotContent | None) -> bool:
+    known = draft.snapshots.get(key)
+    before = None if known is None else known.snapshot.content
+    if not isinstance(before, EndpointSnapshot) or not isinstance(content, EndpointSnapshot):
+        return False
+    return before.route is not None and before.route != content.route
 
 
 def _renew(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) -> None:

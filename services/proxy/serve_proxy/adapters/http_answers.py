@@ -6,17 +6,20 @@ else can tell a client in the middle of a body.
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Final, NoReturn
 
 import structlog
 from aiohttp import web
+from aiohttp.hdrs import CONTENT_TYPE
 from multidict import CIMultiDict
 
 from serve_common.dispatch.calls import Answer, AnswerBody, Call
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.errors import ServeError
+from serve_proxy.adapters.slow_clients import Pace
 from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
+from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
 from serve_proxy.shell.ingress import Ingress
 
@@ -25,10 +28,44 @@ _log = structlog.get_logger(__name__)
 SERVER_NAME: Final = "muster"
 
 
+WATCHED_BYTES_MIN: Final = 64 * 1024
+"""A whole answer up to this size is left to the system; a larger one must be taken at a pace."""
+
+
+class _Stream(web.StreamResponse):
+    """An answer as the replica gave it: the library adds no type of its own to one that has none."""
+
+    async def _prepare_headers(self) -> None:
+        is_typed = CONTENT_TYPE in self.headers
+        await super()._prepare_headers()
+        if not is_typed:
+            self.headers.popall(CONTENT_TYPE, None)
+
+
+class _Whole(web.Response):
+    """As `_Stream`, for an answer that is all here."""
+
+    async def _prepare_headers(self) -> None:
+        is_typed = CONTENT_TYPE in self.headers
+        await super()._prepare_headers()
+        if not is_typed:
+            self.headers.popall(CONTENT_TYPE, None)
+
+
 async def respond(
-    ingress: Ingress, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
+    ingress: Ingress,
+    request: web.BaseRequest,
+    call: Call,
+    answer: Answer,
+    request_id: str,
+    *,
+    rate_min: int = 0,
 ) -> web.StreamResponse:
-    """The HTTP answer; one that comes in pieces is written to its end. Raises `AnswerUnusable` before it has begun."""
+    """The HTTP answer; one that comes in pieces, or is large, is written to its end.
+
+    A client that takes less than ``rate_min`` bytes a second of it is cut off. Raises `AnswerUnusable` before anything
+    is written.
+    """
     try:
         forwarded, content_length = read_response_head(answer.status, answer.headers)
     except ValueError as error:
@@ -36,29 +73,54 @@ async def respond(
         raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
     headers = CIMultiDict(as_text(forwarded))
     headers[REQUEST_ID] = request_id
-    if answer.stream is None:
-        if request.method == "HEAD" and content_length is not None and not answer.body:
-            headers["Content-Length"] = str(content_length)
-        return web.Response(status=answer.status, headers=headers, body=bytes(answer.body))
     if request.method == "HEAD" or answer.status in (204, 304):
         ingress.abandon(call)
-        if content_length is not None:
+        if request.method == "HEAD" and content_length is None and answer.stream is None and answer.body:
+            content_length = len(answer.body)
+        if content_length is not None and answer.status != 204:
             headers["Content-Length"] = str(content_length)
-        return web.Response(status=answer.status, headers=headers)
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    response.content_length = content_length
+        return _Whole(status=answer.status, headers=headers)
+    if answer.stream is None and len(answer.body) <= WATCHED_BYTES_MIN:
+        return _Whole(status=answer.status, headers=headers, body=bytes(answer.body))
+    response = _Stream(status=answer.status, headers=headers)
+    response.content_length = content_length if answer.stream is not None else len(answer.body)
     response.headers["Server"] = SERVER_NAME
     if ingress.is_draining:
         response.force_close()
     try:
-        async with asyncio.timeout_at(call.ask.deadline):
-            await _stream(request, response, answer.stream, content_length)
-    except TimeoutError as error:
-        _log.warning("client_reads_too_slowly", request_id=request_id)
-        _break_off(request, error)
+        await response.prepare(request)
+        progress = _Progress(request)
+        with Pace(rate_min, progress.taken_bytes, partial(_cut_off, request, request_id)):
+            if answer.stream is None:
+                progress.written_bytes = len(answer.body)
+                await response.write(answer.body)
+            else:
+                await _stream(request, response, answer.stream, response.content_length, progress)
+            await response.write_eof()
     finally:
         ingress.abandon(call)
     return response
+
+
+class _Progress:
+    """How far a client is in taking an answer."""
+
+    __slots__ = ("_transport", "written_bytes")
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self.written_bytes = 0
+        self._transport = request.transport
+
+    def taken_bytes(self) -> int | None:
+        """None while it has taken all that there was."""
+        unsent_bytes = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self.written_bytes - unsent_bytes if unsent_bytes else None
+
+
+def _cut_off(request: web.BaseRequest, request_id: str) -> None:
+    _log.warning("client_reads_too_slowly", request_id=request_id)
+    if request.transport is not None:
+        request.transport.abort()
 
 
 async def _stream(
@@ -66,21 +128,21 @@ async def _stream(
     response: web.StreamResponse,
     body: AnswerBody,
     content_length: int | None,
+    progress: _Progress,
 ) -> None:
     """Write pieces as they come. An answer that breaks off closes the connection: nothing else can tell."""
-    await response.prepare(request)
-    written_bytes = 0
     try:
         while (piece := await body.read()) is not None:
             if piece:
+                progress.written_bytes += len(piece)
                 await response.write(piece)
-                written_bytes += len(piece)
-        if content_length is not None and written_bytes != content_length:
-            raise AnswerUnusable(f"the replica promised {content_length} bytes and sent {written_bytes}")
+        if content_length is not None and progress.written_bytes != content_length:
+            raise AnswerUnusable(
+                f"the replica promised {content_length} bytes and sent {progress.written_bytes}"
+            )
     except ServeError as error:
-        _log.warning("answer_broke_off", reason=str(error), written_bytes=written_bytes)
+        _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
         _break_off(request, error)
-    await response.write_eof()
 
 
 def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
@@ -93,9 +155,15 @@ def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
 def problem_response(problem: Problem, request_id: str) -> web.Response:
     """An error as HTTP."""
     headers = CIMultiDict(problem.headers)
-    headers["Content-Type"] = "application/json"
+    headers[CONTENT_TYPE] = PROBLEM_TYPE
     headers[REQUEST_ID] = request_id
     return web.Response(status=problem.status, headers=headers, body=encode_problem(problem, request_id))
+
+
+def problem_lines(problem: Problem, request_id: str) -> tuple[bytes, bytes]:
+    """An error as the lines of its headers, each with its end, and its body."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in problem.headers)
+    return f"{lines}content-type: {PROBLEM_TYPE}\r\n".encode(), encode_problem(problem, request_id)
 
 
 def as_response(answer: web.HTTPException) -> web.Response:

@@ -10,28 +10,39 @@ import asyncio
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
-from urllib.parse import quote
 
 import structlog
 from aiohttp import web
 
+from serve_common.adapters.system_clock import SystemClock
+from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.incoming import ACCEPTED as SWITCHED
+from serve_common.dispatch.request_body import RequestBody, UploadRoom
 from serve_common.dispatch.retry import can_repeat
 from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import ServeError
-from serve_common.values import HttpOptions
-from serve_proxy.adapters.http_answers import SERVER_NAME, as_response, problem_response, respond
-from serve_proxy.adapters.http_body import check_announced, let_continue, read_body, read_body_once
+from serve_common.names import BackendTag
+from serve_common.tasks import TaskOwner
+from serve_common.values import EndpointOptions, HttpOptions
+from serve_common.wires.frames import CallHead, Kind
+from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, respond
+from serve_proxy.adapters.http_body import feed_body, is_mostly_unread, receive_body
+from serve_proxy.adapters.http_chain import EXCHANGE, Exchange
+from serve_proxy.adapters.http_sockets import HttpSockets
+from serve_proxy.adapters.http_targets import is_socket_wanted, peer_of, target_of
 from serve_proxy.adapters.middlewares import Handler, Middleware, compose
 from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
-from serve_proxy.core.headers import REQUEST_ID, read_request_headers
+from serve_proxy.core.callers import forward
+from serve_proxy.core.deadlines import earliest_deadline
+from serve_proxy.core.headers import REQUEST_ID, RequestHeaders, read_request_headers, value_of
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
 
-_MIDDLEWARE_GRACE_S: Final = 0.5
-"""What middlewares get beyond the deadline, so that a late answer is told by what waited for it."""
+_WEBSOCKET: Final = Kind.WEBSOCKET
+_DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
 
 
 class _InForce(NamedTuple):
@@ -43,19 +54,34 @@ class _InForce(NamedTuple):
 
 
 @final
-class _Exchange:
-    """What a request with middlewares carries through them."""
+class _Visit:
+    """One request on its way to the endpoint and back, and what is to be counted of it."""
 
-    __slots__ = ("deadline", "request_id", "tally")
+    __slots__ = (
+        "deadline",
+        "ended",
+        "exchange",
+        "options",
+        "path",
+        "query",
+        "request_id",
+        "status",
+        "tally",
+    )
 
-    def __init__(self, request_id: str, deadline: float, tally: EndpointTally) -> None:
-        self.request_id = request_id
-        self.deadline = deadline
+    def __init__(
+        self, path: str, query: str, options: HttpOptions, exchange: Exchange | None, tally: EndpointTally
+    ) -> None:
+        self.path = path
+        self.query = query
+        self.options = options
+        self.exchange = exchange
+        self.request_id = ""
+        self.deadline = 0.0
         self.tally = tally
-        """Where it counts; its endpoint's once that is known."""
-
-
-_EXCHANGE: Final = web.RequestKey("muster.exchange", _Exchange)
+        self.status = CLIENT_GONE
+        self.ended = 0.0
+        """When it counts as ended, if that is before its end; by time.perf_counter."""
 
 
 @final
@@ -64,27 +90,107 @@ class HttpRequests:
 
     def __init__(self, ingress: Ingress, options: HttpOptions, *, new_request_id: Callable[[], str]) -> None:
         self._ingress = ingress
-        self._new_request_id = new_request_id
+        self.new_request_id: Final = new_request_id
         self._loop = asyncio.get_running_loop()
         self._in_force = _InForce(options, None)
+        self._clock = SystemClock()
+        self._room = UploadRoom()
+        self._tasks = TaskOwner("uploads")
+        self.sockets: Final = HttpSockets(ingress)
+
+    async def close(self, timeout_s: float) -> None:
+        """End what is left of uploads and sockets."""
+        await self.sockets.close(timeout_s)
+        await self._tasks.close(timeout_s)
+
+    @property
+    def options(self) -> HttpOptions:
+        """In force for requests that arrive now."""
+        return self._in_force.options
+
+    @property
+    def has_middlewares(self) -> bool:
+        """True when requests that arrive now meet any."""
+        return self._in_force.chain is not None
+
+    def ask_of(
+        self,
+        endpoint: Endpoint,
+        headers: RequestHeaders,
+        *,
+        method: str,
+        path: str,
+        query: str,
+        body: bytes | RequestBody,
+        request_id: str,
+        deadline: float | None,
+        peer: str,
+        scheme: str = "http",
+        kind: Kind = Kind.HTTP,
+    ) -> Ask:
+        """What a request asks of ``endpoint``; without a ``deadline`` it is what the options in force allow.
+
+        ``headers`` are used up: call it once. ``scheme`` is http or https. Raises `BadRequest` naming a header that
+        cannot be understood, `DeadlineExceeded` when the client's own deadline has passed.
+        """
+        options = endpoint.options
+        now = self._loop.time()
+        if deadline is None:
+            deadline = now + self._in_force.options.request_timeout_s
+        if headers.has_slo or options.relative_slo_ms is not None:
+            deadline = earliest_deadline(
+                headers, deadline, options.relative_slo_ms, now=now, wall_now=self._clock.now()
+            )
+        if options.shard_key_header == _DEFAULT_SHARD_KEY:
+            shard_key = headers.shard_key
+        else:
+            shard_key = value_of(headers, options.shard_key_header)
+        backend = value_of(headers, options.backend_header) if options.backend_header else b""
+        client, scheme = forward(headers, peer, scheme)
+        if kind is _WEBSOCKET:
+            scheme = "wss" if scheme == "https" else "ws"
+        model_id = headers.model_id
+        upload = None
+        if isinstance(body, RequestBody):
+            upload, body = body, b""
+        return Ask(
+            endpoint=endpoint,
+            kind=kind,
+            method=method,
+            path=path,
+            route=endpoint.route,
+            query=query,
+            headers=headers.forwarded,
+            body=body,
+            upload=upload,
+            request_id=request_id,
+            traceparent=headers.traceparent,
+            client=client,
+            scheme=scheme,
+            call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
+            shard_key=shard_key.decode("latin-1") if shard_key else "",
+            backend_tag=_backend_of(endpoint, backend) if backend else None,
+            is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
+            deadline=deadline,
+        )
 
     def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
         """Treat requests that arrive from now on so; the first middleware is the outermost."""
 
         async def innermost(request: web.BaseRequest) -> web.StreamResponse:
             # A middleware may hand on another request than it was given.
-            path, _, query = _target(request).partition("?")
-            return await self._answer(request, path, query, options, request.get(_EXCHANGE))
+            path, _, query = target_of(request).partition("?")
+            return await self._answer(request, path, query, options, request.get(EXCHANGE))
 
         self._in_force = _InForce(options, compose(middlewares, innermost) if middlewares else None)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        path, _, query = _target(request).partition("?")
+        path, _, query = target_of(request).partition("?")
         if path.startswith(OWN_PREFIX):
-            response: web.StreamResponse = answer_own_path(self._ingress, request.method, path)
-            read = read_request_headers(request.raw_headers)
-            response.headers[REQUEST_ID] = read.request_id or self._new_request_id()
+            request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
+            response: web.StreamResponse = answer_own_path(self._ingress, request.method, path, request_id)
+            response.headers[REQUEST_ID] = request_id
         else:
             if not self._ingress.is_open:
                 await self._ingress.wait_open()
@@ -93,9 +199,10 @@ class HttpRequests:
                 response = await self._answer(request, path, query, options, None)
             else:
                 response = await self._answer_through(chain, request, options)
-        response.headers["Server"] = SERVER_NAME
-        if self._ingress.is_draining:
-            response.force_close()
+        if not response.prepared:
+            response.headers["Server"] = SERVER_NAME
+            if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
+                response.force_close()
         return response
 
     # -- with middlewares --
@@ -104,65 +211,18 @@ class HttpRequests:
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions
     ) -> web.StreamResponse:
         began = time.perf_counter()
-        request_id = read_request_headers(request.raw_headers).request_id or self._new_request_id()
+        request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
         deadline = self._loop.time() + options.request_timeout_s
-        exchange = _Exchange(request_id, deadline, self._ingress.routes.unmatched)
+        exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched)
         status = CLIENT_GONE
         try:
-            response = await self._call_chain(chain, request, options, exchange)
+            response = await exchange.run(chain, request, options)
             if not response.prepared:
                 response.headers[REQUEST_ID] = request_id
             status = response.status
             return response
         finally:
             exchange.tally.add(request.method, status, time.perf_counter() - began)
-
-    async def _call_chain(
-        self, chain: Handler, request: web.BaseRequest, options: HttpOptions, exchange: _Exchange
-    ) -> web.StreamResponse:
-        given = request.clone(client_max_size=options.body_bytes_max)
-        given[_EXCHANGE] = exchange
-        try:
-            check_announced(request, options.body_bytes_max)
-        except ServeError as error:
-            return problem_response(problem_of(error), exchange.request_id)
-        await let_continue(request)  # a middleware may want the body
-        scope = asyncio.timeout_at(exchange.deadline + _MIDDLEWARE_GRACE_S)
-        try:
-            async with scope:
-                response = await chain(given)
-            if not isinstance(response, web.StreamResponse):
-                raise TypeError(f"a middleware returned {type(response).__name__}, no response")  # noqa: TRY301 - a failure like what it raises
-            if request.writer.output_size > 0 and not response.prepared:
-                raise RuntimeError("a middleware returned a response after another one had begun")  # noqa: TRY301 - as above
-        except web.HTTPException as answer:
-            if request.writer.output_size == 0:
-                return as_response(answer)
-            return self._fail(request, exchange, answer, is_late=False)
-        except Exception as error:
-            transport = request.transport
-            if isinstance(error, ConnectionError) and (transport is None or transport.is_closing()):
-                raise  # the client's own connection, not one that a middleware made
-            return self._fail(request, exchange, error, is_late=scope.expired())
-        return response
-
-    def _fail(
-        self, request: web.BaseRequest, exchange: _Exchange, error: Exception, *, is_late: bool
-    ) -> web.Response:
-        _log.error(
-            "middleware_failed", request_id=exchange.request_id, path=request.raw_path[:200], exc_info=error
-        )
-        if request.writer.output_size > 0:
-            # What was written still goes out, and then the connection is closed.
-            raise ConnectionResetError("a middleware failed after the answer had begun") from error
-        if is_late:
-            problem = Problem(
-                status=504, code="deadline_exceeded", message="the middlewares did not answer in time"
-            )
-        else:
-            message = f"a middleware failed: {type(error).__name__}"
-            problem = Problem(status=500, code="middleware_failed", message=message)
-        return problem_response(problem, exchange.request_id)
 
     # -- the endpoint's answer --
 
@@ -172,71 +232,98 @@ class HttpRequests:
         path: str,
         query: str,
         options: HttpOptions,
-        exchange: _Exchange | None,
+        exchange: Exchange | None,
     ) -> web.StreamResponse:
         """The answer of the endpoint for ``path``; with an ``exchange``, whoever made that counts the request."""
         began = time.perf_counter()  # the loop's own time stands still within an iteration
-        method = request.method
         headers = read_request_headers(request.raw_headers)
+        visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
         if exchange is None:
-            request_id = headers.request_id or self._new_request_id()
-            deadline = self._loop.time() + options.request_timeout_s
+            visit.request_id = headers.request_id or self.new_request_id()
+            visit.deadline = self._loop.time() + options.request_timeout_s
         else:
-            request_id, deadline = exchange.request_id, exchange.deadline
-        tally = self._ingress.routes.unmatched
-        status = CLIENT_GONE
+            visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
         try:
-            endpoint = self._ingress.admit(method, path)
-            tally = endpoint.tally
-            if not request.body_exists:
-                body = b""
-            elif exchange is None:
-                body = await read_body(request, options.body_bytes_max, deadline)
-            else:
-                body = await read_body_once(request, options.body_bytes_max, deadline)
-            call, answer = await self._ingress.ask(
-                Ask(
-                    endpoint=endpoint,
-                    method=method,
-                    path=path,
-                    route=endpoint.route,
-                    query=query,
-                    headers=headers.forwarded,
-                    body=body,
-                    request_id=request_id,
-                    traceparent=headers.traceparent,
-                    is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
-                    deadline=deadline,
-                )
-            )
-            status = answer.status
-            return await respond(self._ingress, request, call, answer, request_id)
+            return await self._answer_endpoint(request, headers, visit)
         except ServeError as error:
             problem = problem_of(error)
-            status = problem.status
-            return problem_response(problem, request_id)
+            visit.status = problem.status
+            return problem_response(problem, visit.request_id)
         except (asyncio.CancelledError, ConnectionError):
-            status = CLIENT_GONE
+            if visit.status != SWITCHED:
+                visit.status = CLIENT_GONE
             raise
         except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
-            _log.exception("request_failed", request_id=request_id, path=path[:200])
-            status = 500
+            _log.exception("request_failed", request_id=visit.request_id, path=path[:200])
+            visit.status = 500
             problem = Problem(
                 status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
             )
-            return problem_response(problem, request_id)
+            return problem_response(problem, visit.request_id)
         finally:
             if exchange is None:
-                tally.add(method, status, time.perf_counter() - began)
+                ended = visit.ended or time.perf_counter()
+                visit.tally.add(request.method, visit.status, ended - began)
             else:
-                exchange.tally = tally
+                exchange.tally = visit.tally
+
+    async def _answer_endpoint(
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit
+    ) -> web.StreamResponse:
+        method, options = request.method, visit.options
+        endpoint = self._ingress.admit(method, visit.path)
+        visit.tally = endpoint.tally
+        is_socket = is_socket_wanted(request, headers.upgrade)
+        body: bytes | RequestBody = b""
+        if is_socket:
+            self.sockets.check(request)
+        elif request.body_exists:
+            body = await receive_body(
+                request,
+                options,
+                visit.deadline,
+                self._room,
+                is_welcomed=visit.exchange is not None,
+                is_copied=bool(endpoint.shadows),
+            )
+        ask = self.ask_of(
+            endpoint,
+            headers,
+            method=method,
+            path=visit.path,
+            query=visit.query,
+            body=body,
+            request_id=visit.request_id,
+            deadline=visit.deadline,
+            peer=peer_of(request),
+            scheme="https" if request.secure else "http",
+            kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
+        )
+        if ask.upload is None:
+            return await self._pass_on(request, ask, visit)
+        feeding = self._tasks.start(feed_body(request, ask.upload, options), name="upload")
+        try:
+            return await self._pass_on(request, ask, visit)
+        finally:
+            feeding.cancel()
+
+    async def _pass_on(self, request: web.BaseRequest, ask: Ask, visit: _Visit) -> web.StreamResponse:
+        """Ask, and write the answer."""
+        call, answer = await self._ingress.ask(ask)
+        visit.status = answer.status
+        if visit.exchange is not None:
+            visit.exchange.begun()
+        rate_min = visit.options.body_rate_min
+        if answer.socket is None:
+            return await respond(self._ingress, request, call, answer, ask.request_id, rate_min=rate_min)
+        visit.ended = time.perf_counter()  # how long a socket lasts is no request's duration
+        try:
+            return await self.sockets.serve(request, answer, answer.socket, ask.request_id, rate_min)
+        finally:
+            self._ingress.abandon(call)
 
 
-def _target(request: web.BaseRequest) -> str:
-    """Path and query as the client sent them, in ASCII."""
-    target = request.raw_path
-    if not target.startswith("/"):
-        target = request.rel_url.raw_path_qs  # the absolute form, which clients send to proxies
-    if not target.isascii():
-        target = quote(target.encode("utf-8", "surrogateescape"), safe="/?#[]@!$&'()*+,;=:%~")
-    return target
+def _backend_of(endpoint: Endpoint, value: bytes) -> BackendTag | None:
+    """The endpoint's backend of that name; None when it has none."""
+    tag = BackendTag(value.decode("latin-1"))
+    return tag if tag in endpoint.split.backend_tags else None

@@ -10,22 +10,28 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import socket
-import uuid
 from typing import Any, Final, final
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.streams import StreamReader
 
-from serve_proxy.adapters.http_answers import problem_response
+from serve_common.dispatch.calls import Answer, Call
+from serve_common.tasks import TaskOwner
+from serve_proxy.adapters.http_answers import respond
+from serve_proxy.adapters.http_connection import HttpConnection
+from serve_proxy.adapters.http_fast import FastExchange, take_simple
 from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.core.problems import BadRequest, Problem, problem_of
+from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
 
-KEEPALIVE_TIMEOUT_S: Final = 75.0
+_LINGERING_S: Final = 2.0
+"""How long the rest of a body is read that nobody wants, so that its client reads the answer."""
+_READ_BYTES_MAX: Final = 64 * 1024
+"""Of a body that its reader has not taken yet, in the library's buffer."""
 BACKLOG: Final = 1024
 _QUIET: Final = logging.getLogger("serve_proxy.http")
 _QUIET.disabled = True
@@ -36,17 +42,21 @@ _QUIET.disabled = True
 class HttpServer:
     """Listens, and hands each HTTP request on."""
 
-    def __init__(self, requests: HttpRequests) -> None:
+    def __init__(self, requests: HttpRequests, ingress: Ingress) -> None:
         self.in_flight = 0
         """Requests that have not been answered."""
-        self._requests = requests
+        self.tasks: Final = TaskOwner("http")
+        self.requests: Final = requests
+        self._ingress = ingress
         self._loop = asyncio.get_running_loop()
         self._http = _Connections(
             self._handle,
+            self,
             handler_cancellation=True,
             access_log=None,
             auto_decompress=False,
-            keepalive_timeout=KEEPALIVE_TIMEOUT_S,
+            lingering_time=_LINGERING_S,
+            read_bufsize=_READ_BYTES_MAX,
             logger=_QUIET,
         )
         self._listener: asyncio.Server | None = None
@@ -56,9 +66,14 @@ class HttpServer:
         """Open connections of clients."""
         return len(self._http.connections)
 
-    async def start(self, host: str, port: int) -> str:
-        """Listen; returns the address as host:port. Raises OSError when the port is taken."""
-        self._listener = await self._loop.create_server(self._http, host, port, backlog=BACKLOG)
+    async def start(self, host: str, port: int, reuse_port: bool = False) -> str:  # noqa: FBT001, FBT002 - as asyncio
+        """Listen; returns the address as host:port. Raises OSError when the port is taken.
+
+        With ``reuse_port`` other processes may listen there too, and the system spreads connections over them.
+        """
+        self._listener = await self._loop.create_server(
+            self._http, host, port, backlog=BACKLOG, reuse_port=reuse_port
+        )
         bound = self._listener.sockets[0].getsockname()
         return f"{bound[0]}:{bound[1]}"
 
@@ -94,63 +109,57 @@ class HttpServer:
     def close_idle(self) -> None:
         """Close the connections on which nothing was asked and nothing has come."""
         for connection in self._http.connections:
-            if isinstance(connection, _Connection):
+            if isinstance(connection, HttpConnection):
                 connection.close_if_idle()
 
     async def close(self, timeout_s: float) -> None:
         """Close all connections, giving requests in flight up to ``timeout_s``."""
         await self.stop_listening()
         await self._http.shutdown(timeout_s)
+        await self.tasks.close(timeout_s)
+
+    # -- for connections (see `ConnectionOwner`) --
+
+    @property
+    def header_timeout_s(self) -> float:
+        """See `HttpOptions`."""
+        return self.requests.options.header_timeout_s
+
+    def take_simple(
+        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
+    ) -> FastExchange | None:
+        """See `http_fast.take_simple`."""
+        return take_simple(connection, self.requests, self._ingress, message, payload)
+
+    async def respond(
+        self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
+    ) -> web.StreamResponse:
+        """See `http_answers.respond`."""
+        rate_min = self.requests.options.body_rate_min
+        return await respond(self._ingress, request, call, answer, request_id, rate_min=rate_min)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.in_flight += 1
         try:
-            return await self._requests.handle(request)
+            return await self.requests.handle(request)
         finally:
             self.in_flight -= 1
 
 
-class _Connection(web.RequestHandler):
-    """One client's connection; what is not HTTP gets the same form of error as everything else."""
-
-    __slots__ = ()
-
-    def close_if_idle(self) -> None:
-        """Close it when no request is under way and none waits to be read: closing would reset that one."""
-        transport, waiter = self.transport, self._waiter
-        if transport is None or waiter is None or waiter.done() or self._messages:
-            return
-        poll = select.poll()
-        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        if not poll.poll(0):
-            self.force_close()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer a request that could not be parsed, or whose handler failed."""
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun, so no error can be sent")
-        if isinstance(exc, HttpProcessingError):
-            problem = problem_of(BadRequest("request", (message or str(exc)).partition("\n")[0][:200]))
-        else:
-            _log.error("connection_failed", exc_info=exc)
-            problem = Problem(status=status, code="internal", message="the proxy failed")
-        response = problem_response(problem, uuid.uuid4().hex)
-        response.force_close()
-        return response
-
-
 class _Connections(web.Server):
-    """Makes a `_Connection` for each client."""
+    """Makes an `HttpConnection` for each client."""
 
-    def __init__(self, handler: Any, **kwargs: Any) -> None:
+    def __init__(self, handler: Any, owner: HttpServer, **kwargs: Any) -> None:
         super().__init__(handler, **kwargs)
+        self._owner = owner
         self._connection_kwargs = {k: v for k, v in kwargs.items() if k != "handler_cancellation"}
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._connection_kwargs)
+        keepalive_timeout_s = self._owner.requests.options.keep_alive_timeout_s
+        return HttpConnection(
+            self,
+            self._owner,
+            loop=self._loop,
+            keepalive_timeout=keepalive_timeout_s,
+            **self._connection_kwargs,
+        )

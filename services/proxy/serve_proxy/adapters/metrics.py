@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.tallies import BUCKETS_S, EndpointTally
+from serve_common.names import BackendTag
+from serve_common.routing.router import Router
 
 
 def register_metrics(registry: CollectorRegistry, routes: Routes, reconnects: Callable[[], int]) -> None:
@@ -50,6 +52,7 @@ class _RoutesCollector(Collector):
             in_flight.add_metric([backend_tag], router.in_flight)
         yield depth
         yield in_flight
+        yield from _protection_families(list(self._routes.routers.items()))
         yield CounterMetricFamily(
             "serve_proxy_nats_reconnects", "Reconnects to NATS", value=self._reconnects()
         )
@@ -78,6 +81,38 @@ def _request_families(tallies: Iterable[tuple[str, EndpointTally]]) -> Iterable[
         seconds.add_metric([tag], list(zip(bounds, cumulated, strict=True)), seconds_sum)
     yield requests
     yield seconds
+
+
+def _protection_families(routers: Iterable[tuple[BackendTag, Router]]) -> Iterable[Metric]:
+    ejections = CounterMetricFamily(
+        "serve_proxy_replica_ejections",
+        "Times that a replica was left out because it failed again and again",
+        labels=["backend_tag"],
+    )
+    retries = CounterMetricFamily(
+        "serve_proxy_retries", "Second sendings of requests whose replica died", labels=["backend_tag"]
+    )
+    is_open = GaugeMetricFamily(
+        "serve_proxy_circuit_open",
+        "1 while nothing is sent to the backend because its replicas fail",
+        labels=["backend_tag"],
+    )
+    refusals = CounterMetricFamily(
+        "serve_proxy_refused_requests",
+        "Requests that were not sent, by what kept them: queue, circuit or retry_budget",
+        labels=["backend_tag", "reason"],
+    )
+    for tag, router in routers:
+        ejections.add_metric([tag], router.ejections)
+        retries.add_metric([tag], router.retries.spent)
+        is_open.add_metric([tag], router.circuit.is_open)
+        refusals.add_metric([tag, "queue"], router.queue_refusals)
+        refusals.add_metric([tag, "circuit"], router.circuit.refused)
+        refusals.add_metric([tag, "retry_budget"], router.retries.refused)
+    yield ejections
+    yield retries
+    yield is_open
+    yield refusals
 
 
 def _shadow_family(tallies: Iterable[tuple[str, EndpointTally]]) -> Metric:

@@ -7,28 +7,26 @@ from typing import Final
 import msgspec
 from aiohttp import web
 
+from serve_common.dispatch.errors import MethodNotAllowed
+from serve_common.errors import NotFound
+from serve_proxy.adapters.http_answers import problem_response
+from serve_proxy.core.problems import problem_of
 from serve_proxy.shell.ingress import Ingress
 
 OWN_PREFIX: Final = "/-/"
 
 
-def answer_own_path(ingress: Ingress, method: str, path: str) -> web.Response:
+def answer_own_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
     """``/-/healthz`` and ``/-/routes``; everything else below the prefix is 404."""
     if path not in ("/-/healthz", "/-/routes"):
-        return _json(
-            404, {"error": {"code": "not_found", "message": f"{path[:200]} is none of the proxy's paths"}}
-        )
+        problem = problem_of(NotFound(f"{path[:200]} is none of the proxy's paths"))
+        return problem_response(problem, request_id)
     if method not in ("GET", "HEAD"):
-        response = _json(405, {"error": {"code": "method_not_allowed", "message": "allowed: GET, HEAD"}})
-        response.headers["Allow"] = "GET, HEAD"
-        return response
+        return problem_response(problem_of(MethodNotAllowed(method, "GET, HEAD")), request_id)
     if path == "/-/routes":
-        return _json(200, ingress.routes.table.routes())
+        body = msgspec.json.encode(ingress.routes.table.routes())
+        return web.Response(body=body, content_type="application/json")
     reason = ingress.why_not_routing()
     if reason is None:
         return web.Response(text="ok\n")
     return web.Response(status=503, text=f"{reason}\n", headers={"Retry-After": "1"})
-
-
-def _json(status: int, value: object) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")

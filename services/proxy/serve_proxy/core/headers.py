@@ -6,8 +6,11 @@ Why bytes: HTTP header fields are bytes, and whatever text they mean is the appl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from functools import lru_cache
 from typing import Final, NamedTuple
+
+import msgspec
 
 from serve_common.wires.frames import Headers
 
@@ -30,53 +33,163 @@ _ENDS_HERE: Final = frozenset(
     )
 )
 """About one connection only (RFC 9110, 7.6.1), and `Expect`, which the proxy answers itself."""
+_NOT_TO_BE_NAMED: Final = frozenset(
+    {b"host", b"content-length", b"authorization", b"cookie", b"x-forwarded-host"}
+)
+"""What is about the whole way however a client's `Connection` names it: leaving it out would change the request."""
 _OURS: Final = _ENDS_HERE | {b"content-length", b"x-request-id", b"date", b"server"}
 
-_PASSED: Final = frozenset({b"traceparent", b"idempotency-key"})
-_SPECIAL: Final = _ENDS_HERE | _PASSED | {b"x-request-id"}
+
+class _Sign(IntEnum):
+    """What a header means to the proxy."""
+
+    NOTHING = 0
+    ENDS_HERE = 1
+    CONNECTION = 2
+    REQUEST_ID = 3
+    UPGRADE = 4
+    TRACEPARENT = 5
+    IDEMPOTENCY_KEY = 6
+    HOST = 7
+    FORWARDED_FOR = 8
+    FORWARDED_PROTO = 9
+    FORWARDED_HOST = 10
+    MODEL_ID = 11
+    SHARD_KEY = 12
+    RELATIVE_SLO = 13
+    ABSOLUTE_SLO = 14
+    TIMEOUT = 15
+
+
+RELATIVE_SLO: Final = "X-Serve-Relative-SLO-MS"
+ABSOLUTE_SLO: Final = "X-Serve-Absolute-SLO-MS"
+TIMEOUT: Final = "x-request-timeout-seconds"
+"""As Ray Serve has it."""
+MODEL_ID: Final = "serve_multiplexed_model_id"
+"""As Ray Serve has it."""
+SHARD_KEY: Final = "x-serve-shard-key"
+"""The name that endpoints look for unless they are told another."""
+
+_SIGNS: Final = dict.fromkeys(_ENDS_HERE, _Sign.ENDS_HERE) | {
+    b"connection": _Sign.CONNECTION,
+    b"x-request-id": _Sign.REQUEST_ID,
+    b"upgrade": _Sign.UPGRADE,
+    b"traceparent": _Sign.TRACEPARENT,
+    b"idempotency-key": _Sign.IDEMPOTENCY_KEY,
+    b"host": _Sign.HOST,
+    b"x-forwarded-for": _Sign.FORWARDED_FOR,
+    b"x-forwarded-proto": _Sign.FORWARDED_PROTO,
+    b"x-forwarded-host": _Sign.FORWARDED_HOST,
+    MODEL_ID.encode(): _Sign.MODEL_ID,
+    SHARD_KEY.encode(): _Sign.SHARD_KEY,
+    RELATIVE_SLO.lower().encode(): _Sign.RELATIVE_SLO,
+    ABSOLUTE_SLO.lower().encode(): _Sign.ABSOLUTE_SLO,
+    TIMEOUT.encode(): _Sign.TIMEOUT,
+}
+_HOST: Final = _Sign.HOST
+_CONNECTION: Final = _Sign.CONNECTION
+_FORWARDED_FOR: Final = _Sign.FORWARDED_FOR
+_LAST_THAT_STAYS: Final = _Sign.UPGRADE
+"""Up to here a header is not passed on as it is."""
 
 
 @lru_cache(maxsize=1024)
-def _read_name(raw_name: bytes) -> tuple[bytes, bool]:
-    """The name in lower case, and whether the proxy looks at it; the same few names come again and again."""
+def _read_name(raw_name: bytes) -> tuple[bytes, _Sign]:
+    """The name in lower case, and what it means to the proxy; the same few names come again and again."""
     name = raw_name.lower()
-    return name, name in _SPECIAL
+    return name, _SIGNS.get(name, _Sign.NOTHING)
 
 
-class RequestHeaders(NamedTuple):
-    """What a request's headers say to the proxy, and what goes on to the replica."""
+class RequestHeaders(msgspec.Struct, gc=False):
+    """What a request's headers say to the proxy, and what goes on to the replica. Values are as they were sent."""
 
     forwarded: Headers
-    request_id: str
+    request_id: str = ""
     """As the client sent it when that is usable; otherwise empty."""
-    traceparent: str
-    has_idempotency_key: bool
+    traceparent: str = ""
+    has_idempotency_key: bool = False
+    host: bytes = b""
+    forwarded_for: bytes = b""
+    """All of ``X-Forwarded-For``, joined. It is not in `forwarded`: this proxy adds to it."""
+    forwarded_proto: bytes = b""
+    has_forwarded_host: bool = False
+    model_id: bytes = b""
+    shard_key: bytes = b""
+    """Of the header that has the default name."""
+    has_slo: bool = False
+    """One of the next three is there."""
+    relative_slo_ms: bytes | None = None
+    absolute_slo_ms: bytes | None = None
+    timeout_s: bytes | None = None
+    upgrade: bytes = b""
 
 
 def read_request_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     """Sort out the headers of a request."""
     forwarded: Headers = []
-    request_id = traceparent = ""
+    read = RequestHeaders(forwarded)
     connection = b""
-    has_idempotency_key = False
     for raw_name, raw_value in raw:
-        name, is_special = _read_name(raw_name)
-        if is_special:
-            if name == b"x-request-id":
-                request_id = usable_request_id(raw_value.decode("latin-1"))
-            elif name == b"connection":
+        name, sign = _read_name(raw_name)
+        if sign:
+            if sign is _HOST:
+                read.host = raw_value
+            elif sign is _CONNECTION:
                 connection += b"," + raw_value
-            elif name == b"traceparent":
-                traceparent = raw_value.decode("latin-1")
-            elif name == b"idempotency-key":
-                has_idempotency_key = True
-            if name not in _PASSED:
+            else:
+                _note(read, sign, raw_value)
+            if sign <= _LAST_THAT_STAYS or sign is _FORWARDED_FOR:
                 continue
         forwarded.append((name, raw_value))
     if connection and connection.lower() not in (b",keep-alive", b",close"):
-        named = {token.strip().lower() for token in connection.split(b",")}
-        forwarded = [(name, value) for name, value in forwarded if name not in named]
-    return RequestHeaders(forwarded, request_id, traceparent, has_idempotency_key)
+        named = {token.strip().lower() for token in connection.split(b",")} - _NOT_TO_BE_NAMED
+        read.forwarded = [(name, value) for name, value in forwarded if name not in named]
+    return read
+
+
+_FIELDS: Final = {
+    _Sign.FORWARDED_PROTO: "forwarded_proto",
+    _Sign.MODEL_ID: "model_id",
+    _Sign.SHARD_KEY: "shard_key",
+    _Sign.RELATIVE_SLO: "relative_slo_ms",
+    _Sign.ABSOLUTE_SLO: "absolute_slo_ms",
+    _Sign.TIMEOUT: "timeout_s",
+    _Sign.UPGRADE: "upgrade",
+}
+
+
+def _note(read: RequestHeaders, sign: _Sign, value: bytes) -> None:
+    field = _FIELDS.get(sign)
+    if field is not None:
+        setattr(read, field, value)
+        if sign >= _Sign.RELATIVE_SLO:
+            read.has_slo = True
+    elif sign is _Sign.REQUEST_ID:
+        read.request_id = usable_request_id(value.decode("latin-1"))
+    elif sign is _Sign.TRACEPARENT:
+        read.traceparent = value.decode("latin-1")
+    elif sign is _Sign.IDEMPOTENCY_KEY:
+        read.has_idempotency_key = True
+    elif sign is _Sign.FORWARDED_FOR:
+        read.forwarded_for = b"%b, %b" % (read.forwarded_for, value) if read.forwarded_for else value
+    elif sign is _Sign.FORWARDED_HOST:
+        read.has_forwarded_host = True
+
+
+@lru_cache(maxsize=1024)
+def _name_of(option: str) -> bytes:
+    return option.lower().encode()
+
+
+def value_of(read: RequestHeaders, option: str) -> bytes:
+    """The first value of the header that an endpoint's option names; empty when there is none."""
+    if not option:
+        return b""
+    name = _name_of(option)
+    for held, value in read.forwarded:
+        if held == name:
+            return value
+    return b""
 
 
 def usable_request_id(value: str) -> str:
@@ -104,7 +217,7 @@ def _read_answer_name(raw_name: bytes) -> bytes:
     return raw_name.lower()
 
 
-def read_response_head(status: int, headers: Headers) -> ResponseHeaders:
+def read_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> ResponseHeaders:
     """Sort out the headers of an answer. Raises ValueError for a head that would break the answer apart."""
     if not 200 <= status <= 599:
         raise ValueError(f"{status} is no status of a final answer")

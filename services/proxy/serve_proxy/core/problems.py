@@ -1,10 +1,13 @@
 """What goes wrong with a request, as the client is told: one JSON form for every error.
 
-Why one place: a client, a dashboard and a foreign NATS caller must be able to tell the same cases apart.
+Why one place: a client, a dashboard and a foreign NATS caller must be able to tell the same cases apart. The form is
+that of RFC 9457, problem details, so that libraries which know it show the text without knowing Muster.
 """
 
 from __future__ import annotations
 
+import math
+from http import HTTPStatus
 from typing import Final
 
 import msgspec
@@ -36,11 +39,33 @@ class BodyTooSlow(DeadlineExceeded):
     status_hint = 408
 
 
+class HeadTooSlow(DeadlineExceeded):
+    """The client did not send the head of its request in time."""
+
+    error_code = "head_too_slow"
+    status_hint = 408
+
+
 class BadRequest(BadField):
     """The bytes of the request are not what HTTP allows."""
 
     error_code = "bad_request"
     status_hint = 400
+
+
+class UpgradeRefused(BadField):
+    """A handshake of a WebSocket that RFC 6455 does not allow, or of another version."""
+
+    error_code = "bad_handshake"
+    status_hint = 400
+
+    def __init__(
+        self, field: str, reason: str, *, status: int = 400, headers: tuple[tuple[str, str], ...] = ()
+    ) -> None:
+        """``headers`` tell the client what would do."""
+        super().__init__(field, reason)
+        self.status = status
+        self.headers = headers
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +84,16 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class _Body(msgspec.Struct, frozen=True):
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    request_id: str
     error: _Error
+
+
+CONTENT_TYPE: Final = "application/problem+json"
 
 
 def problem_of(error: ServeError) -> Problem:
@@ -67,13 +101,36 @@ def problem_of(error: ServeError) -> Problem:
     if isinstance(error, ReplicaError):
         return Problem(status=error.status, code=error.code, message=str(error))
     headers: tuple[tuple[str, str], ...] = ()
+    status = error.status_hint
     if isinstance(error, MethodNotAllowed):
         headers = (("Allow", error.allowed),)
     elif isinstance(error, NoReplicaAvailable | TransientError):
-        headers = (("Retry-After", str(RETRY_AFTER_S)),)
-    return Problem(status=error.status_hint, code=error.error_code, message=str(error), headers=headers)
+        status = getattr(error, "status", status)
+        retry_after_s = getattr(error, "retry_after_s", None)
+        seconds = RETRY_AFTER_S if retry_after_s is None else math.ceil(retry_after_s)
+        headers = (("Retry-After", str(seconds)),)
+    elif isinstance(error, UpgradeRefused):
+        status, headers = error.status, error.headers
+    return Problem(status=status, code=error.error_code, message=str(error), headers=headers)
 
 
 def encode_problem(problem: Problem, request_id: str) -> bytes:
-    """The body: ``{"error": {"code", "message", "request_id"}}``."""
-    return msgspec.json.encode(_Body(_Error(problem.code, problem.message, request_id)))
+    """The body as `CONTENT_TYPE` wants it; ``error`` says the same once more, for clients that know only Muster."""
+    return msgspec.json.encode(
+        _Body(
+            type=f"urn:muster:problem:{problem.code}",
+            title=_title(problem.status),
+            status=problem.status,
+            detail=problem.message,
+            code=problem.code,
+            request_id=request_id,
+            error=_Error(problem.code, problem.message, request_id),
+        )
+    )
+
+
+def _title(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Error"

@@ -13,29 +13,29 @@ from typing import Final, Protocol, final
 
 import structlog
 
-from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge, ProtocolError
-from serve_common.bus.headers import encode_headers, parse_headers
-from serve_common.bus.quiet_log import QuietLog
-from serve_common.dispatch.calls import Answer, Ask, Call
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.bus.errors import ProtocolError
+from serve_common.bus.headers import parse_headers
+from serve_common.dispatch.admission import Endpoint
+from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.retry import can_repeat
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import NoReplicaAvailable, ServeError
+from serve_common.names import BackendTag
 from serve_common.subjects import GATEWAY_QUEUE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_proxy.core.headers import REQUEST_ID, as_text, read_request_headers, read_response_head
-from serve_proxy.core.problems import BadRequest, Problem, encode_problem, problem_of
+from serve_common.wires.frames import CallHead
+from serve_proxy.core.deadlines import earliest_deadline
+from serve_proxy.core.headers import RequestHeaders, read_request_headers, value_of
+from serve_proxy.core.problems import BadRequest, Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.plain_replies import WANTS_STREAM, PlainReplies, ReplyBus
 
 _log = structlog.get_logger(__name__)
 
 CALLS_MAX: Final = 2_000
 """Plain calls under way at once in this process."""
 _METHOD: Final = "POST"
-_ERROR_TEXT_MAX: Final = 500
-_HEADERS_ROOM: Final = 1024
-
-TextHeaders = list[tuple[str, str]]
+_NO: Final = frozenset((b"", b"0", b"false"))
 
 
 class EndableSubscription(Protocol):
@@ -45,19 +45,8 @@ class EndableSubscription(Protocol):
         """See `Subscription.drain`."""
 
 
-class GatewayBus(Protocol):
+class GatewayBus(ReplyBus, Protocol):
     """What the gateway needs of the bus; `BusConnection` is one."""
-
-    @property
-    def max_payload(self) -> int:
-        """Bytes that fit into one message."""
-        ...
-
-    def publish(
-        self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
-    ) -> None:
-        """See `BusConnection.publish`."""
-        ...
 
     def subscribe(
         self,
@@ -81,16 +70,19 @@ class Gateway:
         *,
         request_timeout_s: Callable[[], float],
         new_request_id: Callable[[], str],
+        wall_now: Callable[[], float],
     ) -> None:
+        """``wall_now`` is seconds since 1970, for callers that name the moment of their deadline."""
         self._ingress = ingress
         self._bus = bus
         self._subjects = subjects
         self._request_timeout_s = request_timeout_s
         self._new_request_id = new_request_id
+        self._wall_now = wall_now
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("gateway")
         self._subscription: EndableSubscription | None = None
-        self._lost_replies = QuietLog(_log.warning)
+        self._replies = PlainReplies(bus)
 
     @property
     def in_flight(self) -> int:
@@ -117,7 +109,7 @@ class Gateway:
             return  # nobody could be told the answer
         if len(self._tasks) >= CALLS_MAX:
             problem = problem_of(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
-            self._reply_problem(reply, problem, "")
+            self._replies.send_problem(reply, problem, "")
             return
         self._tasks.start(self._answer(subject, reply, payload, headers), name="call")
 
@@ -132,85 +124,57 @@ class Gateway:
             tag = self._subjects.endpoint_of_call(subject.decode("utf-8", "replace"))
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
-            forwarded = read.forwarded
-            if not any(name == b"content-type" for name, _ in forwarded):
-                forwarded.append((b"content-type", b"application/json"))
-            call, answer = await self._ingress.ask(
-                Ask(
-                    endpoint=endpoint,
-                    method=_METHOD,
-                    path="/",
-                    route="",
-                    query="",
-                    headers=forwarded,
-                    body=payload,
-                    request_id=request_id,
-                    traceparent=read.traceparent,
-                    is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
-                    deadline=self._loop.time() + self._request_timeout_s(),
-                )
-            )
-            body = await self._whole_body(call, answer)
+            in_pieces = value_of(read, WANTS_STREAM).lower() not in _NO
+            ask = self._ask_of(endpoint, read, payload, request_id)
+            call, answer = await self._ingress.ask(ask)
+            try:
+                await self._replies.send(reply, answer, request_id, ask.deadline, in_pieces=in_pieces)
+            finally:
+                if answer.stream is not None:
+                    self._ingress.abandon(call)
             status = answer.status
-            self._reply_answer(reply, answer, body, request_id)
         except ServeError as error:
             problem = problem_of(error)
             status = problem.status
-            self._reply_problem(reply, problem, request_id)
+            self._replies.send_problem(reply, problem, request_id)
         except Exception as error:  # noqa: BLE001 - the caller is owed an answer; it is logged
             _log.exception("call_failed", request_id=request_id)
             status = 500
             problem = Problem(
                 status=500, code="internal", message=f"the gateway failed: {type(error).__name__}"
             )
-            self._reply_problem(reply, problem, request_id)
+            self._replies.send_problem(reply, problem, request_id)
         finally:
             tally.add(_METHOD, status, time.perf_counter() - began)
 
-    async def _whole_body(self, call: Call, answer: Answer) -> bytes:
-        limit = self._bus.max_payload - _HEADERS_ROOM
-        if answer.stream is None:
-            return _fitting(bytes(answer.body), limit)
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            while (piece := await answer.stream.read()) is not None:
-                size += len(piece)
-                if size > limit:
-                    raise AnswerUnusable(
-                        f"the answer does not fit into one message of {limit} bytes; use HTTP"
-                    )
-                pieces.append(bytes(piece))
-        finally:
-            self._ingress.abandon(call)
-        return b"".join(pieces)
-
-    def _reply_answer(self, reply: bytes, answer: Answer, body: bytes, request_id: str) -> None:
-        try:
-            headers = read_response_head(answer.status, answer.headers).forwarded
-        except ValueError as error:
-            raise AnswerUnusable(str(error)) from error
-        sent: TextHeaders = [(REQUEST_ID, request_id)]
-        sent += [
-            ("Content-Type", value) for name, value in as_text(headers) if name.lower() == "content-type"
-        ]
-        if answer.status >= 400:
-            sent += _error_headers(answer.status, f"the endpoint answered with status {answer.status}")
-        self._reply(reply, body, sent)
-
-    def _reply_problem(self, reply: bytes, problem: Problem, request_id: str) -> None:
-        headers = [
-            ("Content-Type", "application/json"),
-            (REQUEST_ID, request_id),
-            *_error_headers(problem.status, problem.message),
-        ]
-        self._reply(reply, encode_problem(problem, request_id), headers)
-
-    def _reply(self, reply: bytes, body: bytes, headers: TextHeaders) -> None:
-        try:
-            self._bus.publish(reply, body, headers=encode_headers(headers))
-        except (NotConnected, OutboundFull, PayloadTooLarge, ProtocolError) as error:
-            self._lost_replies.log(self._loop.time(), "reply_lost", reason=str(error))
+    def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
+        """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadRequest`, `DeadlineExceeded`."""
+        options = endpoint.options
+        now = self._loop.time()
+        deadline = earliest_deadline(
+            read, now + self._request_timeout_s(), options.relative_slo_ms, now=now, wall_now=self._wall_now()
+        )
+        forwarded = read.forwarded
+        if not any(name == b"content-type" for name, _ in forwarded):
+            forwarded.append((b"content-type", b"application/json"))
+        backend = BackendTag(value_of(read, options.backend_header).decode("latin-1"))
+        model_id = read.model_id
+        return Ask(
+            endpoint=endpoint,
+            method=_METHOD,
+            path="/",
+            route="",
+            query="",
+            headers=forwarded,
+            body=payload,
+            request_id=request_id,
+            traceparent=read.traceparent,
+            call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
+            shard_key=value_of(read, options.shard_key_header).decode("latin-1"),
+            backend_tag=backend if backend in endpoint.split.backend_tags else None,
+            is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
+            deadline=deadline,
+        )
 
 
 def _raw_headers(block: bytes | None) -> list[tuple[bytes, bytes]]:
@@ -220,14 +184,3 @@ def _raw_headers(block: bytes | None) -> list[tuple[bytes, bytes]]:
         return [(name.encode(), value.encode()) for name, value in parse_headers(block)]
     except ProtocolError as error:
         raise BadRequest("headers", str(error)) from error
-
-
-def _fitting(body: bytes, limit: int) -> bytes:
-    if len(body) > limit:
-        raise AnswerUnusable(f"the answer has {len(body)} bytes; one message takes {limit}; use HTTP")
-    return body
-
-
-def _error_headers(status: int, message: str) -> TextHeaders:
-    text = " ".join(message.split())[:_ERROR_TEXT_MAX]
-    return [("Nats-Service-Error", text), ("Nats-Service-Error-Code", str(status))]

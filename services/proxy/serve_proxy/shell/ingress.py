@@ -16,7 +16,7 @@ from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.ports import Bus
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.errors import BusUnavailable
+from serve_common.errors import BusUnavailable, ServeError
 from serve_common.names import EndpointTag
 from serve_common.routing.snapshot_table import HttpChange
 from serve_common.subjects import HTTP_KEY
@@ -119,6 +119,17 @@ class Ingress:
         if ask.endpoint.shadows:
             self._shadows.copy(ask)
         return await self._dispatcher.ask(ask)
+
+    def begin(
+        self,
+        ask: Ask,
+        on_answer: Callable[[Call, Answer], None],
+        on_error: Callable[[Call, ServeError], None],
+    ) -> Call:
+        """See `Dispatcher.begin`; copies go where the endpoint's shadows want them."""
+        if ask.endpoint.shadows:
+            self._shadows.copy(ask)
+        return self._dispatcher.begin(ask, on_answer, on_error)
 
     def abandon(self, call: Call) -> None:
         """See `Dispatcher.abandon`."""

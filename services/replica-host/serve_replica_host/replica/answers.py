@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -35,14 +36,25 @@ def _as_json(value: Any) -> Any:
     raise NotImplementedError(type(value).__name__)
 
 
+class PlainStream(msgspec.Struct, frozen=True, gc=False):
+    """A plain generator: it is run in a thread, for it may block."""
+
+    iterator: Iterator[Any]
+    status: int = 200
+    headers: Headers = _TEXT
+    charset: str = "utf-8"
+
+
 _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 
-def to_answer(result: Any) -> WholeAnswer | Response:
+def to_answer(result: Any) -> WholeAnswer | PlainStream | Response:
     """``result`` as an answer; a `Response` stands for one that is streamed by running it as an ASGI application.
 
     Raises `NotAnAnswer`.
     """
+    if type(result) is bytes:
+        return WholeAnswer(200, _BYTES, result)
     if isinstance(result, bytes | bytearray | memoryview):
         return WholeAnswer(200, _BYTES, bytes(result))
     if isinstance(result, str):
@@ -51,9 +63,11 @@ def to_answer(result: Any) -> WholeAnswer | Response:
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result
         return WholeAnswer(result.status_code, result.raw_headers, bytes(result.body))
-    if inspect.isgenerator(result) or inspect.isasyncgen(result):
-        stream: Any = result
-        return StreamingResponse(stream, media_type="text/plain")
+    if inspect.isgenerator(result):
+        return PlainStream(result)
+    if inspect.isasyncgen(result):
+        pieces: Any = result
+        return StreamingResponse(pieces, media_type="text/plain")
     return WholeAnswer(200, _JSON, encode_json(result))
 
 

@@ -3,23 +3,22 @@
 Why it never waits and never calls user code: cancel, probe and drain must be seen at once, whatever the user's code
 does. It runs in the bus connection's read path.
 
-What is in flight is the set of exchanges held here. Each leaves it at exactly one place, `_release`: when its answer
-has left, or, if nobody wants the answer any more, when its work has ended.
+What is in flight is the set of exchanges in `Slots`. Each leaves it at exactly one place: when its answer has left,
+or, if nobody wants the answer any more, when its work has ended.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Final, final
 
 import structlog
 
-from serve_common.bus.errors import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.bus.quiet_log import QuietLog
-from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed, UserCodeRaised
+from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed
 from serve_common.wires.frames import (
-    FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
+    WINDOW_MESSAGES,
     BodyHead,
     CancelHead,
     CloseHead,
@@ -27,46 +26,42 @@ from serve_common.wires.frames import (
     ErrorHead,
     FrameUnreadable,
     Head,
-    Headers,
+    Kind,
     MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
     ResponseHead,
     decode_frame,
-    encode_frame,
 )
 from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.answer_frames import AnswerFrames
 from serve_replica_host.replica.exchange import (
-    Answered,
-    Drop,
-    Ended,
+    BodyPiece,
     Exchange,
-    Failed,
-    Opened,
+    Heard,
     Phase,
-    Piece,
-    Room,
+    Taken,
     ToBus,
     ToUser,
 )
-from serve_replica_host.replica.outgoing import OutgoingBody
+from serve_replica_host.replica.frame_sender import FrameSender, Publish
+from serve_replica_host.replica.incoming import IncomingFrames, Order
+from serve_replica_host.replica.slots import Slots
 
 _log = structlog.get_logger(__name__)
 
 REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
-"""A replica's own limit; proxies refuse far less."""
+"""Of a body that the user's code gets whole; a replica's own limit, proxies refuse far less."""
+ROUTER_SILENT_S: Final = 30.0
+"""A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
 STATUS_CANCELLED: Final = 499
 """In metrics only: the caller went away."""
-_EMPTY: Final = memoryview(b"")
-
-Publish = Callable[[bytes, bytes], None]
-"""(subject, frame); raises as `BusConnection.publish`."""
 
 
 @final
 class BusSide:
-    """Holds the exchanges of one replica; all methods run on the bus loop."""
+    """Hears routers; all methods run on the bus loop."""
 
     def __init__(
         self,
@@ -76,18 +71,22 @@ class BusSide:
         now: Callable[[], float],
         metrics: RequestMetrics,
         max_concurrent_queries: int,
+        streams_bodies: bool = False,
     ) -> None:
+        """``now`` is `time.monotonic`; ``streams_bodies``: what answers HTTP may begin before a body is whole."""
         self.max_concurrent_queries = max_concurrent_queries
         self.is_draining = False
-        self._publish = publish
         self._to_user = to_user
         self._now = now
         self._metrics = metrics
-        self._exchanges: dict[bytes, Exchange] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._lost_answers = QuietLog(_log.warning)
+        self._streams_bodies = streams_bodies
+        self._slots = Slots(now, metrics)
+        self._exchanges = self._slots.held
+        self._frames = FrameSender(publish, now)
+        self._answers = AnswerFrames(self._slots, self._frames, to_user)
         self._bad_frames = QuietLog(_log.warning)
+        self._is_cut_off = False
+        self._joined_at = float("-inf")
 
     @property
     def in_flight(self) -> int:
@@ -96,7 +95,16 @@ class BusSide:
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
-        await self._idle.wait()
+        await self._slots.wait_idle()
+
+    def bus_lost(self) -> None:
+        """The bus is away: no router can be heard."""
+        self._is_cut_off = True
+
+    def bus_joined(self) -> None:
+        """The bus is there (again)."""
+        self._is_cut_off = False
+        self._joined_at = self._now()
 
     # -- frames from routers --------------------------------------------------------------------------------------
 
@@ -115,200 +123,152 @@ class BusSide:
             return
         exchange = self._exchanges.get(reply)
         if exchange is not None:
+            exchange.heard_at = self._now()
             self._take_more(exchange, head, body)
         elif type(head) is ProbeHead:
-            self._send(reply, RefusedHead("unknown", self.in_flight))
+            self._frames.send(reply, RefusedHead("unknown", self.in_flight))
 
     def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
         match head:
             case BodyHead():
-                if exchange.phase is Phase.RECEIVING:
-                    self._take_body(exchange, head, body)
+                self._take_body(exchange, head, body)
+            case MessageHead():
+                self._take_message(exchange, head, body)
             case CreditHead(frames):
-                if exchange.outgoing is not None:
-                    exchange.outgoing.allow(frames)
-                    self._pump(exchange, exchange.outgoing)
+                self._answers.allow(exchange, frames)
             case CancelHead():
-                self._drop(exchange, STATUS_CANCELLED)
+                self._answers.drop(exchange, STATUS_CANCELLED)
+            case CloseHead(code, reason):
+                self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
             case ProbeHead():
                 pass  # silence says that the request is known
-            case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead() | MessageHead() | CloseHead():
+            case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
     def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
-        if reply in self._exchanges:
+        exchanges = self._exchanges
+        if reply in exchanges:
             return  # the same request again: it must not run twice
-        if self.is_draining or len(self._exchanges) >= self.max_concurrent_queries:
+        if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
             reason = "draining" if self.is_draining else "busy"
             self._metrics.count_refused(reason)
-            self._send(reply, RefusedHead(reason, self.in_flight))
+            self._frames.send(reply, RefusedHead(reason, self.in_flight))
             return
         exchange = Exchange(reply, head, self._now())
-        self._exchanges[reply] = exchange
-        self._idle.clear()
-        if len(body) == head.body_bytes:
+        self._slots.take(exchange)
+        if head.kind is Kind.WEBSOCKET:
+            exchange.incoming = IncomingFrames(0, WINDOW_MESSAGES)
+            self._work_on(exchange)
+        elif len(body) == head.body_bytes:
             exchange.body = bytes(body)
             self._work_on(exchange)
-        elif head.body_bytes > REQUEST_BODY_BYTES_MAX:
-            message = f"the body has {head.body_bytes} bytes; a replica takes {REQUEST_BODY_BYTES_MAX}"
-            self._fail(exchange, LimitReached.error_code, 413, message)
         else:
-            self._take_piece(exchange, body, last=False)
-
-    def _take_body(self, exchange: Exchange, head: BodyHead, body: memoryview) -> None:
-        if head.sequence < exchange.next_sequence:
-            return  # doubled
-        if head.sequence > exchange.next_sequence:
-            # The bus lost a frame, as it may when a server goes away. The work was not begun.
-            self._fail(
-                exchange, RequestFailed.error_code, RequestFailed.status_hint, "a part of the body was lost"
-            )
-            return
-        exchange.next_sequence += 1
-        self._take_piece(exchange, body, last=head.last)
-
-    def _take_piece(self, exchange: Exchange, piece: memoryview, *, last: bool) -> None:
-        exchange.pieces.append(bytes(piece))
-        exchange.received_bytes += len(piece)
-        missing_bytes = exchange.head.body_bytes - exchange.received_bytes
-        if missing_bytes == 0:
-            exchange.body = b"".join(exchange.pieces)
-            exchange.pieces = []
-            self._work_on(exchange)
-        elif missing_bytes < 0 or last:
-            message = f"the body has {exchange.received_bytes} bytes instead of {exchange.head.body_bytes}"
-            self._fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
-        else:
-            self._send(exchange.reply, CreditHead(1))
+            self._begin_body(exchange, body)
 
     def _work_on(self, exchange: Exchange) -> None:
         exchange.phase = Phase.WORKING
         self._to_user(exchange)
 
+    # -- bodies and messages that come in frames ------------------------------------------------------------------
+
+    def _begin_body(self, exchange: Exchange, first: memoryview) -> None:
+        incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
+        incoming.first()
+        if self._streams_bodies and exchange.head.kind is Kind.HTTP:
+            exchange.is_body_streamed = True
+            self._work_on(exchange)
+        self._add_piece(exchange, incoming, first, last=False)
+
+    def _take_body(self, exchange: Exchange, head: BodyHead, body: memoryview) -> None:
+        incoming = exchange.incoming
+        if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
+            return  # it was whole, or nobody reads it any more
+        order = incoming.take(head.sequence)
+        if order is Order.NEXT:
+            self._add_piece(exchange, incoming, body, last=head.last)
+        elif order is Order.LOST:
+            self._refuse_body(exchange, "a part of the body was lost")
+        elif order is Order.TOO_MANY:
+            self._refuse_body(exchange, "the router sends more of the body than it was allowed to")
+
+    def _add_piece(
+        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, last: bool
+    ) -> None:
+        incoming.add(len(piece))
+        is_whole = incoming.is_whole(last=last)
+        if is_whole is None:
+            expected_bytes = incoming.expected_bytes
+            self._refuse_body(
+                exchange, f"the body has {incoming.received_bytes} bytes instead of {expected_bytes}"
+            )
+        elif exchange.is_body_streamed:
+            if is_whole:
+                exchange.incoming = None
+            if piece or is_whole:
+                self._to_user(BodyPiece(exchange, bytes(piece), is_whole))
+            else:
+                self._give_credit(exchange, incoming, 1)
+        else:
+            self._gather(exchange, incoming, piece, is_whole=is_whole)
+
+    def _gather(
+        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
+    ) -> None:
+        """Keep a piece for code that wants its body whole."""
+        body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
+        if body_bytes > REQUEST_BODY_BYTES_MAX:
+            message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
+            self._answers.fail(exchange, LimitReached.error_code, 413, message)
+            return
+        incoming.pieces.append(bytes(piece))
+        if is_whole:
+            exchange.incoming = None
+            exchange.body = b"".join(incoming.pieces)
+            self._work_on(exchange)
+        else:
+            self._give_credit(exchange, incoming, 1)
+
+    def _take_message(self, exchange: Exchange, head: MessageHead, body: memoryview) -> None:
+        incoming = exchange.incoming
+        if incoming is None or exchange.head.kind is not Kind.WEBSOCKET:
+            self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
+            return
+        if exchange.is_dropped or exchange.phase is Phase.SENDING:
+            return
+        order = incoming.take(head.sequence)
+        if order is Order.NEXT:
+            self._to_user(Heard(exchange, bytes(body), head.is_text, head.last))
+        elif order is not Order.DOUBLED:
+            self._refuse_body(exchange, "a message was lost")
+
+    def _refuse_body(self, exchange: Exchange, message: str) -> None:
+        self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+
+    def _give_credit(self, exchange: Exchange, incoming: IncomingFrames, frames: int) -> None:
+        incoming.release(frames)
+        self._frames.send(exchange.reply, CreditHead(frames))
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
     def sweep(self) -> None:
         """Fail what is past its deadline; called several times a second while anything is in flight."""
         now = self._now()
-        late = [held for held in self._exchanges.values() if now >= held.deadline and not held.is_dropped]
-        for exchange in late:
-            message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
-            self._fail(exchange, DeadlineExceeded.error_code, 504, message)
+        for exchange in list(self._exchanges.values()):
+            if exchange.is_dropped:
+                continue
+            if now >= exchange.deadline and not exchange.has_answer_begun:
+                message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
+                self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
+            elif not self._is_cut_off and now - max(exchange.heard_at, self._joined_at) >= ROUTER_SILENT_S:
+                self._answers.drop(exchange, STATUS_CANCELLED)
 
     # -- what the user's side says --------------------------------------------------------------------------------
 
     def take_outcome(self, outcome: ToBus) -> None:
         """Something from the user's side; for a dropped exchange it only says when the work has ended."""
+        if type(outcome) is not Taken:
+            self._answers.take(outcome)
+            return
         exchange = outcome.exchange
-        if exchange.phase is Phase.SENDING:
-            return  # the answer was whole; what ran on after it has ended
-        if not isinstance(outcome, Opened) and (not isinstance(outcome, Piece) or outcome.last):
-            exchange.phase = Phase.SENDING
-        if exchange.is_dropped:
-            if exchange.phase is Phase.SENDING:
-                self._release(exchange, exchange.answer_status)
-            return
-        match outcome:
-            case Answered(_, status, headers, body):
-                if exchange.outgoing is None:
-                    self._answer(exchange, status, headers, body)
-                else:
-                    self._fail(exchange, UserCodeRaised.error_code, 500, "the answer broke off")
-            case Failed(_, error_code, status, message):
-                self._fail(exchange, error_code, status, message)
-            case Opened(_, status, headers):
-                exchange.outgoing = OutgoingBody()
-                exchange.answer_status = status
-                self._send_head(exchange, status, headers, _EMPTY, last=False)
-            case Piece(_, data, last):
-                if exchange.outgoing is not None:
-                    exchange.outgoing.add(data, last=last)
-                    self._pump(exchange, exchange.outgoing)
-            case Ended():
-                message = "the user's code was cancelled"
-                self._fail(exchange, UserCodeRaised.error_code, 500, message)
-
-    def _answer(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
-        if len(body) <= FRAME_BODY_BYTES_MAX:
-            if self._send_head(exchange, status, headers, body, last=True):
-                self._release(exchange, status)
-            return
-        view = memoryview(body)
-        if not any(name == b"content-length" for name, _ in headers):
-            headers = [*headers, (b"content-length", b"%d" % len(body))]
-        exchange.answer_status = status
-        if not self._send_head(exchange, status, headers, view[:FRAME_BODY_BYTES_MAX], last=False):
-            return
-        exchange.outgoing = OutgoingBody()
-        exchange.outgoing.add(view[FRAME_BODY_BYTES_MAX:], last=True)
-        self._pump(exchange, exchange.outgoing)
-
-    def _send_head(
-        self, exchange: Exchange, status: int, headers: Headers, body: bytes | memoryview, *, last: bool
-    ) -> bool:
-        """False when the head could not be sent for its own sake; then the exchange has been failed instead."""
-        head = ResponseHead(status, headers, last, self.in_flight - 1)
-        try:
-            self._send(exchange.reply, head, body)
-        except (FrameUnreadable, PayloadTooLarge) as error:
-            self._fail(exchange, UserCodeRaised.error_code, 500, f"the answer cannot be sent: {error}")
-            return False
-        return True
-
-    def _pump(self, exchange: Exchange, outgoing: OutgoingBody) -> None:
-        """Send what the window allows."""
-        sent_bytes = 0
-        while (frame := outgoing.next_frame()) is not None:
-            sequence, last, body = frame
-            try:
-                self._send(exchange.reply, BodyHead(sequence, last), body)
-            except PayloadTooLarge as error:
-                self._fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, str(error))
-                return
-            sent_bytes += len(body)
-            if last:
-                self._release(exchange, exchange.answer_status)
-                return
-        if sent_bytes and exchange.phase is Phase.WORKING:
-            self._to_user(Room(exchange, sent_bytes))
-
-    # -- ends -----------------------------------------------------------------------------------------------------
-
-    def _fail(self, exchange: Exchange, error_code: str, status: int, message: str) -> None:
-        """Tell the router that there is no (whole) answer."""
-        self._send_error(exchange.reply, error_code, status, message)
-        self._drop(exchange, status)
-
-    def _drop(self, exchange: Exchange, status: int) -> None:
-        """Nobody wants an answer (any more). Where the user's code still works, the slot is free when it has ended."""
-        if exchange.is_dropped:
-            return
-        exchange.answer_status = status
-        exchange.is_dropped = True
-        if exchange.phase is Phase.WORKING:
-            self._to_user(Drop(exchange))
-        else:
-            self._release(exchange, status)
-
-    def _release(self, exchange: Exchange, status: int) -> None:
-        if self._exchanges.pop(exchange.reply, None) is None:
-            return
-        exchange.outgoing = None
-        exchange.pieces = []
-        self._metrics.count_answered(status, self._now() - exchange.began_at)
-        if not self._exchanges:
-            self._idle.set()
-
-    # -- sending --------------------------------------------------------------------------------------------------
-
-    def _send_error(self, reply: bytes, error_code: str, status: int, message: str) -> None:
-        self._send(reply, ErrorHead(error_code, status, message, self.in_flight - 1))
-
-    def _send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> None:
-        """Raises FrameUnreadable or PayloadTooLarge; an answer that the bus cannot take now is lost.
-
-        The router of a lost answer probes, and is told that the request is unknown.
-        """
-        frame = encode_frame(head, body)
-        try:
-            self._publish(reply, frame)
-        except (NotConnected, OutboundFull, InvalidSubject) as error:
-            self._lost_answers.log(self._now(), "answer_lost", kind=type(head).__name__, error=str(error))
+        if exchange.incoming is not None and not exchange.is_dropped:
+            self._give_credit(exchange, exchange.incoming, outcome.frames)

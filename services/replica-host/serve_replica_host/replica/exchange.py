@@ -1,23 +1,28 @@
 """One request inside a replica, and what its two threads tell each other about it.
 
 Why one object for both sides: it is the request's identity. Each field belongs to one thread, named below; the other
-thread may at most read `is_dropped`.
+thread may at most read it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import deque
 from enum import Enum
-from typing import Final, final
+from typing import Any, Final, final
 
 import msgspec
 
-from serve_common.tasks import OwnedTask
 from serve_common.wires.frames import Headers, RequestHead
-from serve_replica_host.replica.outgoing import OutgoingBody
+from serve_replica_host.replica.incoming import IncomingFrames
+from serve_replica_host.replica.outgoing import OutgoingBody, OutgoingMessages
+from serve_replica_host.replica.request_body import BodyReader
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 """Of a streamed answer, before the user's code waits for the network."""
+UNSENT_PIECES_MAX: Final = 16 * 1024
+"""As many pieces may wait at most, however small: each costs memory of its own."""
 
 
 class Phase(Enum):
@@ -33,74 +38,101 @@ class Phase(Enum):
 
 @final
 class Exchange:
-    """A request from its first frame to its last. In flight as long as the bus side holds it."""
+    """A request from its first frame to its last. In flight as long as the bus side holds it.
 
-    __slots__ = (
-        "answer_status",
-        "began_at",
-        "body",
-        "deadline",
-        "gone",
-        "has_begun",
-        "head",
-        "is_dropped",
-        "next_sequence",
-        "outgoing",
-        "phase",
-        "pieces",
-        "received_bytes",
-        "reply",
-        "room",
-        "unsent_bytes",
-        "work",
-    )
+    What most requests never need is a default of the class: making an exchange is part of every request's cost.
+    """
+
+    # The bus side's:
+    phase: Phase = Phase.RECEIVING
+    is_dropped: bool = False
+    """Nobody wants the answer any more; only the slot is still held, until the work has ended."""
+    has_answer_begun: bool = False
+    """From then on the deadline no longer ends it."""
+    answer_status: int = 0
+    incoming: IncomingFrames | None = None
+    """What still comes of a body, or of a WebSocket's messages."""
+    outgoing: OutgoingBody | OutgoingMessages | None = None
+    sent_bytes: int = 0
+    """Of a streamed answer: what has left. The writer compares it with what it wrote."""
+    is_body_streamed: bool = False
+    """The user's side has it although its body is not whole."""
+    # Both sides':
+    body: bytes = b""
+    """Whole, once the user's side sees it; stays empty where the body is streamed."""
+    pieces: deque[bytes] | None = None
+    """Of a streamed answer: appended by its writer, taken by the bus side."""
+    is_told: bool = False
+    """The bus side was told to look at `pieces` and has not looked yet."""
+    # The user side's:
+    has_begun: bool = False
+    work: asyncio.Task[Any] | None = None
+    """None until it runs, and for ever when it ended at once."""
+    reader: BodyReader | None = None
+    """Made when something reads the body or listens for the caller's leaving."""
+    socket: Any = None
+    """A `sockets.Socket`, for a WebSocket."""
+    unsent_bytes: int = 0
+    """Of an answer that is streamed as `Piece`s: what its writer has written and was not told to have left."""
+    room: asyncio.Event | threading.Event | None = None
+    """Set when the writer of a streamed answer may go on; None while it does not wait."""
 
     def __init__(self, reply: bytes, head: RequestHead, now: float) -> None:
-        """``now`` is the bus loop's time, in seconds."""
+        """``now`` is `time.monotonic`."""
         self.reply = reply
         """The NATS subject that answers go to: the request's identity."""
         self.head = head
-        self.body = b""
-        """Whole, once the user's side sees it."""
-        # The bus side's:
         self.began_at = now
+        self.heard_at = now
+        """When something came from its router last."""
         self.deadline = now + head.timeout_s
-        self.pieces: list[bytes] = []
-        self.received_bytes = 0
-        self.next_sequence = 1
-        self.phase = Phase.RECEIVING
-        self.is_dropped = False
-        """Nobody wants the answer any more; only the slot is still held, until the work has ended."""
-        self.answer_status = 0
-        self.outgoing: OutgoingBody | None = None
-        # The user side's:
-        self.has_begun = False
-        self.work: OwnedTask | None = None
-        self.gone: asyncio.Event | None = None
-        """Set when the caller is gone; made only when the user's code listens for it."""
-        self.unsent_bytes = 0
-        self.room: asyncio.Event | None = None
+        """By which the answer must begin."""
+
+
+# -- to the user's side ---------------------------------------------------------------------------------------------
 
 
 class Drop(msgspec.Struct, frozen=True, gc=False):
-    """To the user's side: nobody wants the answer any more."""
+    """Nobody wants the answer any more; for a WebSocket, how it was closed."""
 
     exchange: Exchange
+    close_code: int = 1006
+    reason: str = ""
 
 
 class Room(msgspec.Struct, frozen=True, gc=False):
-    """To the user's side: so many bytes of a streamed answer have left."""
+    """So many bytes of a streamed answer have left; where they come from `Exchange.pieces`, only told to who waits."""
 
     exchange: Exchange
     sent_bytes: int
 
 
-ToUser = Exchange | Drop | Room
+class BodyPiece(msgspec.Struct, frozen=True, gc=False):
+    """More of a body that is streamed."""
+
+    exchange: Exchange
+    data: bytes
+    last: bool
+
+
+class Heard(msgspec.Struct, frozen=True, gc=False):
+    """A WebSocket message, or a piece of one."""
+
+    exchange: Exchange
+    data: bytes
+    is_text: bool
+    last: bool
+
+
+ToUser = Exchange | Drop | Room | BodyPiece | Heard
 """An `Exchange` itself means: begin."""
 
 
+# -- to the bus side ------------------------------------------------------------------------------------------------
+
+
 class Answered(msgspec.Struct, frozen=True, gc=False):
-    """To the bus side: the whole answer."""
+    """The whole answer."""
 
     exchange: Exchange
     status: int
@@ -109,34 +141,65 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """To the bus side: there is no answer, and why. Ends a streamed answer too."""
+    """There is no answer, and why. Ends a streamed answer too."""
 
     exchange: Exchange
     error_code: str
     status: int
     message: str
+    body: bytes = b""
+    """For a caller who can read it: the pickled exception."""
 
 
 class Opened(msgspec.Struct, frozen=True, gc=False):
-    """To the bus side: a streamed answer begins."""
+    """A streamed answer begins, with what is in `Exchange.pieces`; or a WebSocket is accepted."""
 
     exchange: Exchange
     status: int
     headers: Headers
 
 
+class Flow(msgspec.Struct, frozen=True, gc=False):
+    """There is more in `Exchange.pieces`."""
+
+    exchange: Exchange
+
+
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """To the bus side: more of a streamed answer."""
+    """More of a streamed answer, after what is in `Exchange.pieces`."""
 
     exchange: Exchange
     data: bytes
     last: bool
 
 
+class Taken(msgspec.Struct, frozen=True, gc=False):
+    """The user's code has taken so many frames of what comes: the router may send as many more."""
+
+    exchange: Exchange
+    frames: int
+
+
+class Said(msgspec.Struct, frozen=True, gc=False):
+    """A whole WebSocket message of the user's code."""
+
+    exchange: Exchange
+    data: bytes
+    is_text: bool
+
+
+class Closed(msgspec.Struct, frozen=True, gc=False):
+    """The user's code ends an accepted WebSocket."""
+
+    exchange: Exchange
+    code: int
+    reason: str
+
+
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """To the bus side: the work of a dropped request has ended, so its slot is free."""
+    """The work of a dropped request has ended, so its slot is free."""
 
     exchange: Exchange
 
 
-ToBus = Answered | Failed | Opened | Piece | Ended
+ToBus = Answered | Failed | Opened | Flow | Piece | Taken | Said | Closed | Ended

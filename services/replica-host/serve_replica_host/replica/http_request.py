@@ -1,26 +1,43 @@
-"""A frame's head and body as the request that user code knows from Starlette and Ray Serve."""
+"""A frame's head as the request that user code knows from Starlette, Ray Serve and ASGI."""
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 from urllib.parse import unquote
 
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Receive, Scope
 
-from serve_replica_host.replica.exchange import Exchange
+from serve_common.wires.frames import RequestHead
+
+_ASGI: Final = {"version": "3.0", "spec_version": "2.4"}
+_NO_STATE: Final[Mapping[str, Any]] = {}
 
 
-def make_request(exchange: Exchange) -> Request:
-    """The request with its whole body at hand; runs on the user loop."""
-    head = exchange.head
+def http_scope(head: RequestHead, state: Mapping[str, Any] = _NO_STATE) -> Scope:
+    """ASGI's scope of an HTTP request; ``state`` is what the lifespan left."""
+    scope = _scope("http", head, state)
+    scope["method"] = head.method
+    return scope
+
+
+def websocket_scope(head: RequestHead, state: Mapping[str, Any] = _NO_STATE) -> Scope:
+    """ASGI's scope of a WebSocket."""
+    scope = _scope("websocket", head, state)
+    scope["scheme"] = {"http": "ws", "https": "wss"}.get(head.scheme, head.scheme)
+    offered = b",".join(value for name, value in head.headers if name == b"sec-websocket-protocol")
+    scope["subprotocols"] = [word.strip() for word in offered.decode("latin-1").split(",") if word.strip()]
+    scope["extensions"] = {"websocket.http.response": {}}
+    return scope
+
+
+def _scope(kind: str, head: RequestHead, state: Mapping[str, Any]) -> dict[str, Any]:
     path = head.path
-    scope: dict[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    return {
+        "type": kind,
+        "asgi": _ASGI.copy(),
         "http_version": "1.1",
-        "method": head.method,
         "scheme": head.scheme,
         "path": unquote(path) if "%" in path else path,
         "raw_path": path.encode("latin-1", "replace"),
@@ -29,32 +46,37 @@ def make_request(exchange: Exchange) -> Request:
         "query_string": head.query.encode("latin-1", "replace"),
         "headers": head.headers,
         "client": _address(head.client),
-        "server": None,
-        "state": {},
+        "server": _server(head),
+        "state": dict(state),
     }
-    return Request(scope, _Receive(exchange))
 
 
 def _address(text: str) -> tuple[str, int] | None:
     host, _, port = text.rpartition(":")
-    return (host, int(port)) if host and port.isdigit() else None
+    return (host.strip("[]"), int(port)) if host and port.isdigit() else None
 
 
-class _Receive:
-    """ASGI's ``receive``: the body in one message, and later that the caller is gone."""
+def _server(head: RequestHead) -> tuple[str, int] | None:
+    """Who the client believes to talk to: the proxy's own address says nothing to user code."""
+    for name, value in head.headers:
+        if name == b"host":
+            text = value.decode("latin-1")
+            default = 443 if head.scheme in ("https", "wss") else 80
+            return _address(text) or (text.strip("[]"), default)
+    return None
 
-    __slots__ = ("_exchange", "_is_body_given")
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._is_body_given = False
+class LazyRequest(Request):
+    """A Starlette `Request` that is made when something of it is looked at: many handlers look at nothing."""
 
-    async def __call__(self) -> Message:
-        if not self._is_body_given:
-            self._is_body_given = True
-            return {"type": "http.request", "body": self._exchange.body, "more_body": False}
-        gone = self._exchange.gone
-        if gone is None:
-            gone = self._exchange.gone = asyncio.Event()
-        await gone.wait()
-        return {"type": "http.disconnect"}
+    def __init__(self, head: RequestHead, receive: Receive) -> None:
+        """As `Request` of `http_scope`."""
+        self._made_of = (head, receive)
+
+    def __getattr__(self, name: str) -> Any:
+        # Comes only for what is not there (yet).
+        if "scope" in self.__dict__:
+            raise AttributeError(name)
+        head, receive = self._made_of
+        super().__init__(http_scope(head), receive)
+        return getattr(self, name)

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import structlog
 
 from serve_common.bus.connection import BusConnection, Subscription
+from serve_common.bus.errors import NotConnected, OutboundFull
 from serve_common.bus.options import BusOptions
 from serve_common.errors import BusUnavailable, PermanentError
+from serve_common.replica_context import ReplicaContext, current_replica, set_replica_context
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
@@ -22,6 +25,7 @@ from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.bus_side import BusSide
 from serve_replica_host.replica.exchange import ToBus, ToUser
+from serve_replica_host.replica.held_models import HeldModels
 from serve_replica_host.replica.loop_thread import LoopThread
 from serve_replica_host.replica.mailbox import Mailbox
 from serve_replica_host.replica.orders import StartOrder
@@ -34,6 +38,9 @@ _log = structlog.get_logger(__name__)
 SWEEP_S: Final = 0.05
 """How late a deadline may be noticed."""
 METRICS_S: Final = 0.5
+MODELS_EVERY_S: Final = 5.0
+_SHUTDOWN_TIMEOUT_S: Final = 10.0
+"""For the shutdown of an ASGI application; what it does after that is cut off."""
 _CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.1
@@ -56,6 +63,8 @@ class ReplicaProcess:
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
+        self._models = HeldModels()
+        self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
     def start(self) -> str | None:
         """Construct the user's code, then subscribe the replica's subject. None, or what went wrong.
@@ -63,8 +72,17 @@ class ReplicaProcess:
         Waits for NATS as long as it takes: the host ends a start that takes too long.
         """
         goal = self._order.goal
+        context = ReplicaContext(
+            replica_tag=goal.replica_tag,
+            backend_tag=goal.backend_tag,
+            bus=self._order.bus,
+            code_version=goal.code_version,
+            companions=dict(goal.companions),
+            publish_models=self._publish_models,
+        )
+        set_replica_context(context)
         try:
-            self._code = self._user.submit(UserCode.construct(goal, self._order.app_dir)).result()
+            self._code = self._user.submit(self._construct(context)).result()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             return user_traceback(error)
         try:
@@ -87,6 +105,10 @@ class ReplicaProcess:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
             bus_side.max_concurrent_queries = goal.max_concurrent_queries
         self._order = StartOrder(goal=goal, bus=self._order.bus, app_dir=self._order.app_dir)
+        context = current_replica()
+        if context is not None:
+            context.code_version = goal.code_version
+            context.companions = dict(goal.companions)
         return None
 
     def check_health(self) -> str | None:
@@ -103,6 +125,9 @@ class ReplicaProcess:
         if self._bus_side is not None:
             self._bus.submit(self._drain(self._bus_side)).result()
         if self._code is not None:
+            error = self._call_user(self._stop, self._code)
+            if error is not None:
+                _log.error("application_shutdown_failed", traceback=error)
             self._user.loop.call_soon_threadsafe(self._code.discard)
         self._user.stop(_STOP_TIMEOUT_S)
         self._bus.stop(_STOP_TIMEOUT_S)
@@ -114,6 +139,23 @@ class ReplicaProcess:
             return user_traceback(error)
         return None
 
+    @staticmethod
+    async def _stop(code: UserCode) -> None:
+        async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
+            await code.stop()
+
+    def _publish_models(self, model_ids: Sequence[str]) -> None:
+        """See `ReplicaContext.publish_models`."""
+        self._models.hold(model_ids)
+        if self._connection is not None:
+            self._bus.loop.call_soon_threadsafe(self._tell_models, self._connection)
+
+    async def _construct(self, context: ReplicaContext) -> UserCode:
+        def constructed(target: object) -> None:
+            context.servable_object = target
+
+        return await UserCode.construct(self._order.goal, self._order.app_dir, constructed)
+
     # -- on the bus loop ------------------------------------------------------------------------------------------
 
     async def _serve(self, code: UserCode) -> None:
@@ -124,10 +166,13 @@ class ReplicaProcess:
         bus_side = BusSide(
             publish=connection.publish,
             to_user=to_user.put,
-            now=loop.time,
+            now=time.monotonic,
             metrics=self._metrics,
             max_concurrent_queries=self._order.goal.max_concurrent_queries,
+            streams_bodies=code.streams_bodies,
         )
+        connection.on_connected.append(bus_side.bus_joined)
+        connection.on_disconnected.append(bus_side.bus_lost)
         to_bus: Mailbox[ToBus] = Mailbox(loop, bus_side.take_outcome)
         user_side = UserSide(code, to_bus.put)
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
@@ -137,6 +182,7 @@ class ReplicaProcess:
         self._tasks = TaskOwner("replica")
         self._tasks.start(self._sweep(bus_side), "sweep")
         self._tasks.start(self._write_metrics(bus_side), "write_metrics")
+        self._tasks.start(self._keep_telling_models(connection), "tell_models")
 
     async def _sweep(self, bus_side: BusSide) -> None:
         while True:
@@ -148,6 +194,19 @@ class ReplicaProcess:
             self._metrics.write(bus_side.in_flight)
             await asyncio.sleep(METRICS_S)
 
+    async def _keep_telling_models(self, connection: BusConnection) -> None:
+        """Routers that begin later learn what is held, and those that hear nothing forget it."""
+        while True:
+            if self._models.has_any:
+                self._tell_models(connection)
+            await asyncio.sleep(MODELS_EVERY_S)
+
+    def _tell_models(self, connection: BusConnection) -> None:
+        try:
+            connection.publish(self._models_subject, self._models.encoded())
+        except (NotConnected, OutboundFull):
+            _log.debug("models_not_told")  # said again in a few seconds
+
     async def _drain(self, bus_side: BusSide) -> None:
         bus_side.is_draining = True
         await bus_side.wait_idle()
@@ -156,6 +215,8 @@ class ReplicaProcess:
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
+        if self._code is not None:
+            await asyncio.wrap_future(self._user.submit(self._code.stop()))
         if self._connection is not None:
             await self._connection.close()
         if self._tasks is not None:

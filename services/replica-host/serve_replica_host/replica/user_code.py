@@ -1,8 +1,9 @@
-"""The user's class or function: imported, constructed, called.
+"""The user's class, function or ASGI application: imported, constructed, called.
 
 Why apart: this is the whole contract with user code, the same as Ray Serve's. ``import_path`` names a class, whose
-instance takes requests in ``__call__`` and may have ``reconfigure(user_config)`` and ``check_health()``, or a function
-that takes requests. Each may be plain or async.
+instance takes requests in ``__call__`` and may have ``reconfigure(user_config)`` and ``check_health()``; or a function
+that takes requests; or an ASGI application. Each may be plain or async. A class whose ``__muster_asgi__`` is an ASGI
+application (or a function that returns one) answers HTTP by that; its other methods can be called by handles.
 """
 
 from __future__ import annotations
@@ -11,44 +12,51 @@ import asyncio
 import contextvars
 import functools
 import gc
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Final, final
 
+from serve_common.errors import BadField
 from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.replica.import_path import UserCodeUnusable, import_named
+from serve_replica_host.replica.lifespan import Lifespan
+from serve_replica_host.replica.methods import Method, is_asgi, takes_nothing
 
 THREADS_MAX: Final = 100
 """Of one replica for plain functions; what exceeds it waits for a thread."""
-
-
-class UserCodeUnusable(Exception):
-    """What the import path names cannot be served; the message says why."""
+ASGI_ATTRIBUTE: Final = "__muster_asgi__"
 
 
 @final
 class UserCode:
-    """One constructed class or one function. All methods run on the user loop."""
+    """One constructed object or one function. All methods run on the user loop."""
 
-    def __init__(self, target: Any, handler: Callable[..., Any], max_concurrent_queries: int) -> None:
-        """Use `construct`."""
-        self._target = target
-        self._handler = handler
-        self._is_async = _is_async(handler)
-        self._takes_request = _takes_argument(handler)
+    def __init__(
+        self,
+        target: Any,
+        handler: Callable[..., Any] | None,
+        max_concurrent_queries: int,
+        asgi: Lifespan | None = None,
+    ) -> None:
+        """Use `construct`. ``handler`` takes what comes without a method's name; None when nothing does."""
+        self.target = target
+        self.asgi = asgi
+        """The ASGI application that answers HTTP and WebSockets; None when ``handler`` does."""
+        self._methods = {} if handler is None else {"": Method(handler)}
         self._threads = _threads(max_concurrent_queries)
 
     @classmethod
-    async def construct(cls, goal: ReplicaGoal, app_dir: str) -> UserCode:
-        """Import and construct, then reconfigure when there is a user_config.
+    async def construct(
+        cls, goal: ReplicaGoal, app_dir: str, on_constructed: Callable[[Any], None] | None = None
+    ) -> UserCode:
+        """Import and construct, run an ASGI application's start-up, then reconfigure when there is a user_config.
 
+        ``on_constructed`` is called with the object as soon as its constructor has returned.
         Raises `UserCodeUnusable` and whatever the user's code raises.
         """
         config = goal.replica_config
-        named = _import(config.import_path, app_dir)
+        named = import_named(config.import_path, app_dir)
         target = named
         if inspect.isclass(named):
             # On the loop's thread, as everything that is not a plain handler: it may make futures, sessions, tasks.
@@ -57,37 +65,66 @@ class UserCode:
             raise UserCodeUnusable(
                 f"{config.import_path} is not a class; it takes no init_args or init_kwargs"
             )
-        if not callable(target):
+        if on_constructed is not None:
+            on_constructed(target)
+        application = _application(target)
+        if application is None and not callable(target):
             what = "has no __call__" if inspect.isclass(named) else "is neither a class nor a function"
             raise UserCodeUnusable(f"{config.import_path} {what}")
-        code = cls(target, target, goal.max_concurrent_queries)
+        handler = target if callable(target) and application is not target else None
+        asgi = None if application is None else Lifespan(application)
+        code = cls(target, handler, goal.max_concurrent_queries, asgi)
+        if asgi is not None:
+            await asgi.start()
         if goal.user_config is not None:
             await code.reconfigure(goal.user_config)
         return code
 
-    async def call(self, argument: Any) -> Any:
-        """What the user's code returns for ``argument``; raises what it raises.
+    @property
+    def streams_bodies(self) -> bool:
+        """Whether HTTP requests may begin before their bodies are whole; plain functions cannot wait for the rest."""
+        handler = self._methods.get("")
+        return self.asgi is not None or (handler is not None and not handler.blocks)
 
-        A plain function runs in a thread. Cancelling cannot stop a thread: then this ends when the function does,
-        so that the request keeps its slot as long as it really uses the machine.
+    def method(self, name: str) -> Method:
+        """The method of the user's object with that name; empty is what takes requests. Raises `BadField`."""
+        found = self._methods.get(name)
+        return self._find(name) if found is None else found
+
+    async def call(self, *args: Any, method_name: str = "", **kwargs: Any) -> Any:
+        """What the named method, or what takes requests, returns; raises what it raises, and `BadField`.
+
+        One argument is left out where the code takes none.
         """
-        arguments = (argument,) if self._takes_request else ()
-        if self._is_async:
-            return await self._handler(*arguments)
-        call = functools.partial(contextvars.copy_context().run, self._handler, *arguments)
+        method = self.method(method_name)
+        if len(args) == 1 and not kwargs and not method.takes_argument:
+            args = ()
+        if method.is_async:
+            return await method.function(*args, **kwargs)
+        if not method.blocks:
+            return method.function(*args, **kwargs)
+        return await self.run_plain(method.function, *args, **kwargs)
+
+    async def run_plain(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``function`` returns, called in a thread with the context of this request.
+
+        Cancelling cannot stop a thread: then this ends when the function does, so that the request keeps its slot as
+        long as it really uses the machine.
+        """
+        call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         result = await _outcome(self._threads.submit(call))
         return await result if inspect.isawaitable(result) else result
 
     async def reconfigure(self, user_config: Any) -> None:
         """Apply ``user_config``; raises `UserCodeUnusable` when the code cannot be reconfigured."""
-        method = getattr(self._target, "reconfigure", None)
+        method = getattr(self.target, "reconfigure", None)
         if method is None:
             raise UserCodeUnusable("user_config is set, but the code has no reconfigure(user_config)")
         await _finished(method(user_config))
 
     async def check_health(self) -> None:
         """Raises what the user's ``check_health`` raises; without one, that this runs is the check."""
-        method = getattr(self._target, "check_health", None)
+        method = getattr(self.target, "check_health", None)
         if method is not None:
             await _finished(method())
 
@@ -96,15 +133,45 @@ class UserCode:
         old, self._threads = self._threads, _threads(max_concurrent_queries)
         old.shutdown(wait=False)
 
+    async def stop(self) -> None:
+        """Run an ASGI application's shutdown; what it raises is logged."""
+        if self.asgi is not None:
+            await self.asgi.stop()
+
     def discard(self) -> None:
         """Let go of the user's object, so that its ``__del__`` runs before the process ends."""
-        self._target = self._handler = _discarded
+        self.target = _discarded
+        self.asgi = None
+        self._methods = {"": Method(_discarded)}
         self._threads.shutdown(wait=False, cancel_futures=True)
         gc.collect()
+
+    def _find(self, name: str) -> Method:
+        public = name == "__call__" or not name.startswith("_")
+        function = getattr(self.target, name, None) if name and public else None
+        if not callable(function):
+            what = type(self.target).__name__
+            asked = repr(name) if name else "__call__"
+            reason = "is private" if not public else f"is no method of {what}"
+            if name in ("", "__call__") and self.asgi is not None:
+                reason = f"is no method of {what}, which takes HTTP requests only"
+            raise BadField("method_name", f"{asked} {reason}")
+        if name == "__call__" and self._methods.get("") is None:
+            raise BadField("method_name", f"{type(self.target).__name__} takes HTTP requests only")
+        method = self._methods[name] = Method(function)
+        return method
 
 
 def _discarded(*_: Any) -> None:
     raise UserCodeUnusable("the replica has stopped")
+
+
+def _application(target: Any) -> Any:
+    """The ASGI application in ``target``; None when there is none."""
+    ingress = getattr(target, ASGI_ATTRIBUTE, None)
+    if ingress is not None:
+        return ingress() if takes_nothing(ingress) else ingress
+    return target if is_asgi(target) else None
 
 
 def _threads(max_concurrent_queries: int) -> ThreadPoolExecutor:
@@ -123,45 +190,3 @@ async def _outcome(work: Future[Any]) -> Any:
 async def _finished(result: Any) -> None:
     if inspect.isawaitable(result):
         await result
-
-
-def _import(import_path: str, app_dir: str) -> Any:
-    if app_dir:
-        if not Path(app_dir).is_dir():
-            raise UserCodeUnusable(f"app_dir {app_dir} is not a directory that the replica host can see")
-        if app_dir not in sys.path:
-            sys.path.insert(0, app_dir)
-            importlib.invalidate_caches()
-    module_name, _, attribute = import_path.partition(":")
-    found: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UserCodeUnusable(f"{module_name} ({_origin(module_name)}) has no {attribute}")
-        found = getattr(found, part)
-    return found
-
-
-def _origin(module_name: str) -> str:
-    return getattr(sys.modules.get(module_name), "__file__", None) or "built in"
-
-
-def _is_async(handler: Callable[..., Any]) -> bool:
-    if inspect.iscoroutinefunction(handler):
-        return True
-    return not inspect.isroutine(handler) and inspect.iscoroutinefunction(getattr(handler, "__call__", None))  # noqa: B004 - it is the method that is asked about
-
-
-def _takes_argument(handler: Callable[..., Any]) -> bool:
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):  # some built-in callables have none
-        return True
-    try:
-        signature.bind(object())
-    except TypeError:
-        try:
-            signature.bind()
-        except TypeError:
-            return True  # let the call itself say what is wrong
-        return False
-    return True

@@ -18,6 +18,7 @@ from serve_common.wires.commands import (
     DeployApplication,
     DrainHost,
     Rollback,
+    SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
@@ -33,6 +34,7 @@ from serve_controller.core.commands.deployments import delete_deployment, deploy
 from serve_controller.core.commands.endpoints import (
     create_endpoint,
     delete_endpoint,
+    set_endpoint_options,
     set_traffic,
     shadow_traffic,
 )
@@ -73,6 +75,8 @@ def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:
             return set_traffic(checkpoint, command, now)
         case ShadowTraffic():
             return shadow_traffic(checkpoint, command, now)
+        case SetEndpointOptions():
+            return set_endpoint_options(checkpoint, command, now)
         case Rollback():
             return rollback(checkpoint, command, now)
         case SetHttpOptions():

@@ -6,6 +6,7 @@ import msgspec
 
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, check_name, check_route
+from serve_common.values import EndpointOptions, check_endpoint_options
 from serve_common.wires.commands import DeleteApplication, DeployApplication
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
@@ -33,6 +34,7 @@ from serve_controller.core.commands.versions import (
     make_backend,
 )
 from serve_controller.core.goals import pending_goal
+from serve_controller.core.ingress_moves import route_meanwhile, taken_over
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
@@ -49,7 +51,7 @@ DEPLOYMENTS_MAX = 100
 def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: float) -> Accepted:
     """See `DeployApplication`."""
     name = check_name(command.name, "name")
-    parts = _checked_parts(command)
+    parts, options = _checked_parts(command)
     again = retried(checkpoint, command.request_id, name, application_owned(name))
     if again is not None:
         return again
@@ -58,19 +60,26 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     route = None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix")
     methods = check_methods(command.methods)
     ingress = BackendTag(f"{name}/{command.ingress}")
-    check_route_free(checkpoint, route, EndpointTag(ingress), "route_prefix")
     existing = checkpoint.applications.get(name)
+    left_out = [] if existing is None else left_out_of(checkpoint, name, parts)
+    members = {*parts, *left_out}
+    check_route_free(checkpoint, route, EndpointTag(ingress), "route_prefix", members)
+    takes_over = taken_over(checkpoint, route, ingress, members)
     if existing is None:
         _check_name_free(checkpoint, name, set(parts))
     check_room_for_backends(checkpoint, sum(tag not in checkpoint.backends for tag in parts))
-    target = ApplicationVersion(ingress=ingress, deployments=sorted(parts))
+    target = ApplicationVersion(ingress=ingress, deployments=sorted(parts), takes_over=takes_over)
     configs = {
-        tag: EndpointConfig(route=route if tag == ingress else None, methods=methods, traffic={tag: 1.0})
+        tag: EndpointConfig(
+            route=route_meanwhile(checkpoint, route, takes_over, tag, is_ingress=tag == ingress),
+            methods=methods,
+            traffic={tag: 1.0},
+            options=options[tag],
+        )
         for tag in parts
     }
     if existing is not None and _is_same(checkpoint, existing, target, parts, configs):
         return nothing_to_do(name, existing.goal_id)
-    left_out = [] if existing is None else left_out_of(checkpoint, name, parts)
     for tag in left_out:
         check_unused(checkpoint, tag, {EndpointTag(tag)})
     draft = Draft(checkpoint)
@@ -98,7 +107,9 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     return changed(draft, name, goal_id)
 
 
-def _checked_parts(command: DeployApplication) -> dict[BackendTag, Wanted]:
+def _checked_parts(
+    command: DeployApplication,
+) -> tuple[dict[BackendTag, Wanted], dict[BackendTag, EndpointOptions]]:
     if not command.deployments:
         raise BadField("deployments", "must not be empty")
     if len(command.deployments) > DEPLOYMENTS_MAX:
@@ -106,6 +117,7 @@ def _checked_parts(command: DeployApplication) -> dict[BackendTag, Wanted]:
             f"deployments: {len(command.deployments)} are given; at most {DEPLOYMENTS_MAX} may be"
         )
     parts: dict[BackendTag, Wanted] = {}
+    options: dict[BackendTag, EndpointOptions] = {}
     for index, spec in enumerate(command.deployments):
         at = f"deployments[{index}]."
         tag = BackendTag(f"{command.name}/{check_name(spec.name, f'{at}name')}")
@@ -113,9 +125,10 @@ def _checked_parts(command: DeployApplication) -> dict[BackendTag, Wanted]:
             raise BadField(f"{at}name", f"{spec.name!r} is given twice")
         parts[tag] = Wanted(spec.replica_config, spec.backend_config, spec.version, spec.version is not None)
         check_wanted(parts[tag], at)
+        options[tag] = check_endpoint_options(spec.endpoint_options, f"{at}endpoint_options")
     if BackendTag(f"{command.name}/{command.ingress}") not in parts:
         raise BadField("ingress", f"{command.ingress[:100]!r} is none of the deployments")
-    return parts
+    return parts, options
 
 
 def _check_name_free(checkpoint: Checkpoint, name: str, tags: set[BackendTag]) -> None:

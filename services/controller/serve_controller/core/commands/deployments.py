@@ -9,6 +9,7 @@ import msgspec
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
 from serve_common.subjects import backend_key
+from serve_common.values import check_endpoint_options
 from serve_common.wires.commands import DeleteDeployment, Deploy
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
@@ -30,6 +31,7 @@ from serve_controller.core.commands.versions import (
     is_as_wanted,
     make_backend,
 )
+from serve_controller.core.ingress_moves import check_not_moving
 from serve_controller.core.objects import (
     Application,
     Backend,
@@ -52,6 +54,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
         methods=check_methods(command.methods),
         traffic={tag: 1.0},
+        options=check_endpoint_options(command.endpoint_options, "endpoint_options"),
     )
     again = retried(checkpoint, command.request_id, tag, backend_key(tag))
     if again is not None:
@@ -66,6 +69,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         checkpoint, existing, wanted, config
     ):
         return nothing_to_do(tag, existing.goal_id)
+    check_not_moving(checkpoint, tag)
     draft = Draft(checkpoint)
     owns = deployment_owned(tag)
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now, request_id=command.request_id)
@@ -150,13 +154,32 @@ def check_is_deployment(checkpoint: Checkpoint, tag: BackendTag, field: str = "n
         )
 
 
-def check_route_free(checkpoint: Checkpoint, route: str | None, of: EndpointTag, field: str) -> None:
-    """Raise `Conflict` when another endpoint has the route, or may take it back when its pending goal fails."""
+def check_route_free(
+    checkpoint: Checkpoint,
+    route: str | None,
+    of: EndpointTag,
+    field: str,
+    but: Collection[BackendTag] = (),
+) -> None:
+    """Raise `Conflict` when another endpoint has the route, or may take it back when its pending goal fails.
+
+    ``but``: deployments that give it up. One of the same application that may take it back does so only together with
+    this one.
+    """
     if route is None:
         return
-    other = checkpoint.routes.get(route)
-    if other is not None and other != of:
-        raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}")
+    for other in sorted(checkpoint.routes.get(route, {})):
+        if other == of or BackendTag(other) in but:
+            continue
+        if checkpoint.endpoints[other].target.route == route or not _are_one(checkpoint, of, other):
+            raise Conflict(f"{field}: {route!r} belongs to the endpoint {other!r}")
+
+
+def _are_one(checkpoint: Checkpoint, one: EndpointTag, other: EndpointTag) -> bool:
+    """Whether both are deployments of one application."""
+    known = [checkpoint.deployments.get(BackendTag(tag)) for tag in (one, other)]
+    names = {"" if deployment is None else deployment.application for deployment in known}
+    return len(names) == 1 and "" not in names
 
 
 def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, config: EndpointConfig) -> bool:
@@ -176,6 +199,7 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
     check_is_deployment(checkpoint, tag)
     if is_going(checkpoint, existing):
         return nothing_to_do(tag, existing.goal_id, updating=True)
+    check_not_moving(checkpoint, tag)
     application = checkpoint.applications.get(checkpoint.deployments[tag].application)
     going = [tag]
     if application is not None and set(application.target.deployments) <= {tag}:

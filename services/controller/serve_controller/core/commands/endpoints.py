@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.subjects import endpoint_key
-from serve_common.values import shown
-from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint, SetTraffic, ShadowTraffic
+from serve_common.values import check_endpoint_options, merged, shown
+from serve_common.wires.commands import (
+    CreateEndpoint,
+    DeleteEndpoint,
+    SetEndpointOptions,
+    SetTraffic,
+    ShadowTraffic,
+)
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
@@ -24,7 +30,7 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
-from serve_controller.core.goals import left_out_by, pending_goal
+from serve_controller.core.goals import TRAFFIC, left_out_by, pending_goal
 from serve_controller.core.objects import Endpoint, EndpointConfig, GoalKind
 
 NUM_ENDPOINTS_MAX = 10_000
@@ -40,6 +46,7 @@ def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float)
         route=None if command.route is None else check_route(command.route, "route"),
         methods=check_methods(command.methods),
         traffic=_checked_weights(checkpoint, command.traffic, "traffic"),
+        options=check_endpoint_options(command.options),
     )
     existing = checkpoint.endpoints.get(tag)
     if existing is not None:
@@ -47,7 +54,7 @@ def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float)
             checkpoint, tag
         ):
             return nothing_to_do(tag, existing.goal_id)
-        raise Conflict(f"endpoint: {tag!r} exists already, with another route, methods or traffic")
+        raise Conflict(f"endpoint: {tag!r} exists already, with another route, methods, traffic or options")
     if _is_deployments(checkpoint, tag):
         raise Conflict(f"endpoint: the deployment {tag!r} is still being deleted; wait for its goal")
     check_route_free(checkpoint, config.route, tag, "route")
@@ -76,7 +83,7 @@ def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Acce
     if weights == endpoint.target.traffic and not ended_badly(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, traffic=weights)
-    return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
+    return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
 
 
 def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -> Accepted:
@@ -95,7 +102,26 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
     if shadows == endpoint.target.shadows and not ended_badly(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, shadows=shadows)
-    return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target), now)
+    return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
+
+
+def set_endpoint_options(checkpoint: Checkpoint, command: SetEndpointOptions, now: float) -> Accepted:
+    """See `SetEndpointOptions`."""
+    endpoint = _existing(checkpoint, command.endpoint)
+    options = check_endpoint_options(merged(endpoint.target.options, command.options, "options"))
+    if options == endpoint.target.options and not ended_badly(checkpoint, endpoint.goal_id):
+        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
+    target = msgspec.structs.replace(endpoint.target, options=options)
+    return _set_alone(checkpoint, endpoint, target, ("options",), now)
+
+
+def _set_alone(
+    checkpoint: Checkpoint, endpoint: Endpoint, target: EndpointConfig, fields: Iterable[str], now: float
+) -> Accepted:
+    """A change of an endpoint's configuration that a deploy which is pending, or fails, does not undo."""
+    before = endpoint.set_alone if endpoint.goal_id in checkpoint.pending else []
+    set_alone = sorted({*before, *fields})
+    return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target, set_alone=set_alone), now)
 
 
 def _changed(checkpoint: Checkpoint, endpoint: Endpoint, now: float) -> Accepted:

@@ -23,6 +23,7 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.deployments import check_route_free, is_deployed_as, put_deployment
 from serve_controller.core.commands.versions import Wanted, is_as_wanted, make_backend
+from serve_controller.core.ingress_moves import check_not_moving
 from serve_controller.core.objects import Backend, EndpointConfig, GoalKind, Revision, deployment_owned
 
 
@@ -56,6 +57,7 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
         is_there = is_deployed_as(checkpoint, existing, wanted, config)
         if is_there and not ended_badly(checkpoint, existing.goal_id):
             return nothing_to_do(tag, existing.goal_id)
+        check_not_moving(checkpoint, tag)
     draft = Draft(checkpoint)
     owns = [backend_key(tag)] if config is None else deployment_owned(tag)
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now, request_id=command.request_id)
@@ -92,10 +94,18 @@ def _is_like(revision: Revision, existing: Backend, reached: EndpointConfig | No
     target = existing.target
     num_replicas = target.backend_config.num_replicas
     was, way = revision.version, revision.endpoint
+    is_newest = revision.revision == existing.newest_revision
     return (
-        (way is None or reached is None or (way.route, way.methods) == (reached.route, reached.methods))
+        (way is None or reached is None or _is_reached_alike(way, reached, is_newest=is_newest))
         and was.code_version == target.code_version
         and msgspec.structs.replace(was.backend_config, num_replicas=num_replicas) == target.backend_config
+    )
+
+
+def _is_reached_alike(way: EndpointConfig, reached: EndpointConfig, *, is_newest: bool) -> bool:
+    # Options that were set since the newest revision are no version to go back from.
+    return (way.route, way.methods) == (reached.route, reached.methods) and (
+        is_newest or way.options == reached.options
     )
 
 

@@ -17,6 +17,7 @@ from serve_common.values import (
     check_replica_config,
 )
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.differences import HEARD_BY_REPLICAS
 from serve_controller.core.objects import Backend, BackendVersion
 
 NUM_BACKENDS_MAX = 10_000
@@ -146,19 +147,6 @@ def _with_same_code(existing: Backend, wanted: Wanted) -> BackendVersion | None:
     return None
 
 
-_DEFAULTS = BackendConfig()
-
-
 def replica_part(config: BackendConfig) -> BackendConfig:
     """The configuration less what no replica needs to hear of."""
-    return msgspec.structs.replace(
-        config,
-        num_replicas=_DEFAULTS.num_replicas,
-        max_queued_requests=_DEFAULTS.max_queued_requests,
-        max_constructor_retry_count=_DEFAULTS.max_constructor_retry_count,
-        on_failure=_DEFAULTS.on_failure,
-        max_surge_percent=_DEFAULTS.max_surge_percent,
-        max_unavailable_percent=_DEFAULTS.max_unavailable_percent,
-        placement=_DEFAULTS.placement,
-        max_replicas_per_host=_DEFAULTS.max_replicas_per_host,
-    )
+    return BackendConfig(**{name: getattr(config, name) for name in HEARD_BY_REPLICAS})

@@ -45,7 +45,7 @@ def _application(checkpoint: Checkpoint, application: Application) -> Applicatio
         name=application.name,
         status=status,
         message=message,
-        route_prefix=None if ingress is None else ingress.target.route,
+        route_prefix=application.target.takes_over or (None if ingress is None else ingress.target.route),
         ingress=application.target.ingress,
         deployments=sorted(application.target.deployments),
         goal_id=application.goal_id,

@@ -12,11 +12,12 @@ from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.wires.queries import PagedQuery
 from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, SnapshotView
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, BackendVersion, Deployment
+from serve_controller.core.objects import Backend, BackendVersion, Deployment, EndpointConfig
 from serve_controller.core.views.backends import goal_status_of, status_of, view_replicas
 from serve_controller.core.views.paging import ALL, page_of
 
 UNVERSIONED: Final = "Unversioned"
+_NOWHERE: Final = EndpointConfig(route=None, methods=[], traffic={})
 
 
 def view_deployment(checkpoint: Checkpoint, name: str) -> DeploymentView:
@@ -58,7 +59,7 @@ def view_snapshot(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[Snaps
                 name=tag,
                 class_name=version.replica_config.import_path.partition(":")[2],
                 version=UNVERSIONED if version.version is None else version.version,
-                route=deployment.ended_route if backend is None else _reached(checkpoint, tag)[0],
+                route=deployment.ended_route if backend is None else _reached(checkpoint, tag).route,
                 status=DeploymentStatus.DELETED if backend is None else status_of(checkpoint, backend)[0],
                 start_time=deployment.started_at,
                 end_time=deployment.ended_at if backend is None else None,
@@ -81,10 +82,10 @@ def _living(checkpoint: Checkpoint, tag: BackendTag) -> Backend | None:
     return None if deployment is None or deployment.ended_at is not None else checkpoint.backends.get(tag)
 
 
-def _reached(checkpoint: Checkpoint, tag: BackendTag) -> tuple[str | None, list[str]]:
-    """Route and methods of a deployment's endpoint."""
+def _reached(checkpoint: Checkpoint, tag: BackendTag) -> EndpointConfig:
+    """What a deployment's endpoint is."""
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
-    return (None, []) if endpoint is None else (endpoint.target.route, endpoint.target.methods)
+    return _NOWHERE if endpoint is None else endpoint.target
 
 
 def _present(
@@ -92,13 +93,13 @@ def _present(
 ) -> DeploymentView:
     application = checkpoint.applications.get(deployment.application)
     status, message = status_of(checkpoint, backend)
-    route, methods = _reached(checkpoint, backend.backend_tag)
+    reached = _reached(checkpoint, backend.backend_tag)
     return DeploymentView(
         name=backend.backend_tag,
         status=status,
         message=message,
-        route_prefix=route,
-        methods=methods,
+        route_prefix=reached.route,
+        methods=reached.methods,
         version=backend.target.version,
         code_version=backend.target.code_version,
         backend_config=backend.target.backend_config,
@@ -109,6 +110,7 @@ def _present(
         application=deployment.application,
         is_ingress=application is not None and application.target.ingress == deployment.tag,
         started_at=deployment.started_at,
+        endpoint_options=reached.options,
     )
 
 

@@ -23,6 +23,7 @@ def _endpoint(endpoint: Endpoint) -> EndpointView:
         methods=target.methods,
         traffic={str(tag): weight for tag, weight in sorted(target.traffic.items())},
         shadows={str(tag): proportion for tag, proportion in sorted(target.shadows.items())},
+        options=target.options,
     )
 
 

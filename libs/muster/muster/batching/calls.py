@@ -1,0 +1,186 @@
+"""One call of a batch function, from its caller's side: a single answer, or a stream of them.
+
+Why two kinds: who waits for one answer needs a future and no more; a stream needs a bounded store of steps between a
+batch that runs ahead and a caller that may be slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Final, Protocol, final
+
+from muster.batching.arguments import Bound
+from muster.batching.queue import NO_DEADLINE, WaitingCall
+from serve_common.request_context import RequestContext
+
+STEPS_AHEAD_MAX: Final = 64
+"""How many steps of a stream may wait for their caller; then the whole batch waits for it."""
+
+_STREAM_ENDS: Final = (StopIteration, StopAsyncIteration)
+
+
+class Running(Protocol):
+    """The batch that a call is in."""
+
+    def left_by(self, call: BatchedCall) -> None:
+        """``call`` wants no answer any more."""
+
+    def has_room(self) -> None:
+        """A caller that was behind has taken a step."""
+
+
+class BatchedCall(WaitingCall):
+    """A call with all that its batch needs to know."""
+
+    __slots__ = ("arguments", "context", "instance", "running")
+
+    def __init__(
+        self,
+        *,
+        item: Any,
+        arrived_at: float,
+        instance: Any,
+        arguments: Bound,
+        context: RequestContext | None,
+    ) -> None:
+        deadline = None if context is None else context.deadline
+        if deadline is None or deadline <= arrived_at:
+            # What calls after its deadline is an answer that has begun and goes on, as streams and WebSockets may.
+            deadline = NO_DEADLINE
+        group = "" if context is None else context.model_id
+        super().__init__(item=item, group=group, arrived_at=arrived_at, deadline=deadline)
+        self.instance = instance
+        self.arguments = arguments
+        self.context = context
+        self.running: Running | None = None
+        """Set when its batch starts."""
+
+    @property
+    def is_settled(self) -> bool:
+        """True when it has its whole answer, or wants none."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """Let its caller have ``error``; does nothing when it is settled."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Its caller is gone."""
+        raise NotImplementedError
+
+
+@final
+class SingleCall(BatchedCall):
+    """A call with one answer."""
+
+    __slots__ = ("answer",)
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.answer: asyncio.Future[Any] = loop.create_future()
+
+    @property
+    def is_settled(self) -> bool:
+        """True when it has its answer, or its caller was cancelled."""
+        return self.answer.done()
+
+    def succeed(self, result: Any) -> None:
+        """Let its caller have ``result``; an exception among results is raised there."""
+        if isinstance(result, BaseException):
+            self.fail(result)
+        elif not self.answer.done():
+            self.answer.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` at its caller."""
+        if not self.answer.done():
+            self.answer.set_exception(storable(error))
+
+    def leave(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self.answer.cancel() and not self.answer.cancelled():
+            # It came in the moment in which the caller was cancelled; asyncio would report it as never looked at.
+            self.answer.exception()
+
+
+@final
+class StreamedCall(BatchedCall):
+    """A call with an answer in steps."""
+
+    __slots__ = ("_error", "_is_ended", "_is_left", "_loop", "_steps", "_waiter")
+
+    def __init__(self, *, loop: asyncio.AbstractEventLoop, **fields: Any) -> None:
+        super().__init__(**fields)
+        self._loop = loop
+        self._steps: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._is_ended = self._is_left = False
+
+    @property
+    def is_settled(self) -> bool:
+        """True when no step will come any more, or nobody wants one."""
+        return self._is_ended or self._is_left
+
+    @property
+    def is_behind(self) -> bool:
+        """True when its caller must take a step before there may be another one."""
+        return not self.is_settled and len(self._steps) >= STEPS_AHEAD_MAX
+
+    def give(self, step: Any) -> None:
+        """One more step; StopIteration and StopAsyncIteration end the stream, another exception fails it."""
+        if self.is_settled:
+            return
+        if isinstance(step, _STREAM_ENDS) or (isinstance(step, type) and issubclass(step, _STREAM_ENDS)):
+            self.end()
+        elif isinstance(step, BaseException):
+            self.fail(step)
+        else:
+            self._steps.append(step)
+            self._wake()
+
+    def end(self) -> None:
+        """No more steps."""
+        self._is_ended = True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` after the steps that are there."""
+        if not self.is_settled:
+            self._error = storable(error)
+            self.end()
+
+    def leave(self) -> None:
+        """Nobody wants more steps."""
+        self._is_left = True
+        self._steps.clear()
+
+    async def next_step(self) -> Any:
+        """Raises StopAsyncIteration at the end, or what the stream failed with."""
+        while not self._steps:
+            if self._is_ended:
+                raise StopAsyncIteration if self._error is None else self._error
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        was_behind = self.is_behind
+        step = self._steps.popleft()
+        if was_behind and self.running is not None:
+            self.running.has_room()
+        return step
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def storable(error: BaseException) -> BaseException:
+    """``error``, or for what a coroutine must not raise something that says the same."""
+    if isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit | asyncio.CancelledError):
+        stand_in = RuntimeError(f"the batch function failed with {type(error).__name__}: {error}")
+        stand_in.__cause__ = error
+        return stand_in
+    return error

@@ -1,0 +1,96 @@
+"""Where the running user code is: in which replica, and working on which request.
+
+Why functions and no globals: the same code runs in a replica, in a test and in a person's shell, and must be told
+clearly where it has nothing to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import Context, ContextVar, copy_context
+from typing import Final
+
+import msgspec
+
+from serve_common.names import BackendTag, ReplicaTag
+from serve_common.replica_context import current_replica
+from serve_common.request_context import RequestContext, request_context
+
+__all__ = [
+    "NotInReplica",
+    "ReplicaContext",
+    "RequestContext",
+    "get_batch_request_contexts",
+    "get_multiplexed_model_id",
+    "get_replica_context",
+    "get_request_context",
+]
+
+batch_contexts: Final[ContextVar[Sequence[RequestContext | None]]] = ContextVar("muster_batch", default=())
+"""Of the batch that is being worked on; empty outside of batches."""
+
+before_requests: Final[Context] = copy_context()
+"""As it was when the user's code was imported: it has the ids that all logs bear, and nothing of any request. To be
+copied, for what works for several requests."""
+
+
+class NotInReplica(RuntimeError):
+    """Something was asked for that only a replica's process has."""
+
+
+class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):
+    """The replica that the code runs in."""
+
+    app_name: str
+    """Empty for a backend that belongs to no application."""
+    deployment: str
+    """Its name within the application; for a backend that belongs to none, its tag."""
+    backend_tag: BackendTag
+    replica_tag: ReplicaTag
+    """``backend_tag#ordinal``."""
+    code_version: str
+    servable_object: object
+    """The constructed object of the user's class, or the function; None until the constructor has returned."""
+
+    @property
+    def replica_id(self) -> ReplicaTag:
+        """Ray Serve's newer name for ``replica_tag``."""
+        return self.replica_tag
+
+
+def get_replica_context() -> ReplicaContext:
+    """The replica that this code runs in. Raises `NotInReplica` in any other process."""
+    replica = current_replica()
+    if replica is None:
+        raise NotInReplica("get_replica_context() may only be called in a replica")
+    app_name, _, deployment = replica.backend_tag.rpartition("/")
+    return ReplicaContext(
+        app_name=app_name,
+        deployment=deployment,
+        backend_tag=replica.backend_tag,
+        replica_tag=replica.replica_tag,
+        code_version=str(replica.code_version),
+        servable_object=replica.servable_object,
+    )
+
+
+def get_request_context() -> RequestContext | None:
+    """The request that this code works on: its id, trace, endpoint, model and deadline; None outside of requests.
+
+    The deadline is by `time.monotonic`, so ``context.deadline - time.monotonic()`` seconds are left.
+    """
+    return request_context.get()
+
+
+def get_batch_request_contexts() -> list[RequestContext | None]:
+    """In a batch function: the contexts of its items, in their order; None for an item that belongs to no request.
+
+    Empty outside of batches.
+    """
+    return list(batch_contexts.get())
+
+
+def get_multiplexed_model_id() -> str:
+    """The model that the request is for, as its caller said (header ``serve_multiplexed_model_id``); empty for none."""
+    context = request_context.get()
+    return "" if context is None else context.model_id

@@ -1,0 +1,25 @@
+"""Calling deployments from Python: from other replicas and from any program that may.
+
+Why not through a proxy: a handle routes by itself, with the proxies' own router, so a call costs one hop and keeps the
+caller's deadline, its cancellation and the exception as it was raised. Names and behaviour are Ray Serve's.
+"""
+
+from __future__ import annotations
+
+from muster.handles.errors import BackPressureError, RequestCancelled, RequestCancelledError
+from muster.handles.handle import DeploymentHandle, get_app_handle, get_deployment_handle
+from muster.handles.responses import DeploymentResponse, DeploymentResponseGenerator
+from muster.handles.runtime import connect, disconnect
+
+__all__ = [
+    "BackPressureError",
+    "DeploymentHandle",
+    "DeploymentResponse",
+    "DeploymentResponseGenerator",
+    "RequestCancelled",
+    "RequestCancelledError",
+    "connect",
+    "disconnect",
+    "get_app_handle",
+    "get_deployment_handle",
+]

@@ -1,0 +1,3 @@
+"""What touches the driver of NATS."""
+
+from __future__ import annotations

@@ -1,0 +1,190 @@
+"""The handle: names a deployment, and calls it.
+
+Why it holds names and options only: it is pickled into replicas, kept over redeployments, and made by the thousand.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any, Final, final
+
+import msgspec
+
+from muster.handles.calls import HandleCall, Sources, bind_to_request
+from muster.handles.options import HandleOptions, check_options, deadline_of
+from muster.handles.pickles import pickle_arguments, pickle_one
+from muster.handles.responses import DeploymentResponse, DeploymentResponseGenerator
+from muster.handles.runtime import runtime
+from serve_common.adapters.system_clock import SystemClock
+from serve_common.names import DEFAULT_APPLICATION, check_name
+from serve_common.replica_context import current_replica
+from serve_common.request_context import request_context
+from serve_common.wires.frames import CallHead
+
+_DEFAULTS: Final = HandleOptions()
+_clock: Final = SystemClock()
+
+
+@final
+class _Unset(msgspec.Struct, frozen=True):
+    """An option that is left as it is."""
+
+
+_UNSET: Any = _Unset()
+
+
+@final
+class DeploymentHandle:
+    """Calls one deployment: ``handle.remote(…)`` its ``__call__``, ``handle.method.remote(…)`` any other method."""
+
+    def __init__(self, deployment_name: str, app_name: str, options: HandleOptions = _DEFAULTS) -> None:
+        """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name``: the application's ingress."""
+        self._deployment_name = deployment_name
+        self._app_name = app_name
+        self._options = options
+        self._endpoint = f"{app_name}/{deployment_name}"
+        self._head = CallHead(options.method_name, options.model_id, options.stream)
+
+    @property
+    def deployment_name(self) -> str:
+        """Empty when the handle names the ingress of its application."""
+        return self._deployment_name
+
+    @property
+    def app_name(self) -> str:
+        """The application that the deployment belongs to."""
+        return self._app_name
+
+    def remote(self, *args: Any, **kwargs: Any) -> DeploymentResponse | DeploymentResponseGenerator:
+        """Call the deployment with these arguments; returns at once.
+
+        A `DeploymentResponse` as an argument by itself is waited for and replaced by its value. Inside of a request the
+        call takes over its id and deadline, and is cancelled with it.
+
+        Raises what pickling the arguments raises, `LimitReached` when they are too large, and `BusUnavailable` when no
+        stack is found.
+        """
+        options = self._options
+        now = time.monotonic()
+        unix_now = 0.0 if options.absolute_slo_ms is None else _clock.now()
+        context = request_context.get()
+        replica = current_replica()
+        body, sources = _prepared(args, kwargs)
+        router = runtime()
+        call = HandleCall(
+            endpoint=self._endpoint,
+            head=self._head,
+            body=body,
+            sources=sources,
+            shard_key=options.shard_key,
+            is_repeatable=options.is_repeatable,
+            deadline=deadline_of(options, None if context is None else context.deadline, now, unix_now),
+            request_id=uuid.uuid4().hex if context is None else context.request_id,
+            traceparent="" if context is None else context.traceparent,
+            code_versions=None if replica is None else replica.companions,
+            post=router.post,
+        )
+        bind_to_request(call)
+        router.post(call)
+        if sources is not None:
+            for source in sources.calls():
+                source.when_done(lambda: router.post(call))
+        return (
+            DeploymentResponse(call) if call.items is None else DeploymentResponseGenerator(call, call.items)
+        )
+
+    def options(
+        self,
+        *,
+        method_name: str = _UNSET,
+        multiplexed_model_id: str = _UNSET,
+        stream: bool = _UNSET,
+        shard_key: str = _UNSET,
+        session_id: str = _UNSET,
+        timeout_s: float | None = _UNSET,
+        relative_slo_ms: float | None = _UNSET,
+        absolute_slo_ms: float | None = _UNSET,
+        idempotent: bool = _UNSET,
+        _prefer_local_routing: bool = _UNSET,
+    ) -> DeploymentHandle:
+        """A handle for the same deployment with other options; what is not given stays. Raises `BadField`.
+
+        ``shard_key``: calls with the same key go to the same backend and replica; ``session_id`` is Ray Serve's name
+        for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the answer must begin by then;
+        the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
+        """
+        given = {
+            "method_name": method_name,
+            "model_id": multiplexed_model_id,
+            "stream": stream,
+            "shard_key": shard_key if shard_key is not _UNSET else session_id,
+            "timeout_s": timeout_s,
+            "relative_slo_ms": relative_slo_ms,
+            "absolute_slo_ms": absolute_slo_ms,
+            "is_repeatable": idempotent,
+        }
+        changed = {name: value for name, value in given.items() if value is not _UNSET}
+        options = check_options(msgspec.structs.replace(self._options, **changed))
+        return DeploymentHandle(self._deployment_name, self._app_name, options)
+
+    def __getattr__(self, name: str) -> DeploymentHandle:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        handle = self.options(method_name=name)
+        self.__dict__[name] = handle  # the next look-up finds it without coming here
+        return handle
+
+    def __reduce__(self) -> tuple[type[DeploymentHandle], tuple[str, str, HandleOptions]]:
+        return DeploymentHandle, (self._deployment_name, self._app_name, self._options)
+
+    def __repr__(self) -> str:
+        method = f", method_name={self._options.method_name!r}" if self._options.method_name else ""
+        return f"DeploymentHandle({self._endpoint!r}{method})"
+
+
+def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:
+    """A handle for a deployment, whether it exists yet or not; ``application/deployment`` names both at once.
+
+    Without ``app_name``: in a replica its own application, elsewhere ``default``. Raises `BadField` for a name that
+    cannot be.
+    """
+    if app_name is None and "/" in deployment_name:
+        app_name, _, deployment_name = deployment_name.partition("/")
+    if app_name is None:
+        replica = current_replica()
+        app_name = DEFAULT_APPLICATION if replica is None else replica.backend_tag.partition("/")[0]
+    check_name(app_name, "app_name")
+    return DeploymentHandle(check_name(deployment_name, "deployment_name"), app_name)
+
+
+def get_app_handle(name: str) -> DeploymentHandle:
+    """A handle for the ingress of an application: its only deployment, or the one that has a route.
+
+    Which one that is, is looked up for each call. Raises `BadField` for a name that cannot be.
+    """
+    return DeploymentHandle("", check_name(name, "name"))
+
+
+def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sources | None]:
+    """The body, or what it is made of later."""
+    for value in args:
+        if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
+            break
+    else:
+        for value in kwargs.values():
+            if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
+                break
+        else:
+            return pickle_arguments(args, kwargs), None
+    return b"", Sources(
+        [_part(value) for value in args], {name: _part(value) for name, value in kwargs.items()}
+    )
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, DeploymentResponse):
+        return value.call
+    if isinstance(value, DeploymentResponseGenerator):
+        raise TypeError("a streamed answer cannot be an argument of another call; read it first")
+    return pickle_one(value)

@@ -1,0 +1,52 @@
+"""What a handle's user may choose for its calls, and the deadline that follows from it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.errors import BadField
+
+UNLIMITED_S: Final = 7 * 86_400.0
+"""How long a call may take that nobody set a limit for."""
+
+
+class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of one handle; see `DeploymentHandle.options`."""
+
+    method_name: str = ""
+    """Empty means ``__call__``."""
+    model_id: str = ""
+    stream: bool = False
+    shard_key: str = ""
+    timeout_s: float | None = None
+    relative_slo_ms: float | None = None
+    absolute_slo_ms: float | None = None
+    """Milliseconds since 1970."""
+    is_repeatable: bool = False
+
+
+def check_options(options: HandleOptions) -> HandleOptions:
+    """Return ``options``; raises `BadField` naming the one that cannot be."""
+    if options.method_name and not options.method_name.isidentifier():
+        raise BadField("method_name", f"{options.method_name[:100]!r} is not a method's name")
+    for name in ("timeout_s", "relative_slo_ms", "absolute_slo_ms"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise BadField(name, f"is {value}; it must be above 0")
+    return options
+
+
+def deadline_of(options: HandleOptions, request_deadline: float | None, now: float, unix_now: float) -> float:
+    """When a call made ``now`` must be answered, by the clock of ``now``: the earliest of all that is asked for.
+
+    ``request_deadline`` is that of the request which the caller works on, by the same clock.
+    """
+    left_s = UNLIMITED_S if options.timeout_s is None else options.timeout_s
+    if options.relative_slo_ms is not None:
+        left_s = min(left_s, options.relative_slo_ms / 1000)
+    if options.absolute_slo_ms is not None:
+        left_s = min(left_s, options.absolute_slo_ms / 1000 - unix_now)
+    deadline = now + left_s
+    return deadline if request_deadline is None else min(deadline, request_deadline)

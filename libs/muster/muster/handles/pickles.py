@@ -1,0 +1,132 @@
+"""Values and exceptions between this process and a replica.
+
+Why cloudpickle: it takes functions and classes of a script or notebook, which the replica cannot import. It is only
+used where it matters, because plain pickle is several times faster.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
+import msgspec
+
+from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.errors import (
+    BadField,
+    DeadlineExceeded,
+    LimitReached,
+    NoReplicaAvailable,
+    NotFound,
+    RequestFailed,
+    ServeError,
+    UserCodeRaised,
+)
+from serve_common.wires.frames import Raised
+
+BODY_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of all arguments of one call, and of one value that comes back; a replica takes no more."""
+
+_SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
+_REMOTE: Final = "Remote traceback:\n"
+_NAMED: Final = {
+    kind.error_code: kind
+    for kind in (DeadlineExceeded, LimitReached, NoReplicaAvailable, NotFound, UserCodeRaised)
+}
+_raised_decoder: Final = msgspec.msgpack.Decoder(Raised)
+
+
+@final
+class Sent:
+    """A value that is pickled already: unpickled together with what it stands in."""
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        return pickle.loads, (self._data,)
+
+
+def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """The body of a call. Raises `LimitReached`, TypeError for what cannot be pickled, and what its own code raises."""
+    if all(type(value) in _SCALARS for value in args) and all(
+        type(value) in _SCALARS for value in kwargs.values()
+    ):
+        body = pickle.dumps((tuple(args), kwargs), pickle.HIGHEST_PROTOCOL)
+    else:
+        body = cloudpickle.dumps((tuple(args), dict(kwargs)))
+    return _limited(body)
+
+
+def pickle_one(value: Any) -> Sent:
+    """One argument, to be put together with others later; errors as `pickle_arguments`."""
+    return Sent(_limited(cloudpickle.dumps(value)))
+
+
+def join_arguments(args: Sequence[Sent], kwargs: Mapping[str, Sent]) -> bytes:
+    """The body of a call whose arguments are all pickled already. Raises `LimitReached`."""
+    return _limited(pickle.dumps((tuple(args), dict(kwargs)), pickle.HIGHEST_PROTOCOL))
+
+
+def _limited(body: bytes) -> bytes:
+    if len(body) > BODY_BYTES_MAX:
+        raise LimitReached(f"the arguments have {len(body)} bytes; a call takes at most {BODY_BYTES_MAX}")
+    return body
+
+
+def unpickle(data: bytes | memoryview) -> Any:
+    """A value that a replica sent. Raises `AnswerUnusable`."""
+    try:
+        return pickle.loads(data)  # noqa: S301 - replicas of this instance are trusted
+    except Exception as error:  # unpickling runs any code
+        raise AnswerUnusable(
+            f"the answer cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from error
+
+
+def to_exception(error: ServeError) -> Exception:
+    """What the caller is to see: the user's own exception where it travelled, with its remote traceback as a note."""
+    if not isinstance(error, ReplicaError):
+        return error
+    raised = _read_raised(error.raised)
+    exception = None if raised is None else _restore(raised.pickled)
+    if exception is None:
+        exception = _by_code(error)
+    if raised is not None and raised.traceback:
+        # The newest one contains those before it.
+        notes = [note for note in getattr(exception, "__notes__", ()) if not note.startswith(_REMOTE)]
+        exception.__notes__ = [*notes, _REMOTE + raised.traceback]
+    return exception
+
+
+def _read_raised(body: bytes) -> Raised | None:
+    try:
+        return _raised_decoder.decode(body) if body else None
+    except msgspec.DecodeError:
+        return None  # the error's code and message still tell
+
+
+def _restore(pickled: bytes) -> Exception | None:
+    """None for what this process cannot restore, and for what would not mean a failure here but an end."""
+    if not pickled:
+        return None
+    try:
+        exception = pickle.loads(pickled)  # noqa: S301 - as above
+    except Exception:  # noqa: BLE001 - a class that is not known here; message and traceback still tell
+        return None
+    is_usable = isinstance(exception, Exception) and not isinstance(
+        exception, StopIteration | StopAsyncIteration
+    )
+    return exception if is_usable else None
+
+
+def _by_code(error: ReplicaError) -> Exception:
+    message = str(error)
+    if error.code == BadField.error_code:
+        field, _, reason = message.partition(": ")
+        return BadField(field, reason)
+    return _NAMED.get(error.code, RequestFailed)(message)

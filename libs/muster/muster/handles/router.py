@@ -1,0 +1,270 @@
+"""Calls of this process on their way to replicas: from the moment they are made to their outcome.
+
+Why beside the dispatcher: what waits for the bucket, for an endpoint that was deployed a moment ago, or for the answers
+of other calls, is not a request yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Final, final
+
+import structlog
+
+from muster.handles.calls import HandleCall, Outcome
+from muster.handles.errors import RequestCancelled
+from muster.handles.pickles import BODY_BYTES_MAX
+from serve_common.dispatch.admission import Endpoint
+from serve_common.dispatch.calls import Answer, AnswerBody, Ask, Call
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.shadows import Shadows
+from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
+from serve_common.names import EndpointTag
+from serve_common.subjects import HTTP_KEY
+from serve_common.tasks import TaskOwner
+from serve_common.wires.frames import Kind
+from serve_common.wires.snapshots import Snapshot
+
+_log = structlog.get_logger(__name__)
+
+BUCKET_WAIT_S: Final = 10.0
+"""How long a call waits for the routing state to be read; only calls of a process' first moments do."""
+ENDPOINT_GRACE_S: Final = 0.5
+"""How long a call waits for an endpoint that is not there: it may have been deployed a moment ago."""
+WAITING_MAX: Final = 10_000
+_SWEEP_S: Final = 0.05
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+@final
+class HandleRouter:
+    """Runs on the router's thread; a `SnapshotListener`."""
+
+    def __init__(self, dispatcher: Dispatcher, routes: Routes, shadows: Shadows) -> None:
+        self._dispatcher = dispatcher
+        self._routes = routes
+        self._shadows = shadows
+        self._loop = asyncio.get_running_loop()
+        self._tasks = TaskOwner("handles")
+        self._waiting: dict[HandleCall, None] = {}
+        self._is_sweeping = False
+        self._ingresses: dict[str, Endpoint] = {}
+        self.why_not_routing = "not connected to NATS yet"
+        """Said to calls that waited for the bucket in vain."""
+        self.failure: ServeError | None = None
+        """Why nothing will ever be routed."""
+        self.failed_at = 0.0
+        """When that became known, by `time.monotonic`."""
+
+    # -- what comes from outside --
+
+    def take(self, call: HandleCall) -> None:
+        """Do what is to be done for ``call`` now; for `Mailbox`."""
+        try:
+            self._look_at(call)
+        except ServeError as error:
+            call.fail(error)
+        except Exception as error:  # noqa: BLE001 - the caller must hear of it, and others must go on
+            _log.exception("handle_call_failed", endpoint_tag=call.endpoint)
+            call.fail(ServeError(f"the call could not be made: {error!r}"))
+
+    def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
+        """See `SnapshotListener`."""
+        try:
+            if self._dispatcher.update(snapshots, whole=whole) is not None:
+                self._routes.confirm(HTTP_KEY)  # HTTP's options mean nothing here
+        finally:
+            self._ingresses.clear()
+            self._try_waiting()
+
+    def fail_all(self, error: ServeError) -> None:
+        """Nothing can be routed any more."""
+        if self.failure is None:
+            self.failure = error
+            self.failed_at = time.monotonic()
+        self._try_waiting()
+
+    async def close(self) -> None:
+        """End everything that is under way."""
+        self.fail_all(BusUnavailable("this process no longer calls deployments"))
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        await self._shadows.close(_CLOSE_TIMEOUT_S)
+        self._dispatcher.close()
+
+    # -- before a call is a request --
+
+    def _look_at(self, call: HandleCall) -> None:
+        if call.outcome is not None:
+            return
+        if call.is_cancelled:
+            self._cancel(call)
+        elif call.routed is not None:
+            if call.items is not None:
+                call.items.make_room()
+        elif self.failure is not None:
+            self._waiting.pop(call, None)
+            call.fail(self.failure)
+        elif self._has_sources(call):
+            self._send(call)
+
+    def _has_sources(self, call: HandleCall) -> bool:
+        sources = call.sources
+        if sources is None:
+            return True
+        for source in sources.calls():
+            if source.outcome is None:
+                self._wait(call, call.deadline - time.monotonic())
+                return False
+            if source.outcome.failure is not None:
+                self._waiting.pop(call, None)
+                call.finish(source.outcome)
+                return False
+        call.body = sources.joined()
+        call.sources = None
+        self._waiting.pop(call, None)  # what it waits for now is something else
+        return True
+
+    def _send(self, call: HandleCall) -> None:
+        if not self._routes.is_filled:
+            self._wait(call, BUCKET_WAIT_S)
+            return
+        endpoint = self._endpoint_of(call.endpoint)
+        if endpoint is None:
+            self._wait(call, ENDPOINT_GRACE_S)
+            return
+        if self._waiting:
+            self._waiting.pop(call, None)
+        left_s = call.deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the deadline of the call of {endpoint.tag!r} had passed")
+        ask = Ask(
+            endpoint=endpoint,
+            kind=Kind.PYTHON,
+            method="",
+            path="",
+            route="",
+            query="",
+            headers=[],
+            body=call.body,
+            request_id=call.request_id,
+            traceparent=call.traceparent,
+            call=call.head,
+            is_repeatable=call.is_repeatable,
+            shard_key=call.shard_key,
+            code_versions=call.code_versions,
+            deadline=self._loop.time() + left_s,
+        )
+        if endpoint.shadows:
+            self._shadows.copy(ask)
+
+        def on_answer(routed: Call, answer: Answer) -> None:
+            self._answered(call, routed, answer)
+
+        def on_error(_routed: Call, error: ServeError) -> None:
+            call.fail(error)
+
+        routed = self._dispatcher.begin(ask, on_answer, on_error)
+        if call.outcome is None:
+            call.routed = routed
+
+    def _endpoint_of(self, name: str) -> Endpoint | None:
+        """The endpoint of that tag, or, of ``app/``, the application's ingress."""
+        if not name.endswith("/"):
+            return self._routes.endpoints.get(EndpointTag(name))
+        ingress = self._ingresses.get(name)
+        if ingress is None:
+            own = [endpoint for tag, endpoint in self._routes.endpoints.items() if tag.startswith(name)]
+            found = own if len(own) == 1 else [endpoint for endpoint in own if endpoint.route]
+            if len(found) > 1:
+                raise NotFound(
+                    f"application {name[:-1]!r} has {len(found)} deployments with a route; name one of them"
+                )
+            if found:
+                ingress = self._ingresses[name] = found[0]
+        return ingress
+
+    # -- waiting --
+
+    def _wait(self, call: HandleCall, at_most_s: float) -> None:
+        """Look at ``call`` again with every change; the time counts from its first waiting for the same thing."""
+        if call in self._waiting:
+            return
+        if len(self._waiting) >= WAITING_MAX:
+            raise BusUnavailable(f"{WAITING_MAX} calls wait already: {self.why_not_routing}")
+        left_s = call.deadline - time.monotonic()
+        call.wait_until = self._loop.time() + min(at_most_s, left_s)
+        self._waiting[call] = None
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            self._loop.call_later(_SWEEP_S, self._sweep)
+
+    def _sweep(self) -> None:
+        now = self._loop.time()
+        for call in [call for call in self._waiting if now >= call.wait_until]:
+            del self._waiting[call]
+            call.fail(self._why_waited(call))
+        self._is_sweeping = bool(self._waiting)
+        if self._is_sweeping:
+            self._loop.call_later(_SWEEP_S, self._sweep)
+
+    def _why_waited(self, call: HandleCall) -> ServeError:
+        if call.deadline <= time.monotonic():
+            return DeadlineExceeded(f"the deadline of the call of {call.endpoint!r} has passed")
+        if not self._routes.is_filled:
+            return BusUnavailable(self.why_not_routing)
+        if call.endpoint.endswith("/"):
+            return NotFound(f"there is no application {call.endpoint[:-1]!r} with an ingress")
+        return NotFound(f"there is no deployment {call.endpoint!r}")
+
+    def _try_waiting(self) -> None:
+        for call in list(self._waiting):
+            self.take(call)
+
+    def _cancel(self, call: HandleCall) -> None:
+        self._waiting.pop(call, None)
+        if call.work is not None:
+            call.work.cancel()
+        if call.routed is not None:
+            self._dispatcher.abandon(call.routed)
+        call.fail(RequestCancelled("the call was cancelled by its caller"))
+
+    # -- answers --
+
+    def _answered(self, call: HandleCall, routed: Call, answer: Answer) -> None:
+        """In the bus' read path."""
+        if call.items is not None:
+            call.items.put(answer.body if answer.stream is None else _NO_BYTES)
+        if answer.stream is None:
+            call.finish(Outcome(body=answer.body))
+            return
+        call.routed = routed  # the answer may come before `begin` returns
+        call.work = self._tasks.start(self._follow(call, routed, answer.stream), "answer")
+
+    async def _follow(self, call: HandleCall, routed: Call, body: AnswerBody) -> None:
+        """Read an answer that comes in pieces."""
+        pieces: list[memoryview] = []
+        size = 0
+        try:
+            while (piece := await body.read()) is not None:
+                if call.items is not None:
+                    call.items.put(piece)
+                    await call.items.wait_room()
+                    continue
+                size += len(piece)
+                pieces.append(piece)
+                if size > BODY_BYTES_MAX:
+                    raise AnswerUnusable(f"the answer has more than {BODY_BYTES_MAX} bytes")
+            call.finish(Outcome(body=b"".join(pieces)))
+        except ServeError as error:
+            call.fail(error)
+        finally:
+            self._dispatcher.abandon(routed)
+            if call.outcome is None:  # the task was cancelled
+                call.fail(RequestCancelled("the call was given up"))
+
+
+_NO_BYTES: Final = memoryview(b"")

@@ -1,0 +1,255 @@
+"""The one router of a process, shared by all its handles: a thread with a loop, started by the first call.
+
+Why lazily: importing, making and pickling handles must cost nothing where nobody calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import random
+import threading
+import time
+import uuid
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Final, final
+
+import structlog
+
+from muster.handles.adapters.bucket import Bucket
+from muster.handles.calls import HandleCall
+from muster.handles.location import find_bus, find_outside
+from muster.handles.loop_thread import LoopThread
+from muster.handles.mailbox import Mailbox
+from muster.handles.router import BUCKET_WAIT_S, HandleRouter
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.options import BusOptions
+from serve_common.bus.requests import Inbox
+from serve_common.dispatch.beat import Beat
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.models import ModelHolders
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.shadows import Shadows
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
+from serve_common.replica_context import current_replica
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+from serve_common.tasks import TaskOwner
+
+_log = structlog.get_logger(__name__)
+
+BUS_WAIT_S: Final = 5.0
+"""How long a call waits for NATS to come back; as long as in a proxy."""
+_CONNECT_ROUND_S: Final = 10.0
+_FLUSH_S: Final = 5.0
+_CLOSE_TIMEOUT_S: Final = 2.0
+_START_TIMEOUT_S: Final = 10.0
+_TRY_ANEW_S: Final = 1.0
+"""After a refusal: a program that calls on and on must not dial as often."""
+
+
+@final
+class _Parts:
+    """What runs on the router's thread."""
+
+    def __init__(self, settings: BusSettings, name: str) -> None:
+        """Makes everything and starts nothing; to be called on the loop."""
+        chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        self._settings = settings
+        self._bus = BusConnection(
+            BusOptions(
+                servers=settings.servers,
+                user=settings.user or None,
+                password=settings.password or None,
+                name=name,
+                inbox_prefix=settings.inbox_prefix,
+                tls_ca_file=settings.tls_ca_file,
+            ),
+            chance,
+        )
+        subjects, loop = Subjects(settings.subject_prefix), asyncio.get_running_loop()
+        routes = Routes(chance.random)
+        inbox = Inbox(self._bus, f"handles-{uuid.uuid4().hex[:12]}")
+        outgoing = Outgoing(self._bus, inbox, subjects)
+        dispatcher = Dispatcher(routes, outgoing, bus_wait_s=BUS_WAIT_S)
+        shadows = Shadows(dispatcher, chance.random, loop.time)
+        self.router = HandleRouter(dispatcher, routes, shadows)
+        self.mailbox: Mailbox[HandleCall] = Mailbox(loop, self.router.take)
+        self._bucket = Bucket(
+            settings, name=f"{name} routes", listener=self.router, on_closed=self._bucket_closed
+        )
+        models = ModelHolders(routes, subjects, loop.time)
+        self._bus.subscribe(subjects.all_models, models.take)
+        self._beat = Beat(dispatcher, routes, outgoing, models)
+        self._tasks = TaskOwner("handles", on_failure=self._task_failed)
+        self._bus.on_connected.append(dispatcher.bus_is_back)
+
+    def start(self) -> None:
+        """Connect in the background; calls wait meanwhile."""
+        self._tasks.start(self._connect(), "connect")
+        self._tasks.start(self._beat.run(), "beat")
+
+    async def close(self) -> None:
+        """End what is under way and disconnect."""
+        await self.router.close()
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        await self._bucket.close()
+        await self._bus.close()
+
+    async def _connect(self) -> None:
+        """Until the bucket is watched. What is wrong for good fails all calls."""
+        try:
+            await self._connect_bus()
+            await self._bucket.open()
+        except BusAuthorizationFailed as error:
+            user = self._settings.user
+            failure = BusAuthorizationFailed(f"NATS does not let the user {user!r} call deployments: {error}")
+            self.router.fail_all(failure)
+        except ServeError as error:
+            self.router.fail_all(error)
+
+    async def _connect_bus(self) -> None:
+        where = ", ".join(self._settings.servers)
+        self.router.why_not_routing = f"NATS at {where} does not answer yet"
+        while True:
+            try:
+                await self._bus.connect(_CONNECT_ROUND_S)
+                break
+            except BusUnavailable as error:
+                self.router.why_not_routing = f"NATS at {where} does not answer: {error}"
+                _log.warning("bus_unavailable", reason=str(error))
+        await self._bus.flush(_FLUSH_S)
+        if self._bus.permission_violations:
+            raise BusAuthorizationFailed(
+                "it may not hear answers; outside of replicas, handles come as 'client'"
+            )
+        self.router.why_not_routing = (
+            f"the bucket of snapshots at {where} was not read within {BUCKET_WAIT_S:g} s; "
+            "has a controller ever run there?"
+        )
+
+    def _bucket_closed(self) -> None:
+        self.router.fail_all(BusUnavailable("the connection to NATS was closed for good"))
+
+    def _task_failed(self, _name: str, error: BaseException) -> None:
+        failure = error if isinstance(error, ServeError) else BusUnavailable(f"handles failed: {error!r}")
+        self.router.fail_all(failure)
+
+
+@final
+class Runtime:
+    """A running router; callable from any thread but its own."""
+
+    def __init__(self, settings: BusSettings, name: str) -> None:
+        """Starts the thread, and connects in the background."""
+        self.settings: Final = settings
+        self._thread = LoopThread("muster-handles")
+        self._parts = self._thread.submit(_made(settings, name)).result(_START_TIMEOUT_S)
+        self._mailbox = self._parts.mailbox
+
+    @property
+    def is_spent(self) -> bool:
+        """True when it will never route anything any more, and has said so for long enough to try anew."""
+        router = self._parts.router
+        return router.failure is not None and time.monotonic() - router.failed_at >= _TRY_ANEW_S
+
+    def post(self, call: HandleCall) -> None:
+        """Let the router look at ``call``."""
+        if not self._mailbox.put(call):
+            call.fail(BusUnavailable("this process no longer calls deployments"))
+
+    def close(self) -> None:
+        """End what is under way, in bounded time."""
+        if self._thread.loop.is_closed():
+            return
+        try:
+            self._thread.submit(self._parts.close()).result(2 * _CLOSE_TIMEOUT_S)
+        except (FutureTimeoutError, ServeError, OSError) as error:
+            _log.warning("handles_not_closed", error=repr(error))
+        self._thread.stop(_CLOSE_TIMEOUT_S)
+
+
+async def _made(settings: BusSettings, name: str) -> _Parts:
+    parts = _Parts(settings, name)
+    parts.start()
+    return parts
+
+
+_lock = threading.Lock()
+_runtime: Runtime | None = None
+_chosen: BusSettings | None = None
+"""What `connect` was told."""
+
+
+def runtime() -> Runtime:
+    """The process' runtime, started when there is none. Raises when no stack is found; see `find_bus`."""
+    global _runtime  # noqa: PLW0603 - one for the process, as the module's text says
+    running = _runtime
+    if running is not None and not running.is_spent:
+        return running
+    with _lock:
+        if _runtime is not None and _runtime.is_spent:
+            _runtime.close()
+            _runtime = None
+        if _runtime is None:
+            _runtime = Runtime(_chosen or find_bus(), _own_name())
+        return _runtime
+
+
+def connect(
+    nats: str | None = None,
+    *,
+    user: str | None = None,
+    password: str | None = None,
+    subject_prefix: str | None = None,
+) -> None:
+    """Say where the handles of this process find their stack, instead of letting the first call search for one.
+
+    ``nats`` is as MUSTER_NATS_URL. Calls under way over another connection fail. Returns before the connection is
+    there; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for what cannot be.
+    """
+    given = {
+        "MUSTER_CLIENT_USER": user,
+        "MUSTER_CLIENT_PASSWORD": password,
+        "MUSTER_SUBJECT_PREFIX": subject_prefix,
+    }
+    variables = {**os.environ, **{name: value for name, value in given.items() if value is not None}}
+    use(find_outside(variables, Path.cwd(), nats))
+
+
+def use(settings: BusSettings) -> None:
+    """As `connect`, with the whole settings."""
+    global _runtime, _chosen  # noqa: PLW0603 - as above
+    with _lock:
+        _chosen = settings
+        if _runtime is not None:
+            _runtime.close()
+        _runtime = Runtime(settings, _own_name())
+
+
+def disconnect() -> None:
+    """End the calls that are under way, disconnect, and forget what `connect` was told; the next call connects anew."""
+    global _runtime, _chosen
+    with _lock:
+        running, _runtime, _chosen = _runtime, None, None
+        if running is not None:
+            running.close()
+
+
+def _own_name() -> str:
+    replica = current_replica()
+    return f"handles of {'process ' + str(os.getpid()) if replica is None else replica.replica_tag}"
+
+
+def _forget() -> None:
+    """In a forked child the thread is gone; its calls belong to the parent."""
+    global _runtime, _lock  # noqa: PLW0603 - as above
+    _runtime = None
+    _lock = threading.Lock()
+
+
+atexit.register(disconnect)
+os.register_at_fork(after_in_child=_forget)

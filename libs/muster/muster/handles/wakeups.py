@@ -1,0 +1,88 @@
+"""Waking whoever waits for something that another thread brings: tasks on any loop, or plain threads.
+
+Why by mailbox: answers come in bursts, and each loop that waits for some of them is woken once for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Final, final
+
+from muster.handles.mailbox import Mailbox
+
+Waker = Callable[[], object]
+"""May be called by any thread, and more than once."""
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+_mailboxes: Final[dict[asyncio.AbstractEventLoop, Mailbox[asyncio.Future[None]]]] = {}
+
+
+def _mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox[asyncio.Future[None]]:
+    mailbox = _mailboxes.get(loop)
+    if mailbox is None:
+        for other in [known for known in list(_mailboxes) if known.is_closed()]:
+            _mailboxes.pop(other, None)
+        mailbox = _mailboxes[loop] = Mailbox(loop, _wake)
+    return mailbox
+
+
+def waiter_here() -> tuple[asyncio.Future[None], Waker]:
+    """A future of the running loop, and what resolves it from any thread."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    mailbox = _mailbox_of(loop)
+    return waiter, lambda: mailbox.put(waiter)
+
+
+@final
+class Wakers:
+    """Those who wait for one thing that happens once, or for the next of many."""
+
+    __slots__ = ("_wakers",)
+
+    def __init__(self) -> None:
+        self._wakers: list[Waker] = []
+
+    def add(self, waker: Waker) -> None:
+        """Call ``waker`` at the next `wake`. The caller then looks once more whether it has happened meanwhile."""
+        self._wakers.append(waker)
+
+    def wake(self) -> None:
+        """It has happened; to be called after what tells so was set."""
+        if self._wakers:
+            # Whoever is added after this line looks once more by itself.
+            wakers, self._wakers = self._wakers, []
+            for waker in wakers:
+                waker()
+
+
+def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Block until it has happened; False when ``timeout_s`` passed before.
+
+    Raises RuntimeError on the thread of a running loop, which must never be blocked.
+    """
+    refuse_on_loop()
+    if has_happened():
+        return True
+    event = threading.Event()
+    wakers.add(event.set)
+    return has_happened() or event.wait(timeout_s)
+
+
+def refuse_on_loop() -> None:
+    """Raises RuntimeError on the thread of a running loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "this would block the event loop of its own thread; use `await response` or `async for`, "
+        "or call it from a function that is not async"
+    )

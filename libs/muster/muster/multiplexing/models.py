@@ -1,0 +1,230 @@
+"""The models of one instance: loaded once for all who ask, kept while there is room, and never pulled away from under
+those who work with them.
+
+Who uses a model is known by the task that asked for it: until that task has ended, its model is not closed. So
+a model that is needed keeps its place, and a load that needs a place waits for one that is idle. Two rules keep that
+from standing still: a task that itself waits for a model does not hold others up, and after `PLACE_WAIT_S` the least
+recently used one must go although it is in use; it is then closed when its users are done, and for so long there is
+one model more in memory than allowed.
+
+A load goes on when those who asked are gone: else a model that takes longer to load than callers wait would never be
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, final
+
+import structlog
+
+from muster.context import before_requests
+from muster.multiplexing.closing import close_model
+from muster.multiplexing.shelf import Shelf
+from serve_common.replica_context import current_replica
+from serve_common.request_context import RequestContext, request_context
+from serve_common.tasks import OwnedTask, TaskOwner
+
+_log = structlog.get_logger(__name__)
+
+PLACE_WAIT_S: Final = 10.0
+"""How long a load waits for a place that nobody needs."""
+
+Load = Callable[[], Awaitable[Any]]
+
+
+@final
+class _Model:
+    """One model, from the first who asks for it until it is closed."""
+
+    __slots__ = ("has_begun", "held", "is_evicted", "is_loaded", "load", "model_id", "users", "waiting")
+
+    def __init__(self, model_id: str) -> None:
+        self.model_id = model_id
+        self.held: list[Any] = []
+        """The user's object, alone, once it is loaded."""
+        self.is_loaded = False
+        self.is_evicted = False
+        self.users: set[asyncio.Task[Any]] = set()
+        self.waiting: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
+        self.load: OwnedTask | None = None
+        self.has_begun = False
+
+
+@final
+class Models:
+    """All methods run on the event loop that it was made on."""
+
+    def __init__(self, name: str, places: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._shelf: Shelf[_Model] = Shelf(places)
+        self._wanted: dict[str, _Model] = {}
+        """Those that wait for a place."""
+        self._waiting_tasks: set[asyncio.Task[Any]] = set()
+        """Tasks that wait for some model, and so do nothing with another one."""
+        self._waiting_for_place: list[asyncio.Future[None]] = []
+        self._tasks = TaskOwner(f"models.{name}")
+        self._nobodys_context = before_requests.copy()
+        _all.add(self)
+
+    def ids(self) -> list[str]:
+        """The models that are held or will be soon."""
+        return [*self._shelf, *self._wanted]
+
+    async def get(self, model_id: str, load: Load) -> Any:
+        """The model; ``load`` is called when it is not there. Raises what loading it raises."""
+        model = self._shelf.use(model_id) or self._wanted.get(model_id)
+        if model is None:
+            model = self._wanted[model_id] = _Model(model_id)
+            model.load = self._nobodys_context.run(self._start, self._load(model, load), model_id)
+            publish_models()
+        self._note_user(model)
+        if not model.is_loaded:
+            await self._wait_for(model)
+        return model.held[0]
+
+    def _start(self, coro: Any, name: str) -> OwnedTask:
+        return self._tasks.start(coro, name)
+
+    # -- those who ask --
+
+    def _note_user(self, model: _Model) -> None:
+        task = asyncio.current_task()
+        if task is None or task in model.users:
+            return
+        model.users.add(task)
+
+        def is_done(task: asyncio.Task[Any]) -> None:
+            model.users.discard(task)
+            if model.users:
+                return
+            if model.is_evicted:
+                self._nobodys_context.run(self._start, self._close(model), model.model_id)
+            else:
+                self._look_for_places()
+
+        task.add_done_callback(is_done)
+
+    async def _wait_for(self, model: _Model) -> None:
+        task = asyncio.current_task()
+        loaded: asyncio.Future[None] = self.loop.create_future()
+        model.waiting[loaded] = task
+        if task is not None:
+            self._waiting_tasks.add(task)
+            self._look_for_places()  # what this task used so far may go now
+        try:
+            await loaded
+        finally:
+            if task is not None:
+                self._waiting_tasks.discard(task)
+            model.waiting.pop(loaded, None)
+            if loaded.done() and not loaded.cancelled():
+                loaded.exception()  # it may have come in the moment in which this task was cancelled
+            if not model.waiting and self._wanted.get(model.model_id) is model:
+                # Nobody wants it any more, and it has not even a place.
+                del self._wanted[model.model_id]
+                if model.has_begun and model.load is not None:
+                    model.load.cancel()
+                publish_models()
+
+    def _tell(self, model: _Model, error: BaseException | None) -> None:
+        """Let all who wait for ``model`` go on."""
+        for loaded, task in model.waiting.items():
+            if task is not None:
+                self._waiting_tasks.discard(task)
+            if not loaded.done():
+                if error is None:
+                    loaded.set_result(None)
+                else:
+                    loaded.set_exception(error)
+
+    # -- loading --
+
+    async def _load(self, model: _Model, load: Load) -> None:
+        model.has_begun = True
+        model_id = model.model_id
+        if self._wanted.get(model_id) is not model:
+            return  # who asked was gone before this began
+        request_context.set(RequestContext(model_id=model_id))
+        failure: BaseException | None = None
+        try:
+            await self._take_place(model)
+            model.held.append(await load())
+            model.is_loaded = True
+        except BaseException as error:  # noqa: BLE001 - also a SystemExit is for those who asked, not for the event loop
+            failure = error
+            if self._wanted.get(model_id) is model:
+                del self._wanted[model_id]
+            elif self._shelf.use(model_id) is model:
+                self._shelf.remove(model_id)
+            if isinstance(error, asyncio.CancelledError | StopIteration):
+                failure = RuntimeError(f"loading model {model_id!r} ended with {type(error).__name__}")
+                failure.__cause__ = error
+            if not model.waiting and not isinstance(error, asyncio.CancelledError):
+                _log.error("model_not_loaded", model_id=model_id, exc_info=error)
+        self._tell(model, failure)
+        failure = None  # its traceback holds this frame
+        self._look_for_places()
+        publish_models()
+
+    async def _take_place(self, model: _Model) -> None:
+        """Give ``model`` a place on the shelf, where another one may have to go first."""
+        goes: _Model | None = None
+        wait_until = self.loop.time() + PLACE_WAIT_S
+        while not self._shelf.has_room:
+            goes = self._evict(self._is_idle)
+            if goes is None and self.loop.time() >= wait_until:
+                goes = self._evict(lambda other: other.is_loaded)
+                if goes is not None:
+                    _log.warning("model_evicted_in_use", model_id=goes.model_id, for_model_id=model.model_id)
+            if goes is None:
+                await self._wait_for_change(wait_until)
+        self._shelf.put(model.model_id, model)
+        del self._wanted[model.model_id]
+        publish_models()
+        if goes is not None and not goes.users:
+            await self._close(goes)
+
+    def _is_idle(self, model: _Model) -> bool:
+        return model.is_loaded and model.users <= self._waiting_tasks
+
+    def _evict(self, may_go: Callable[[_Model], bool]) -> _Model | None:
+        model_id = self._shelf.choose_who_goes(may_go)
+        if model_id is None:
+            return None
+        model = self._shelf.remove(model_id)
+        assert model is not None
+        model.is_evicted = True
+        return model
+
+    async def _wait_for_change(self, wait_until: float) -> None:
+        change: asyncio.Future[None] = self.loop.create_future()
+        self._waiting_for_place.append(change)
+        # All may be loading, however long that takes; then there is nothing to be had by looking again.
+        try:
+            async with asyncio.timeout_at(wait_until if self.loop.time() < wait_until else None):
+                await change
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting_for_place.remove(change)
+
+    def _look_for_places(self) -> None:
+        for change in self._waiting_for_place:
+            if not change.done():
+                change.set_result(None)
+
+    async def _close(self, model: _Model) -> None:
+        await close_model(model.model_id, model.held)
+
+
+_all: weakref.WeakSet[Models] = weakref.WeakSet()
+
+
+def publish_models() -> None:
+    """Tell routers which models this replica holds, in all its instances; does nothing outside of replicas."""
+    replica = current_replica()
+    if replica is not None and replica.publish_models is not None:
+        replica.publish_models(sorted({model_id for models in _all for model_id in models.ids()}))

@@ -1,0 +1,90 @@
+"""Something that each instance of a user's class has for itself, though one decorated function serves them all.
+
+Why not an attribute of the instance: it may have slots, be pickled or compared, and none of that may see this. It
+lives as long as the instance, and a pickled function takes none of it along.
+
+What is kept belongs to one event loop; a closed loop (as after each test) takes it along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
+
+
+def is_method(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> bool:
+    """Whether calls of ``function`` bring an instance. A decorator sees a plain function, so its form must tell."""
+    if not parameters:
+        return False
+    if parameters[0].name == "self":
+        return True
+    outer = function.__qualname__.rpartition(".")[0]
+    return bool(outer) and not outer.endswith("<locals>") and len(parameters) > 1
+
+
+class OnLoop(Protocol):
+    """What is kept."""
+
+    loop: asyncio.AbstractEventLoop
+    """The one that it may be used on."""
+
+
+V = TypeVar("V", bound=OnLoop)
+
+
+class _Nobody:
+    """Stands for the instance of a plain function."""
+
+
+_NOBODY = _Nobody()
+
+
+@final
+class PerInstance(Generic[V]):
+    """Makes a value for each instance when it is first asked for."""
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        """``make`` is called on the running event loop."""
+        self._make = make
+        self._values: dict[int, tuple[weakref.ref[Any], V]] = {}
+
+    def of(self, instance: Any) -> V:
+        """The value of ``instance``; None has one too.
+
+        Raises TypeError for an instance that cannot be referenced weakly, and RuntimeError when it belongs to another
+        event loop that still runs.
+        """
+        holder = _NOBODY if instance is None else instance
+        found = self._values.get(id(holder))
+        if found is not None:
+            value = found[1]
+            loop = asyncio.get_running_loop()
+            if value.loop is loop:
+                return value
+            if not value.loop.is_closed():
+                raise RuntimeError(
+                    f"{holder!r} is used on two event loops; its batches and models belong to one"
+                )
+        key = id(holder)
+        try:
+            reference = weakref.ref(holder, lambda gone: self._forget(key, gone))
+        except TypeError as error:
+            raise TypeError(f"{type(holder).__name__} needs __weakref__ among its __slots__") from error
+        value = self._make()
+        self._values[key] = (reference, value)
+        return value
+
+    def all(self) -> list[V]:
+        """The values of all instances that still are."""
+        return [value for _, value in list(self._values.values()) if not value.loop.is_closed()]
+
+    def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
+        found = self._values.get(key)
+        if found is not None and found[0] is gone:  # the same id may belong to a new instance by now
+            del self._values[key]
+
+    def __reduce__(self) -> tuple[type[PerInstance[V]], tuple[Callable[[], V]]]:
+        return PerInstance, (self._make,)

@@ -1,0 +1,83 @@
+"""Finds a place for a request: its backend, and there a replica or a place in the queue, or says why there is none.
+
+Why apart from dispatching: what may keep a request out is one matter, how it is sent and answered another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import final
+
+from serve_common.dispatch.calls import Ask, Call
+from serve_common.dispatch.errors import CircuitOpen, QueueIsFull
+from serve_common.dispatch.routes import Routes
+from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
+from serve_common.names import BackendTag
+from serve_common.routing.outcomes import Queued, QueueFull, SendTo
+from serve_common.routing.rendezvous import stable_hash
+from serve_common.routing.router import Router
+from serve_common.routing.wishes import Wish
+
+
+@final
+class Choosing:
+    """Brings calls to routers."""
+
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._loop = asyncio.get_running_loop()
+
+    def choose(self, call: Call) -> SendTo | Queued | ServeError:
+        """Give the call a router and a place there; when an error is returned, it has got neither."""
+        ask = call.ask
+        # A second sending goes by what holds now.
+        endpoint = self._routes.endpoints.get(ask.endpoint.tag)
+        if endpoint is None:
+            return NotFound(f"endpoint {ask.endpoint.tag!r} is gone")
+        shadow = ask.shadow_backend
+        shard_hash = stable_hash(ask.shard_key) if ask.shard_key else None
+        if shadow is None:
+            router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
+        else:
+            router = self._routes.routers.get(shadow)
+        if router is None:
+            wanted = "backend" if ask.backend_tag is None else f"backend {ask.backend_tag!r}"
+            return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
+        if router.circuit.is_open:
+            kept_out = self._ask_circuit(call, router)
+            if kept_out is not None:
+                return kept_out
+        wish = None
+        if shard_hash is not None or ask.code_versions or (ask.call is not None and ask.call.model_id):
+            wish = _wish_of(ask, router.backend_tag, shard_hash)
+        outcome = router.submit(
+            call.key,
+            ask.deadline,
+            is_admitted=call.was_admitted,
+            is_spare=shadow is not None,
+            wish=wish,
+        )
+        if type(outcome) is QueueFull:
+            router.circuit.withdrew(call.key)
+            return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
+        call.router = router
+        call.was_admitted = True
+        return outcome
+
+    def _ask_circuit(self, call: Call, router: Router) -> ServeError | None:
+        wait_s = router.circuit.refuse(call.key, self._loop.time())
+        if wait_s is None:
+            return None
+        if call.losses:
+            return ReplicaDied(
+                f"the request was lost and may have run; the circuit of {router.backend_tag!r} is open"
+            )
+        return CircuitOpen(router.backend_tag, wait_s)
+
+
+def _wish_of(ask: Ask, backend_tag: BackendTag, shard_hash: int | None) -> Wish:
+    return Wish(
+        None if ask.code_versions is None else ask.code_versions.get(backend_tag),
+        shard_hash,
+        "" if ask.call is None else ask.call.model_id,
+    )

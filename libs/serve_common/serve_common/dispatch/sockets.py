@@ -1,0 +1,181 @@
+"""A WebSocket between a router and a replica: whole messages here, frames with credit on the bus.
+
+Why messages are put together on this side: a client's library writes whole messages, and a message that breaks off in
+the middle must not reach the client in part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final, Protocol, final
+
+import msgspec
+
+from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.wires.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
+
+MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Of one message, in either direction."""
+HELD_MESSAGES_MAX: Final = WINDOW_MESSAGES + 1
+"""Frames; a replica that sends still more ahead ignores the window."""
+
+
+class SocketMessage(msgspec.Struct, frozen=True, gc=False):
+    """A whole message; text is UTF-8."""
+
+    is_text: bool
+    data: bytes
+
+
+class SocketClosed(msgspec.Struct, frozen=True, gc=False):
+    """The other side's, or our own, last word; codes as RFC 6455 has them."""
+
+    code: int
+    reason: str
+
+
+class SocketBus(Protocol):
+    """What a socket needs of the call that it belongs to."""
+
+    def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
+        """Send a frame to the replica; raises a `ServeError` when the bus does not take it."""
+
+    def give_credit(self, frames: int) -> None:
+        """Let the replica send so many frames more."""
+
+    def ended(self) -> None:
+        """Nothing more is said in either direction."""
+
+
+@final
+class Socket:
+    """The replica's end of a WebSocket. One task may receive while another one sends."""
+
+    __slots__ = (
+        "_bus",
+        "_closed",
+        "_credit",
+        "_failure",
+        "_frames",
+        "_owed",
+        "_receiver",
+        "_sender",
+        "_sequence",
+        "next_sequence",
+    )
+
+    def __init__(self, bus: SocketBus) -> None:
+        self.next_sequence = 1
+        """Of the frame that must come next."""
+        self._bus = bus
+        self._frames: deque[tuple[MessageHead, memoryview]] = deque()
+        self._owed = 0
+        self._credit = WINDOW_MESSAGES
+        self._sequence = 0
+        self._closed: SocketClosed | None = None
+        self._failure: Exception | None = None
+        self._receiver: asyncio.Future[None] | None = None
+        self._sender: asyncio.Future[None] | None = None
+
+    # -- for the client's side --
+
+    async def receive(self) -> SocketMessage | SocketClosed:
+        """The replica's next message, or how the socket was closed, by whichever side.
+
+        Raises the `ServeError` that ended it otherwise, after the messages that came before.
+        """
+        pieces: list[memoryview] = []
+        size = 0
+        while True:
+            while not self._frames:
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed is not None:
+                    return self._closed
+                self._receiver = asyncio.get_running_loop().create_future()
+                try:
+                    await self._receiver
+                finally:
+                    self._receiver = None
+            head, piece = self._frames.popleft()
+            self._took_one()
+            size += len(piece)
+            if size > MESSAGE_BYTES_MAX:
+                raise AnswerUnusable(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+            pieces.append(piece)
+            if head.last:
+                return SocketMessage(head.is_text, b"".join(pieces))
+
+    async def send(self, data: bytes, *, is_text: bool) -> bool:
+        """Send a message as far as there is credit; False when the socket has ended before it was sent whole.
+
+        Raises a `ServeError` when the bus does not take it; the socket has then ended.
+        """
+        pieces = split_body(data)
+        for piece in pieces:
+            while self._credit <= 0 and not self._is_ended:
+                self._sender = asyncio.get_running_loop().create_future()
+                try:
+                    await self._sender
+                finally:
+                    self._sender = None
+            if self._is_ended:
+                return False
+            self._credit -= 1
+            self._sequence += 1
+            self._bus.tell(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
+        return True
+
+    def close(self, code: int, reason: str) -> None:
+        """Tell the replica that the client has closed; does nothing when the socket has ended."""
+        if not self._is_ended:
+            self._closed = SocketClosed(code, reason)
+            self._wake()
+            self._bus.tell(CloseHead(code, reason))
+            self._bus.ended()
+
+    @property
+    def _is_ended(self) -> bool:
+        return self._closed is not None or self._failure is not None
+
+    def _took_one(self) -> None:
+        self._owed += 1
+        if self._owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
+            owed, self._owed = self._owed, 0
+            self._bus.give_credit(owed)
+
+    # -- for the bus' side --
+
+    @property
+    def held_frames(self) -> int:
+        """Frames that wait to be received."""
+        return len(self._frames)
+
+    def add(self, head: MessageHead, piece: memoryview) -> None:
+        """A frame came, in its turn."""
+        self.next_sequence += 1
+        self._frames.append((head, piece))
+        self._wake()
+
+    def allow(self, frames: int) -> None:
+        """The replica takes so many frames more."""
+        self._credit = min(self._credit + max(frames, 0), WINDOW_MESSAGES)
+        self._wake()
+
+    def closed(self, code: int, reason: str) -> None:
+        """The replica has closed."""
+        if not self._is_ended:
+            self._closed = SocketClosed(code, reason)
+            self._wake()
+
+    def fail(self, failure: Exception) -> None:
+        """It ended in no order."""
+        if not self._is_ended:
+            self._failure = failure
+            self._wake()
+
+    def _wake(self) -> None:
+        for waiter in (self._receiver, self._sender):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,286 @@
+"""One client's connection: aiohttp's, with the short way of simple requests built in.
+
+Why inside aiohttp's class: the same connection may bring a simple request, then an upload, then an upgrade, and their
+answers must leave in the order in which they were asked for. What aiohttp calls private and is used here is pinned by
+`requirements.lock` and exercised by the tests of conformance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import uuid
+from typing import Any, Protocol
+
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.http_writer import StreamWriter
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from aiohttp.web_protocol import _ErrInfo
+
+from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.tallies import CLIENT_GONE
+from serve_common.errors import ServeError
+from serve_common.tasks import OwnedTask, TaskOwner
+from serve_proxy.adapters.http_answers import problem_response
+from serve_proxy.adapters.http_fast import FastExchange
+from serve_proxy.adapters.http_requests import HttpRequests
+from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, problem_of
+
+_log = structlog.get_logger(__name__)
+
+
+class ConnectionOwner(Protocol):
+    """What connections need of their server; `HttpServer`."""
+
+    in_flight: int
+    """Requests that have not been answered."""
+
+    @property
+    def tasks(self) -> TaskOwner:
+        """Of the requests that need one."""
+        ...
+
+    @property
+    def requests(self) -> HttpRequests:
+        """The long way, and what both have in common."""
+        ...
+
+    @property
+    def header_timeout_s(self) -> float:
+        """See `HttpOptions`."""
+        ...
+
+    def take_simple(
+        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
+    ) -> FastExchange | None:
+        """See `http_fast.take_simple`."""
+        ...
+
+    async def respond(
+        self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
+    ) -> web.StreamResponse:
+        """See `http_answers.respond`."""
+        ...
+
+
+class HttpConnection(web.RequestHandler):
+    """One client's connection; what is not HTTP gets the same form of error as everything else.
+
+    Requests on the short way (`http_fast`) are begun here, in the order in which they came: one is begun only while no
+    other is under way, and what comes behind it waits. aiohttp's own task for the connection meanwhile waits for a
+    message, and gets everything that must take the long way.
+    """
+
+    __slots__ = ("_fast", "_head_timer", "_http", "_last_payload", "_peer", "_stream_task")
+
+    def __init__(self, manager: web.Server, owner: ConnectionOwner, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self._http = owner
+        self._fast: FastExchange | None = None
+        """The request on the short way that is under way."""
+        self._stream_task: OwnedTask | None = None
+        self._peer = ""
+        self._last_payload: StreamReader = EMPTY_PAYLOAD
+        self._head_timer: asyncio.TimerHandle | None = None
+        """Runs while the head of a request has come in part."""
+
+    @property
+    def peer(self) -> str:
+        """See `http_fast.Connection`."""
+        if not self._peer:
+            name = self.peername
+            self._peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
+        return self._peer
+
+    # -- the short way --
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and begin what may take the short way."""
+        if self._payload_parser is not None or self._upgraded or self._force_close or self._close:
+            super().data_received(data)
+            return
+        is_understood = True
+        was_between_requests = self._last_payload.is_eof()
+        parser = self._parser
+        assert parser is not None, "it lives as long as the connection"
+        try:
+            messages, upgraded, tail = parser.feed_data(data)
+        except HttpProcessingError as error:
+            messages = [(_ErrInfo(status=400, exc=error, message=error.message), EMPTY_PAYLOAD)]
+            is_understood, upgraded, tail = False, False, b""
+            if not self._last_payload.is_eof():  # the parser does not tell the body that it was in
+                self._last_payload.set_exception(web.RequestPayloadError(error.message))
+        if not messages:
+            if was_between_requests and data.strip(b"\r\n"):
+                self._wait_for_head()
+            return
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        message, payload = messages[-1]
+        self._last_payload = payload
+        waiter = self._waiter
+        if (
+            len(messages) == 1
+            and is_understood
+            and not upgraded
+            and self._fast is None
+            and not self._paused
+            and not self._messages
+            and waiter is not None
+            and not waiter.done()
+            and payload.is_eof()
+            and self._begin_fast(message, payload)
+        ):
+            return
+        self._request_count += len(messages)
+        self._messages.extend(messages)
+        if self._fast is None:
+            self._wake()
+        if not self._buffer_paused and len(self._messages) >= self._max_msg_queue_size:
+            self._pause_reading_for_buffer()
+        self._upgraded = upgraded
+        if upgraded and tail:
+            self._message_tail = tail
+
+    def finish_fast(self, answer: bytes, *, closes: bool) -> None:
+        """See `http_fast.Connection`."""
+        self._fast = None
+        self._http.in_flight -= 1
+        transport = self.transport
+        if transport is None:
+            return
+        transport.write(answer)
+        self._after_fast(closes=closes)
+
+    def stream_fast(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
+        """See `http_fast.Connection`."""
+        self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The client is gone: whatever it asked for is given up."""
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        fast, self._fast = self._fast, None
+        if fast is not None:
+            self._http.in_flight -= 1
+            fast.client_gone()
+            if self._stream_task is not None:
+                self._stream_task.cancel()
+        super().connection_lost(exc)
+
+    def _begin_fast(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+        exchange = self._http.take_simple(self, message, payload)
+        if exchange is None:
+            return False
+        self._request_count += 1
+        if self._parser is not None:
+            self._parser.message_consumed()
+        self._fast = exchange
+        self._http.in_flight += 1
+        exchange.begin(self._http.requests)
+        return True
+
+    def _after_fast(self, *, closes: bool) -> None:
+        if closes:
+            self.close()
+            if self.transport is not None:
+                self.transport.close()
+            return
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        if self._keepalive_handle is None:
+            self._keepalive_handle = self._loop.call_at(
+                self._next_keepalive_close_time, self._process_keepalive
+            )
+        if self._messages:
+            self._wake()
+
+    async def _stream(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
+        """Write an answer in pieces by the long way's means."""
+        closes, status = True, CLIENT_GONE
+        try:
+            task = asyncio.current_task()
+            assert task is not None
+            writer = StreamWriter(self, self._loop)
+            request = web.BaseRequest(exchange.message, exchange.payload, self, writer, task, self._loop)
+            response = await self._http.respond(request, call, answer, exchange.request_id)
+            status = response.status
+            closes = not response.keep_alive
+        except ServeError as error:  # before it has begun
+            if self._fast is exchange:
+                exchange.fail(error)
+        except ConnectionError as error:
+            # The client left, or the answer broke off and took the connection along.
+            _log.debug("stream_ended_early", request_id=exchange.request_id, reason=str(error))
+        finally:
+            self._stream_task = None
+            if self._fast is exchange:
+                self._fast = None
+                self._http.in_flight -= 1
+                exchange.count(status)
+                self._after_fast(closes=closes)
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # -- time --
+
+    def _process_keepalive(self) -> None:
+        if self._fast is not None:  # aiohttp's task waits, but the connection is not idle
+            self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
+            return
+        super()._process_keepalive()
+
+    def _wait_for_head(self) -> None:
+        """The head of a request has come in part."""
+        if self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._http.header_timeout_s, self._end_slow_head)
+
+    def _end_slow_head(self) -> None:
+        """The client sends its head a drop at a time, to hold the connection; what came before is answered first."""
+        self._head_timer = None
+        if self._fast is not None or self._request_in_progress or self._messages:
+            self._wait_for_head()
+            return
+        error = HeadTooSlow("the head of the request did not come in time")
+        self._messages.append((_ErrInfo(status=408, exc=error, message=str(error)), EMPTY_PAYLOAD))
+        self._wake()
+
+    # -- the end --
+
+    def close_if_idle(self) -> None:
+        """Close it when no request is under way and none waits to be read: closing would reset that one."""
+        transport, waiter = self.transport, self._waiter
+        if transport is None or waiter is None or waiter.done() or self._messages or self._fast is not None:
+            return
+        poll = select.poll()
+        poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+        if not poll.poll(0):
+            self.force_close()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer a request that could not be parsed, or whose handler failed."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun, so no error can be sent")
+        if isinstance(exc, HeadTooSlow):
+            problem = problem_of(exc)
+        elif isinstance(exc, HttpProcessingError):
+            problem = problem_of(BadRequest("request", (message or str(exc)).partition("\n")[0][:200]))
+        else:
+            _log.error("connection_failed", exc_info=exc)
+            problem = Problem(status=status, code="internal", message="the proxy failed")
+        response = problem_response(problem, uuid.uuid4().hex)
+        response.force_close()
+        return response

@@ -1,0 +1,61 @@
+"""Who asks, and by what: what a proxy tells an application about the client that it hides.
+
+Why what came is believed: a load balancer in front is the usual case, and only whoever runs the proxy knows whether
+there is one. An address of a header is never more than a hint; this proxy adds the one that it saw itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final
+
+from serve_common.wires.frames import Headers
+from serve_proxy.core.headers import RequestHeaders
+
+_SCHEMES: Final = {b"http": "http", b"https": "https", b"ws": "http", b"wss": "https"}
+_ADDRESS_LENGTH_MAX: Final = 64
+
+
+@lru_cache(maxsize=4096)
+def _of_direct_client(peer: str, scheme: str, host: bytes) -> Headers:
+    """What is told of a client that no other proxy told of; the same for all requests of a connection."""
+    told = [(b"x-forwarded-proto", scheme.encode()), (b"x-forwarded-host", host)]
+    return [(b"x-forwarded-for", _host_of(peer)), *told] if peer else told
+
+
+def _host_of(peer: str) -> bytes:
+    return peer.rpartition(":")[0].encode()
+
+
+def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
+    """Add ``X-Forwarded-…`` to what goes on, and return who asked and by what: `Ask.client` and `Ask.scheme`.
+
+    ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. To be called once a request.
+    """
+    forwarded = read.forwarded
+    if not read.forwarded_for and not read.forwarded_proto and not read.has_forwarded_host:
+        forwarded += _of_direct_client(peer, scheme, read.host)
+        return peer, scheme
+    client = peer
+    if read.forwarded_for:
+        first = read.forwarded_for.partition(b",")[0].strip()
+        if 0 < len(first) <= _ADDRESS_LENGTH_MAX and first.isascii() and first.decode().isprintable():
+            client = _with_port(first.decode())
+        forwarded.append((b"x-forwarded-for", b"%b, %b" % (read.forwarded_for, _host_of(peer))))
+    elif peer:
+        forwarded.append((b"x-forwarded-for", _host_of(peer)))
+    if read.forwarded_proto:
+        scheme = _SCHEMES.get(read.forwarded_proto.strip().lower(), scheme)
+    else:
+        forwarded.append((b"x-forwarded-proto", scheme.encode()))
+    if not read.has_forwarded_host:
+        forwarded.append((b"x-forwarded-host", read.host))
+    return client, scheme
+
+
+def _with_port(address: str) -> str:
+    """``host:port`` of an address that may lack the port, or have it, or be an IPv6 one in brackets."""
+    if address.startswith("["):
+        host, _, rest = address[1:].partition("]")
+        return f"{host}{rest}" if rest.startswith(":") else f"{host}:0"
+    return address if address.count(":") == 1 else f"{address}:0"

@@ -1,0 +1,81 @@
+"""What the ready-made middlewares share: refusing a request, changing its headers, and those of its answer.
+
+Why answers need a hook: one that is streamed is on its way before the handler returns, and its headers with it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from serve_proxy.adapters.http_answers import problem_response
+from serve_proxy.adapters.http_chain import EXCHANGE
+from serve_proxy.core.problems import Problem
+
+API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)
+"""Whose key a request bears; set when it was checked."""
+
+ChangeAnswer = Callable[[web.StreamResponse], None]
+
+
+class _Changes(tuple[ChangeAnswer, ...]):
+    """What is to be done to an answer's headers."""
+
+    __slots__ = ()
+
+
+_CHANGES: Final = web.RequestKey("muster.answer_changes", _Changes)
+
+
+class _ChangedRequest(web.BaseRequest):
+    """A request whose answer is changed; its clones are of this class too."""
+
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        for change in self.get(_CHANGES, ()):
+            change(response)
+
+
+def change_answer(request: web.BaseRequest, change: ChangeAnswer) -> None:
+    """Call ``change`` with an answer that is sent before the handler returns, just before its headers are."""
+    request[_CHANGES] = _Changes((*request.get(_CHANGES, ()), change))
+    request.__class__ = _ChangedRequest
+
+
+def with_headers(
+    request: web.BaseRequest, drop: frozenset[bytes], add: Iterable[tuple[bytes, bytes]] = ()
+) -> web.BaseRequest:
+    """A clone of ``request`` without the headers ``drop`` (in lower case) and with those in ``add``.
+
+    Raises RuntimeError when the body has been read: the library cannot clone such a request.
+    """
+    clone = request.clone()
+    raw = (*(pair for pair in request.raw_headers if pair[0].lower() not in drop), *add)
+    # `clone(headers=…)` makes the raw form of the other one, and fails for values that are not UTF-8.
+    headers = CIMultiDictProxy(CIMultiDict((_text(name), _text(value)) for name, value in raw))
+    clone._message = request._message._replace(headers=headers, raw_headers=raw)  # noqa: SLF001 - see above
+    clone._headers = headers  # noqa: SLF001 - as above
+    return clone
+
+
+def _text(value: bytes) -> str:
+    return value.decode("utf-8", "surrogateescape")
+
+
+def refusal(request: web.BaseRequest, problem: Problem) -> web.Response:
+    """``problem`` in the form of all errors of a proxy."""
+    exchange = request.get(EXCHANGE)
+    return problem_response(problem, uuid.uuid4().hex if exchange is None else exchange.request_id)
+
+
+def add_vary(response: web.StreamResponse, *names: str) -> None:
+    """Say that the answer depends on these headers of the request."""
+    known = [part.strip() for line in response.headers.getall("Vary", []) for part in line.split(",")]
+    lower = {name.lower() for name in known}
+    if "*" in lower:
+        return
+    known += [name for name in names if name.lower() not in lower]
+    response.headers["Vary"] = ", ".join(name for name in known if name)

@@ -1,0 +1,63 @@
+"""Joins the parts of a parent of proxy processes: `SERVE_PROXY_PROCESSES` above 1.
+
+Why the environment: a child is started as every proxy is, so there is one code path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import structlog
+
+from serve_proxy.adapters.child_process import ChildProcess
+from serve_proxy.adapters.process_operations import ProcessOperations
+from serve_proxy.adapters.shared_port import held_port
+from serve_proxy.core.process_life import child_id
+from serve_proxy.ports import Child
+from serve_proxy.settings import ProxySettings
+from serve_proxy.shell.parent import Parent
+
+_log = structlog.get_logger(__name__)
+
+
+async def run_processes(settings: ProxySettings) -> int:
+    """Run until a signal; the exit code. Raises OSError when a port is taken."""
+    with held_port(settings.http_host, settings.http_port) as port:
+
+        async def start(number: int) -> Child:
+            child = await ChildProcess.start(child_environment(settings, number, port))
+            _log.info("proxy_process_started", process=number, pid=child.pid)
+            return child
+
+        parent = Parent(start, settings.processes, drain_timeout_s=settings.drain_timeout_s)
+        operations = ProcessOperations(settings.operations, parent.children, parent.why_not_ready)
+        await operations.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, parent.stop)
+        address = f"{settings.http_host}:{port}"
+        _log.info(
+            "proxy_processes_run",
+            processes=settings.processes,
+            address=address,
+            operations_port=operations.port,
+        )
+        try:
+            return await parent.run()
+        finally:
+            await operations.close()
+
+
+def child_environment(settings: ProxySettings, number: int, http_port: int) -> dict[str, str]:
+    """What the child of that number is told: all that the parent was, and what makes it a proxy of its own."""
+    return {
+        **os.environ,
+        "SERVE_PROXY_PROCESSES": "1",
+        "SERVE_PROXY_ID": child_id(settings.proxy_id, number),
+        "SERVE_HTTP_PORT": str(http_port),
+        # Asked by the parent alone, which knows the port that the system chooses.
+        "SERVE_OPS_HOST": "127.0.0.1",
+        "SERVE_OPS_PORT": "0",
+    }

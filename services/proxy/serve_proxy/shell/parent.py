@@ -1,0 +1,117 @@
+"""Keeps several proxy processes of one container alive, and ends them together.
+
+Why processes: one Python process uses one core. Each child is a proxy of its own to the controller, so nothing is
+shared that could go wrong together; the parent handles no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+
+from serve_proxy.core.process_life import LONG_LIFE_S, restart_wait_s
+from serve_proxy.ports import Child, StartChild
+
+_log = structlog.get_logger(__name__)
+
+KILL_MARGIN_S: Final = 12.0
+"""What a child may take beyond its drain: closing everything has time-outs of its own."""
+
+
+@final
+class Parent:
+    """Runs ``count`` children, numbered from 1."""
+
+    def __init__(self, start_child: StartChild, count: int, *, drain_timeout_s: float) -> None:
+        """``drain_timeout_s`` is the children's; later than that and a margin they are killed."""
+        self.children: dict[int, Child] = {}
+        """Those that run, by number."""
+        self._start_child = start_child
+        self._count = count
+        self._kill_after_s = drain_timeout_s + KILL_MARGIN_S
+        self._stopping = asyncio.Event()
+        self._kill: asyncio.TimerHandle | None = None
+        self._exit_code = 0
+
+    async def run(self) -> int:
+        """Until `stop` was called and all have ended; the exit code: 0 when all of them drained in order.
+
+        A child whose first life ends before it listens ends all of them: that would not get better.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(1, self._count + 1):
+                    # The group owns them until all have ended.
+                    group.create_task(self._keep(number), name=f"process {number}")
+        finally:
+            if self._kill is not None:
+                self._kill.cancel()
+            self._to_all(lambda child: child.kill())
+        return self._exit_code
+
+    def stop(self) -> None:
+        """Let all drain and end; told again, they end at once."""
+        if self._kill is None:
+            loop = asyncio.get_running_loop()
+            self._kill = loop.call_later(self._kill_after_s, self._to_all, lambda child: child.kill())
+        self._stopping.set()
+        self._to_all(lambda child: child.stop())
+
+    def why_not_ready(self) -> str | None:
+        """None while all children run."""
+        missing = [str(n) for n in range(1, self._count + 1) if n not in self.children]
+        return f"processes that do not run: {', '.join(missing)}" if missing else None
+
+    async def _keep(self, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        short_lives = 0
+        has_listened = False
+        while not self._stopping.is_set():
+            started_at = loop.time()
+            code, listened = await self._live(number)
+            has_listened = has_listened or listened
+            if self._stopping.is_set():
+                return
+            if code > 0 and not has_listened:
+                _log.critical("proxy_process_cannot_start", process=number, code=code)
+                self._exit_code = code
+                self.stop()
+                return
+            lived_s = loop.time() - started_at
+            short_lives = 0 if lived_s >= LONG_LIFE_S else short_lives + 1
+            wait_s = restart_wait_s(short_lives)
+            _log.warning(
+                "proxy_process_ended", process=number, code=code, lived_s=round(lived_s, 1), again_in_s=wait_s
+            )
+            with contextlib.suppress(TimeoutError):  # nobody stopped us meanwhile
+                async with asyncio.timeout(wait_s):
+                    await self._stopping.wait()
+
+    async def _live(self, number: int) -> tuple[int, bool]:
+        """One life of a child: how it ended, and whether it ever listened."""
+        try:
+            child = await self._start_child(number)
+        except OSError as error:
+            _log.error("proxy_process_not_started", process=number, reason=str(error))
+            return 1, False
+        self.children[number] = child
+        if self._stopping.is_set():
+            child.stop()
+        code = await child.ended()
+        del self.children[number]
+        listened = child.operations_port is not None
+        # One that was stopped so early that the signal ended it had nothing to drain.
+        is_in_order = code == 0 or (code == -signal.SIGTERM and not listened)
+        if self._stopping.is_set() and not is_in_order:
+            _log.warning("proxy_process_ended_badly", process=number, code=code)
+            self._exit_code = self._exit_code or 1
+        return code, listened
+
+    def _to_all(self, tell: Callable[[Child], None]) -> None:
+        for child in list(self.children.values()):
+            tell(child)

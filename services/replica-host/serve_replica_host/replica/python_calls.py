@@ -1,0 +1,149 @@
+"""Calls from deployment handles: pickled arguments in, a pickled value, a stream of them, or the exception itself out.
+
+Why apart from HTTP: a caller in Python gets what the user's code returned or raised, not what HTTP would make of it.
+Whoever may send such a call may run code here, which NATS' permissions leave to replicas and holders of handles.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any, Final
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
+import msgspec
+import structlog
+
+from serve_common.errors import BadField, ServeError, UserCodeRaised
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
+from serve_replica_host.replica.exchange import Answered, Exchange, Failed, ToBus
+from serve_replica_host.replica.python_streams import send_items
+from serve_replica_host.replica.tracebacks import error_line, user_traceback
+from serve_replica_host.replica.user_code import UserCode
+
+_log = structlog.get_logger(__name__)
+
+ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of one value; as much as a request's body may have."""
+_RAISED_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX // 2
+"""Of a pickled exception: with its traceback it travels in one frame."""
+_PLAIN_CALL: Final = CallHead()
+_SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
+"""Where cloudpickle could do no better than pickle, which is several times faster."""
+
+
+class AnswerUnfit(TypeError):
+    """What the user's code returned cannot be sent to the handle; the message says why."""
+
+
+async def answer(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], None]) -> ToBus:
+    """Call the user's code for a request of kind PYTHON, and return what ends the exchange.
+
+    Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
+    """
+    head = exchange.head.call or _PLAIN_CALL
+    try:
+        args, kwargs = _arguments(exchange.body, head)
+    except BadField as error:
+        return Failed(exchange, error.error_code, error.status_hint, str(error))
+    try:
+        result = await code.call(*args, method_name=head.method_name, **kwargs)
+        if not head.stream:
+            return Answered(exchange, 200, [], _encoded(result, head))
+        return await send_items(code, result, exchange, to_bus, lambda item: _encode(item, head))
+    except BadField as error:  # there is no such method
+        return Failed(exchange, error.error_code, error.status_hint, str(error))
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
+        return _raised(exchange, head, error)
+
+
+def _arguments(body: bytes, head: CallHead) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments. Raises `BadField`."""
+    if not head.is_pickled:
+        try:
+            named: tuple[tuple[Any, ...], dict[str, Any]] = msgspec.msgpack.decode(
+                body, type=tuple[tuple[Any, ...], dict[str, Any]]
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadField("arguments", f"are not msgpack of [args, kwargs]: {error}") from error
+        return named
+    try:
+        args, kwargs = pickle.loads(body)  # noqa: S301 - see the module's text
+        return tuple(args), dict(kwargs)
+    except Exception as error:  # unpickling runs any code
+        raise BadField("arguments", f"cannot be unpickled in the replica: {error_line(error)}") from error
+
+
+def _encoded(result: Any, head: CallHead) -> bytes:
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.isgenerator(result):
+            result.close()
+        name = head.method_name or "__call__"
+        raise AnswerUnfit(f"{name} returned a generator; call it with handle.options(stream=True)")
+    return _encode(result, head)
+
+
+def _encode(value: Any, head: CallHead) -> bytes:
+    """Raises `AnswerUnfit`."""
+    try:
+        if not head.is_pickled:
+            data = _msgpack.encode(value)
+        elif type(value) in _SCALARS:
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        else:
+            data = cloudpickle.dumps(value)
+    except Exception as error:  # pickling runs the value's own code
+        how = "pickled" if head.is_pickled else "written as msgpack"
+        raise AnswerUnfit(
+            f"the returned {type(value).__name__} cannot be {how}: {error_line(error)}"
+        ) from error
+    if len(data) > ANSWER_BYTES_MAX:
+        raise AnswerUnfit(f"the returned value has {len(data)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
+    return data
+
+
+def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
+    is_ours = isinstance(error, AnswerUnfit)
+    line = str(error) if is_ours else error_line(error)
+    told = user_traceback(error)
+    _log.error(
+        "user_code_raised",
+        request_id=exchange.head.request_id,
+        method=head.method_name,
+        error=line,
+        traceback=told,
+    )
+    pickled = _pickled(error) if head.is_pickled and not is_ours else b""
+    body = msgspec.msgpack.encode(Raised(pickled, told))
+    return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Empty when it cannot be brought back: many exceptions can be pickled and then not be made of what was kept."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        restored = pickle.loads(data)  # noqa: S301 - our own bytes
+    except Exception as failure:  # noqa: BLE001 - the exception's own code; its text still travels
+        if isinstance(error, ServeError):
+            return pickle.dumps(_plainer(error))
+        _log.warning("exception_not_pickled", exception=type(error).__name__, reason=error_line(failure))
+        return b""
+    return data if isinstance(restored, type(error)) and len(data) <= _RAISED_BYTES_MAX else b""
+
+
+def _plainer(error: ServeError) -> ServeError:
+    """The same as the nearest of its kinds that is made of a message alone: a caller may still tell what it was."""
+    kinds = (kind for kind in type(error).__mro__ if issubclass(kind, ServeError))
+    return next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
+
+
+def _as_plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump()
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+_msgpack = msgspec.msgpack.Encoder(enc_hook=_as_plain)

@@ -1,0 +1,47 @@
+"""The slots of a replica: what is in flight, as a set of requests that each leave it exactly once.
+
+Why apart: whatever ends a request, its slot must come back, and only one place gives it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import final
+
+from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.exchange import Exchange
+
+
+@final
+class Slots:
+    """Holds the exchanges of one replica, on the bus loop."""
+
+    def __init__(self, now: Callable[[], float], metrics: RequestMetrics) -> None:
+        """``now`` is `time.monotonic` or a stand-in."""
+        self.held: dict[bytes, Exchange] = {}
+        """By reply subject."""
+        self._now = now
+        self._metrics = metrics
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def take(self, exchange: Exchange) -> None:
+        """``exchange`` is in flight from now on."""
+        if not self.held:
+            self._idle.clear()
+        self.held[exchange.reply] = exchange
+
+    def release(self, exchange: Exchange, status: int) -> None:
+        """Give the slot back, counted under ``status``; does nothing when it was given back."""
+        if self.held.pop(exchange.reply, None) is None:
+            return
+        exchange.outgoing = None
+        exchange.incoming = None
+        self._metrics.count_answered(status, self._now() - exchange.began_at)
+        if not self.held:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._idle.wait()

@@ -1,0 +1,117 @@
+"""What the processes of a system cost while it is measured: CPU seconds and memory, by process.
+
+Why by the marks of the embedded stack's supervisor: Ray's processes rename themselves and leave their session, yet
+descend from something that bears the mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Final
+
+import msgspec
+import psutil
+
+from muster.embedded.process import PROCESS_MARK, STACK_MARK
+
+_LOOK_EVERY_S: Final = 0.1
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Of one process, or of all that share a name."""
+
+    cpu_s: float = 0.0
+    rss_bytes: int = 0
+    """At the end."""
+    rss_growth_bytes: int = 0
+    """From the start to the highest moment in between."""
+
+
+class Meter:
+    """Watches the processes of one system."""
+
+    def __init__(self, stack_id: str) -> None:
+        self._stack_id = stack_id
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[dict[str, Usage]]:
+        """What is yielded is filled at the end."""
+        usage: dict[str, Usage] = {}
+        names = await asyncio.to_thread(named_processes, self._stack_id)
+        cpu_before = {process: _cpu_s(process) for process in names}
+        rss_before = {process: _rss_bytes(process) for process in names}
+        highest = dict(rss_before)
+        async with asyncio.TaskGroup() as tasks:
+            looking = tasks.create_task(_keep_looking(highest))
+            try:
+                yield usage
+            finally:
+                looking.cancel()
+        for process, name in names.items():
+            total = usage.setdefault(name, Usage())
+            rss = _rss_bytes(process)
+            total.cpu_s += max(0.0, _cpu_s(process) - cpu_before[process])
+            total.rss_bytes += rss
+            total.rss_growth_bytes = max(
+                total.rss_growth_bytes, max(highest[process], rss) - rss_before[process]
+            )
+
+
+def named_processes(stack_id: str) -> dict[psutil.Process, str]:
+    """All processes of a stack; those that Ray started to run an actor are named after it."""
+    children: dict[int, list[psutil.Process]] = {}
+    marked: dict[psutil.Process, str] = {}
+    for process in psutil.process_iter(["ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process)
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get(STACK_MARK) == stack_id:
+                marked[process] = environment.get(PROCESS_MARK, "?")
+    names: dict[psutil.Process, str] = {}
+    todo = list(marked.items())
+    while todo:
+        process, name = todo.pop()
+        if process in names:
+            continue
+        names[process] = _own_name(process, name)
+        todo += [(child, name) for child in children.get(process.pid, [])]
+    return names
+
+
+def _own_name(process: psutil.Process, name: str) -> str:
+    with contextlib.suppress(psutil.Error, IndexError):
+        title = process.cmdline()[0]
+        if title.startswith("ray::IDLE"):
+            return f"{name} (Ray)"
+        if title.startswith("ray::"):
+            return title.removeprefix("ray::").partition("(")[0].partition(".")[0].strip()
+        program = process.name()
+        if program in ("raylet", "gcs_server") or "ray/_private" in " ".join(process.cmdline()[:3]):
+            return f"{name} (Ray)"
+        if program == "haproxy":
+            return "haproxy"
+    return name
+
+
+async def _keep_looking(highest: dict[psutil.Process, int]) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        for process, before in list(highest.items()):
+            highest[process] = max(before, _rss_bytes(process))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:  # it has ended
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _rss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0

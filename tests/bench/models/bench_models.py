@@ -1,0 +1,71 @@
+"""What every system of the benchmark serves: the same code, written against what Ray Serve's users know."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+TOKEN = b"~123456789"
+
+
+class Noop:
+    """Answers at once, without reading the request."""
+
+    async def __call__(self, request: Request) -> str:
+        return "ok"
+
+
+class Echo:
+    """Sends back what it was sent, held whole."""
+
+    async def __call__(self, request: Request) -> Response:
+        return Response(await request.body(), media_type="application/octet-stream")
+
+
+class Upload:
+    """Counts what it is sent, piece by piece."""
+
+    async def __call__(self, request: Request) -> str:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+        return str(size)
+
+
+class Tokens:
+    """Streams ``?count`` pieces of ten bytes."""
+
+    async def __call__(self, request: Request) -> Response:
+        return StreamingResponse(self._tokens(int(request.query_params["count"])), media_type="text/plain")
+
+    async def _tokens(self, count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield TOKEN
+
+
+class Front:
+    """Asks another deployment for its answer."""
+
+    def __init__(self, back: Any = None) -> None:
+        if back is None:
+            from muster.handles import get_deployment_handle
+
+            back = get_deployment_handle("back", "chain")
+        self._back = back
+
+    async def __call__(self, request: Request) -> str:
+        answer: str = await self._back.ask.remote("question")
+        return answer
+
+
+class Back:
+    """Asked by handle only."""
+
+    async def ask(self, question: str) -> str:
+        return question
+
+    async def __call__(self, request: Request) -> str:
+        return "ask me by handle"

@@ -1,0 +1,126 @@
+"""Storms for a whole stack under load: connections to NATS that are cut, and replicas that are killed.
+
+Why functions and no test: `make test` takes a short one, `python -m tests.bench.chaos` the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from typing import Any
+
+import aiohttp
+import msgspec
+import nats
+
+from serve_common.wires.commands import DrainHost, UndrainHost, UpdateBackendConfig
+from tests.integration.chaos_load import ChaosLoad
+from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack
+
+REPLICAS = 4
+KILL_EVERY_S = 2.0
+CUT_NAMES = ("proxy", "replica")
+"""Beginnings of the names of connections that carry requests."""
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True):
+    """One `kill -9`."""
+
+    at: float
+    pid: int
+    fragile_in_flight: int
+    """Requests that may not run twice and were under way, on whichever replica."""
+
+
+class Storm(msgspec.Struct, kw_only=True):
+    """What happened while the load went on."""
+
+    load: ChaosLoad
+    kills: list[Kill] = []
+    cuts: int = 0
+    """Connections to NATS that were ended."""
+
+    def lost_beyond(self) -> list[str]:
+        """Kills that cost more requests than were under way."""
+        found = []
+        for number, kill in enumerate(self.kills):
+            until = self.kills[number + 1].at if number + 1 < len(self.kills) else float("inf")
+            lost = sum(
+                failure.is_allowed and kill.at <= failure.ended_at < until for failure in self.load.failures
+            )
+            if lost > kill.fragile_in_flight:
+                found.append(f"{lost} lost at a kill with {kill.fragile_in_flight} in flight")
+        before = self.kills[0].at if self.kills else float("inf")
+        early = sum(failure.ended_at < before for failure in self.load.failures)
+        return [*found, *([f"{early} lost without a kill"] if early else [])]
+
+
+async def cut_connections(stack: LoadedStack) -> int:
+    """End every connection that carries requests, as a network would; how many there were."""
+    url = f"http://127.0.0.1:{stack.nats_monitor_port}"
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/varz") as response:
+            server_id = (await response.json())["server_id"]
+        async with session.get(f"{url}/connz?limit=1000") as response:
+            connections: list[dict[str, Any]] = (await response.json())["connections"]
+    wanted = [c["cid"] for c in connections if str(c.get("name", "")).startswith(CUT_NAMES)]
+    client = await nats.connect(stack.nats_url, user="system", password=stack.system_password)
+    try:
+        for cid in wanted:
+            await client.request(
+                f"$SYS.REQ.SERVER.{server_id}.KICK", json.dumps({"cid": cid}).encode(), timeout=5
+            )
+    finally:
+        await client.close()
+    return len(wanted)
+
+
+async def ordered_changes(stack: LoadedStack, version: str, rounds: int, requests_per_s: float) -> Storm:
+    """Replicas are added, rolled, drained and taken away, and connections to NATS are cut between."""
+    await stack.deployed(f"{version}.0", 2)
+    async with ChaosLoad.running(ROUTE, stack.http_ports, requests_per_s=requests_per_s) as load:
+        storm = Storm(load=load)
+        for number in range(1, rounds + 1):
+            await stack.done(
+                await stack.admin.update_backend_config(
+                    UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": REPLICAS})
+                )
+            )
+            storm.cuts += await cut_connections(stack)
+            await stack.deployed(f"{version}.{number}", REPLICAS)
+            storm.cuts += await cut_connections(stack)
+            await stack.done(await stack.admin.drain_host(DrainHost(host_id="replica-host-2")))
+            await stack.admin.undrain_host(UndrainHost(host_id="replica-host-2"))
+            storm.cuts += await cut_connections(stack)
+            await stack.done(
+                await stack.admin.update_backend_config(
+                    UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": 2})
+                )
+            )
+            await asyncio.sleep(0.5)
+    return storm
+
+
+async def killed_replicas(
+    stack: LoadedStack, version: str, seconds: float, requests_per_s: float, seed: int
+) -> Storm:
+    """One of the replicas that answer is killed every `KILL_EVERY_S`."""
+    await stack.deployed(version, REPLICAS)
+    chance = random.Random(seed)
+    killed: set[int] = set()
+    async with ChaosLoad.running(ROUTE, stack.http_ports, requests_per_s=requests_per_s) as load:
+        storm = Storm(load=load)
+        end_at = load.now() + seconds
+        await asyncio.sleep(1.0)
+        while load.now() < end_at:
+            alive = sorted({int(pid) for pid in load.pids} - killed)
+            if alive:
+                pid = chance.choice(alive)
+                killed.add(pid)
+                storm.kills.append(Kill(at=load.now(), pid=pid, fragile_in_flight=load.fragile_under_way))
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(KILL_EVERY_S)
+    return storm

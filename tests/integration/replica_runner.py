@@ -1,0 +1,36 @@
+"""Replicas in a process without Ray: takes a `StartOrder` on each line of input up to an empty one.
+
+Lives as long as its input. What belongs to the process, such as the replica's context, is the last one's.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+
+from serve_replica_host.replica.orders import decode_order
+from serve_replica_host.replica.process import ReplicaProcess
+
+
+class NoMetrics:
+    """Counts nothing."""
+
+    def __getattr__(self, _name):
+        return lambda *_arguments: None
+
+
+def main() -> None:
+    held = []
+    while line := sys.stdin.readline().strip():
+        held.append(ReplicaProcess(decode_order(base64.b64decode(line)), NoMetrics()))
+        error = held[-1].start()
+        if error is not None:
+            sys.exit(error)
+    print("ready", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Handles with a real nats-server and real replicas: chains, streams, cancellation, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from muster.handles import (
+    DeploymentHandle,
+    DeploymentResponseGenerator,
+    RequestCancelled,
+    get_app_handle,
+    get_deployment_handle,
+)
+from muster.handles import runtime as handle_runtime
+from serve_common.errors import (
+    BusAuthorizationFailed,
+    BusUnavailable,
+    DeadlineExceeded,
+    NotFound,
+    UserCodeRaised,
+)
+from serve_common.names import BackendTag
+from serve_common.request_context import RequestContext, request_context
+from serve_common.settings import BusSettings
+from tests.integration.handle_stack import APP_DIR, GuardedNats, HandleStack
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+LEAF, MIDDLE, ROLLED = "default/leaf", "default/middle", "default/rolled"
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandleStack]:
+    nats = GuardedNats(tmp_path_factory.mktemp("nats"))
+    stack = HandleStack(nats)
+    try:
+        leaves = (f"{LEAF}#0", f"{ROLLED}#0", f"{ROLLED}#1")
+        stack.start(*(stack.order("Leaf", tag) for tag in leaves))
+        stack.start(stack.order("Middle", f"{MIDDLE}#0", companions={BackendTag(ROLLED): 2}))
+        versions = {f"{ROLLED}#0": 1, f"{ROLLED}#1": 2}
+        replicas = {LEAF: leaves[:1], ROLLED: leaves[1:], MIDDLE: [f"{MIDDLE}#0"]}
+        asyncio.run(stack.write_bucket(replicas, versions))
+        stack.wait_ready()
+        handle_runtime.use(nats.settings("client"))
+        yield stack
+    finally:
+        handle_runtime.disconnect()
+        stack.close()
+        nats.close()
+
+
+@pytest.fixture
+def leaf(stack: HandleStack) -> DeploymentHandle:
+    return get_deployment_handle("leaf")
+
+
+@pytest.fixture
+def middle(stack: HandleStack) -> DeploymentHandle:
+    return get_deployment_handle("middle")
+
+
+def stream(handle: DeploymentHandle, *args: Any) -> DeploymentResponseGenerator:
+    response = handle.options(stream=True).remote(*args)
+    assert isinstance(response, DeploymentResponseGenerator)
+    return response
+
+
+async def test_a_call_from_outside_brings_its_value(leaf: DeploymentHandle) -> None:
+    assert await leaf.remote({"a": (1, b"x")}) == {"a": (1, b"x")}
+    assert await leaf.greet.remote("Ada", greeting="hi") == "hi Ada"
+
+
+def test_a_plain_program_calls_plain_methods(leaf: DeploymentHandle) -> None:
+    assert leaf.plain.remote("ab", times=2).result(timeout_s=10) == "abab"
+
+
+async def test_many_calls_at_once_all_come_back(leaf: DeploymentHandle) -> None:
+    responses = [leaf.remote(number) for number in range(90)]
+    assert [await response for response in responses] == list(range(90))
+
+
+async def test_a_chain_of_two_deployments_answers(middle: DeploymentHandle) -> None:
+    assert await middle.remote(7) == [7]
+    assert await middle.plain.remote("ab") == "abab"
+    assert await middle.composed.remote("Ada") == "oh, hello Ada"
+    assert await get_app_handle("default").remote(8) == [8]
+
+
+async def test_blocking_the_loop_of_a_replica_is_refused(middle: DeploymentHandle) -> None:
+    with pytest.raises(RuntimeError, match="await response"):
+        await middle.blocked.remote()
+
+
+async def test_arguments_and_values_may_be_large(leaf: DeploymentHandle) -> None:
+    assert await leaf.size.remote(bytes(5 * MIB)) == 5 * MIB
+    assert len(await leaf.make.remote(5 * MIB)) == 5 * MIB
+    assert await leaf.size.remote(leaf.make.remote(3 * MIB)) == 3 * MIB
+
+
+@pytest.fixture
+def importable_app(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The deployments' module can be imported here too."""
+    monkeypatch.syspath_prepend(APP_DIR)
+    yield
+    sys.modules.pop("handle_app", None)
+
+
+async def test_an_exception_crosses_two_replicas_as_itself(
+    middle: DeploymentHandle, importable_app: None
+) -> None:
+    with pytest.raises(ValueError, match="no such digit") as caught:
+        await middle.known.remote()
+    assert type(caught.value).__name__ == "Known"
+    (note,) = caught.value.__notes__
+    assert note.count("Remote traceback:") == 2
+    assert note.startswith("Remote traceback:")
+    assert "await self.leaf.known.remote()" in note
+    assert 'raise Known("no such digit")' in note
+
+
+async def test_what_cannot_travel_is_told_in_words(leaf: DeploymentHandle) -> None:
+    with pytest.raises(UserCodeRaised, match="Known: no such digit"):  # it cannot be imported here
+        await leaf.known.remote()
+    with pytest.raises(UserCodeRaised, match="digit was refused with 7") as caught:
+        await leaf.refused.remote()
+    assert 'raise Refused("digit", 7)' in caught.value.__notes__[0]
+    with pytest.raises(UserCodeRaised, match="the returned lock cannot be pickled"):
+        await leaf.nothing_to_pickle.remote()
+    with pytest.raises(UserCodeRaised, match="SystemExit: 3"):
+        await leaf.leave.remote()
+
+
+async def test_a_deployment_that_is_not_there_is_told_soon(stack: HandleStack) -> None:
+    started = time.monotonic()
+    with pytest.raises(NotFound, match="default/nobody"):
+        await get_deployment_handle("nobody").remote()
+    assert time.monotonic() - started < 3
+
+
+async def test_a_stream_is_read_on_a_loop_and_in_a_thread(
+    leaf: DeploymentHandle, middle: DeploymentHandle
+) -> None:
+    for method in (leaf.numbers, leaf.plain_numbers):
+        assert [number async for number in stream(method, 1000)] == list(range(1000))
+        assert await asyncio.to_thread(list, stream(method, 1000)) == list(range(1000))
+    assert [number async for number in stream(middle.numbers, 5)] == [0, 10, 20, 30, 40]
+
+
+async def test_a_stream_that_breaks_gives_its_items_first(leaf: DeploymentHandle) -> None:
+    response = stream(leaf.broken_numbers)
+    assert await anext(response) == 1
+    with pytest.raises(UserCodeRaised, match="after one"):
+        await anext(response)
+
+
+async def until_counted(leaf: DeploymentHandle, started: int, cancelled: int) -> None:
+    """Until so many have begun and been cancelled; another process is asked again until it says so."""
+    async with asyncio.timeout(5):
+        while await leaf.counts.remote() != (started, cancelled):  # noqa: ASYNC110 - as said
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", ["hold", "hold_unawaited"])
+async def test_cancelling_goes_down_the_chain_at_once(
+    leaf: DeploymentHandle, middle: DeploymentHandle, method: str
+) -> None:
+    started, cancelled = await leaf.counts.remote()
+    response = getattr(middle, method).remote()
+    await until_counted(leaf, started + 1, cancelled)
+    response.cancel()
+    with pytest.raises(RequestCancelled):
+        await response
+    await until_counted(leaf, started + 1, cancelled + 1)
+
+
+async def test_a_deadline_goes_down_the_chain(leaf: DeploymentHandle, middle: DeploymentHandle) -> None:
+    started, cancelled = await leaf.counts.remote()
+    began_at = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await middle.options(timeout_s=0.3).hold.remote()
+    assert time.monotonic() - began_at < 3
+    await until_counted(leaf, started + 1, cancelled + 1)
+    context = RequestContext(request_id="r-chain", deadline=time.monotonic() + 5)
+    token = request_context.set(context)
+    try:
+        response = middle.seen.remote()
+    finally:
+        request_context.reset(token)
+    outer_id, (inner_id, left_s, _) = await response
+    assert (outer_id, inner_id) == ("r-chain", "r-chain")
+    assert 3 < left_s <= 5
+
+
+async def test_leaving_a_stream_ends_its_generator(leaf: DeploymentHandle) -> None:
+    started, cancelled = await leaf.counts.remote()
+    response = stream(leaf.endless)
+    assert len(await anext(response)) == 10_000
+    await until_counted(leaf, started + 1, cancelled)
+    del response
+    await until_counted(leaf, started + 1, cancelled + 1)
+
+
+async def test_the_model_of_a_call_reaches_the_code(leaf: DeploymentHandle) -> None:
+    _, _, model_id = await leaf.options(multiplexed_model_id="m1").seen.remote()
+    assert model_id == "m1"
+
+
+async def test_a_chain_keeps_to_the_version_that_it_belongs_to(middle: DeploymentHandle) -> None:
+    assert await middle.who.remote() == [f"{ROLLED}#1"] * 8
+    outside = {await get_deployment_handle("rolled").who.remote() for _ in range(40)}
+    assert outside == {f"{ROLLED}#0", f"{ROLLED}#1"}
+
+
+@pytest.fixture
+def elsewhere(stack: HandleStack) -> Iterator[Callable[[BusSettings], None]]:
+    """Connects this process' handles in another way, for one test."""
+    yield handle_runtime.use
+    handle_runtime.use(stack.nats.settings("client"))
+
+
+@pytest.mark.parametrize("wrong", [{"user": "admin"}, {"password": "wrong-one"}])
+async def test_who_may_not_call_replicas_is_told(
+    stack: HandleStack, elsewhere: Callable[[BusSettings], None], wrong: dict[str, str]
+) -> None:
+    right = stack.nats.settings(wrong.get("user", "client"))
+    elsewhere(msgspec.structs.replace(right, inbox_prefix="_INBOX_client", **wrong))
+    with pytest.raises(BusAuthorizationFailed, match="user"):
+        await get_deployment_handle("leaf").remote()
+
+
+async def test_a_stack_that_is_not_there_is_told(
+    elsewhere: Callable[[BusSettings], None], stack: HandleStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muster.handles.router.BUCKET_WAIT_S", 0.1)
+    elsewhere(msgspec.structs.replace(stack.nats.settings("client"), servers=["nats://127.0.0.1:9"]))
+    with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:9 does not answer"):
+        await get_deployment_handle("leaf").remote()
+
+
+async def test_calls_under_way_end_with_the_connection(
+    leaf: DeploymentHandle, elsewhere: Callable[[BusSettings], None], stack: HandleStack
+) -> None:
+    response = leaf.hold.remote()
+    waiting = asyncio.wait_for(response, 5)
+    elsewhere(stack.nats.settings("client"))
+    with pytest.raises(BusUnavailable, match="no longer calls"):
+        await waiting
+    assert await leaf.remote(1) == 1

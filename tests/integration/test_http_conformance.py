@@ -1,0 +1,343 @@
+"""What HTTP/1.1 allows and forbids, told by bytes on a raw socket to a whole proxy with a replica behind it.
+
+The table is `http_conformance_cases`. Every case also proves that nothing was smuggled: the good request that follows
+in the same write is either answered as itself or not begun at all, and the replica saw nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import pytest_asyncio
+
+from serve_common.names import BackendTag
+from serve_common.values import METHODS
+from tests.integration.fake_replica import FakeReplica
+from tests.integration.http_conformance_cases import CASES, OK, Case, chunked, get, post
+from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, running_stack
+
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+
+HEADER_TIMEOUT_S = 0.5
+KEEP_ALIVE_TIMEOUT_S = 1.0
+_ANSWER_TIMEOUT_S = 3.0
+_numbers = itertools.count()
+
+
+class Answer(NamedTuple):
+    version: bytes
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    def __getitem__(self, name):  # type: ignore[override]
+        """A header's value; None without it."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def says_close(self) -> bool:
+        """In HTTP/1.0 what says nothing says that."""
+        return self[b"connection"] == (b"close" if self.version == b"HTTP/1.1" else None)
+
+
+class Client:
+    """A connection on which bytes are sent, and read as strictly as any client may."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def answer(self, method: str = "GET") -> Answer | None:
+        """The next final answer; None when the connection ends in order before its first byte."""
+        while True:
+            try:
+                head = await self.reader.readuntil(b"\r\n\r\n")
+            except ConnectionError:  # one end has noticed sooner than the other
+                return None
+            except asyncio.IncompleteReadError as error:
+                if error.partial:
+                    raise
+                return None
+            line, *lines = head[:-4].split(b"\r\n")
+            version, status, _ = line.split(b" ", 2)
+            assert version in (b"HTTP/1.1", b"HTTP/1.0"), line
+            fields = [(name.lower(), value.strip()) for name, _, value in (x.partition(b":") for x in lines)]
+            if status[:1] != b"1":
+                return Answer(version, int(status), fields, await self._body(int(status), fields, method))
+
+    async def _body(self, status: int, fields: list[tuple[bytes, bytes]], method: str) -> bytes:
+        lengths = [value for name, value in fields if name == b"content-length"]
+        codings = [value for name, value in fields if name == b"transfer-encoding"]
+        assert len(lengths) + len(codings) <= 1, fields
+        if method == "HEAD" or status in (204, 304):
+            assert not codings or status != 204
+            return b""
+        if lengths:
+            return await self.reader.readexactly(int(lengths[0]))
+        if not codings:
+            return await self.reader.read()
+        assert codings == [b"chunked"]
+        pieces = []
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            pieces.append((await self.reader.readexactly(size + 2))[:-2])
+        assert await self.reader.readexactly(2) == b"\r\n"
+        return b"".join(pieces)
+
+    async def is_closed(self) -> bool:
+        """True when nothing more comes and the connection ends."""
+        try:
+            return await self.reader.read(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+class World:
+    """The proxy and its one replica."""
+
+    def __init__(self, stack: Stack, replica: FakeReplica) -> None:
+        self.stack = stack
+        self.replica = replica
+        host, _, port = stack.url.removeprefix("http://").rpartition(":")
+        self._address = host, int(port)
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator[Client]:
+        reader, writer = await asyncio.open_connection(*self._address, limit=MIB)
+        try:
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                yield Client(reader, writer)
+        finally:
+            writer.close()
+
+    async def seen_since(self, count: int) -> list[str]:
+        """What reached the replica; after a request of another connection has come back from there."""
+        async with self.client() as fence:
+            fence.writer.write(get(target=b"/echo/fence"))
+            answer = await fence.answer()
+            assert answer is not None
+            assert answer.status == 200
+        seen = [f"{head.method} {head.path}" for head in self.replica.seen[count:]]
+        seen.remove("GET /echo/fence")
+        return seen
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    directory: Path = tmp_path_factory.mktemp("conformance")
+    server = NatsServer(directory)
+    server.start()
+    try:
+        async with running_stack(server) as stack:
+            (replica,) = await stack.serve(R0)
+            await stack.put_endpoint(methods=METHODS)
+            options = await stack.put_http(
+                header_timeout_s=HEADER_TIMEOUT_S, keep_alive_timeout_s=KEEP_ALIVE_TIMEOUT_S
+            )
+            await stack.applied(options)
+            yield World(stack, replica)
+            router = stack.proxy._ingress.routes.routers[BackendTag("default/echo")]
+            assert router.in_flight == 0, "every slot was given back"
+    finally:
+        server.kill()
+
+
+def is_part_of(part: Sequence[str], whole: Sequence[str]) -> bool:
+    """In the same order."""
+    rest = iter(whole)
+    return all(item in rest for item in part)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+async def test_raw_requests_are_answered_and_nothing_is_smuggled(world: World, case: Case) -> None:
+    replica, count, bodies = world.replica, len(world.replica.seen), len(world.replica.bodies)
+    target = f"/echo/next/{next(_numbers)}"
+    method = case.sent.partition(b" ")[0].decode("latin-1")
+    async with world.client() as client:
+        is_followed = case.is_kept is not False or any(allowed != OK for allowed in case.answers)
+        client.writer.write(case.sent + (get(target=target.encode()) if is_followed else b""))
+        answers = [await client.answer(method) for _ in case.answers]
+        assert None not in answers, "closed without an answer"
+        statuses = [answer.status for answer in answers if answer is not None]
+        assert all(status in allowed for status, allowed in zip(statuses, case.answers, strict=True)), answers
+        following = await client.answer()
+        if case.is_kept is not None:
+            assert (following is not None) == case.is_kept, following
+        if following is None:
+            assert answers[-1] is not None
+            assert answers[-1].says_close, "it was not said that the connection ends"
+        else:
+            assert following.status == 200, following
+    seen = [
+        request  # without what a case that failed before may have left behind
+        for request in await world.seen_since(count)
+        if not request.startswith("GET /echo/next/") or request == f"GET {target}"
+    ]
+    if following is not None:
+        assert seen.pop() == f"GET {target}"
+    if all(allowed == OK for allowed in case.answers):
+        assert seen == list(case.reached)
+    else:
+        assert is_part_of(seen, case.reached), seen
+    if case.body is not None and statuses[0] == 200:
+        assert replica.bodies[bodies] == case.body
+
+
+async def test_there_are_as_many_cases_as_were_promised() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))
+    assert len(names) >= 60
+
+
+async def test_answers_to_pipelined_requests_come_in_order(world: World) -> None:
+    bodies = [b"body %d" % number for number in range(20)]
+    async with world.client() as client:
+        client.writer.write(b"".join(post(b"Content-Length: %d\r\n" % len(b), b) for b in bodies))
+        answers = [await client.answer() for _ in bodies]
+    assert [answer.body for answer in answers if answer is not None] == bodies
+
+
+async def test_a_request_may_come_byte_by_byte(world: World) -> None:
+    async with world.client() as client:
+        for byte in chunked(b"5;e\r\nhello\r\n0\r\nX: 1\r\n\r\n"):
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+            await client.writer.drain()
+        answer = await client.answer()
+    assert answer is not None
+    assert (answer.status, answer.body) == (200, b"hello")
+
+
+async def test_a_body_is_welcomed_before_it_is_sent(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(post(b"Content-Length: 2\r\nExpect: 100-continue\r\n"))
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        client.writer.write(b"hi")
+        answer = await client.answer()
+    assert answer is not None
+    assert (answer.status, answer.body) == (200, b"hi")
+
+
+async def test_a_body_that_will_be_refused_is_not_welcomed(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(post(b"Content-Length: 99999999999\r\nExpect: 100-continue\r\n"))
+        head = await client.reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_connection_that_says_keep_alive_in_http_1_0_is_told_so(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(get(b"Connection: keep-alive\r\n", version=b"HTTP/1.0"))
+        answer = await client.answer()
+    assert answer is not None
+    assert answer[b"connection"] == b"keep-alive"
+
+
+async def test_headers_of_one_connection_end_at_the_proxy(world: World) -> None:
+    own = [
+        b"TE: trailers",
+        b"Trailer: x",
+        b"Keep-Alive: 5",
+        b"Proxy-Connection: close",
+        b"Upgrade: h2c",
+        b"X-One: 1",
+    ]
+    lines = b"".join(line + b"\r\n" for line in [*own, b"Connection: upgrade, x-one", b"X-Two: 2"])
+    async with world.client() as client:
+        client.writer.write(get(lines))
+        answer = await client.answer()
+    assert answer is not None
+    assert answer.status == 200
+    names = {name for name, _ in world.replica.seen[-1].headers}
+    assert not names & {line.partition(b":")[0].lower() for line in own} | names & {b"connection"}
+    assert b"x-two" in names
+
+
+async def test_repeated_headers_are_kept_in_order(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(get(b"Cookie: a=1\r\nX-Many: 1\r\nX-Many: 2\r\nCookie: b=2\r\n"))
+        assert await client.answer() is not None
+    headers = world.replica.seen[-1].headers
+    assert [value for name, value in headers if name == b"x-many"] == [b"1", b"2"]
+    assert [value for name, value in headers if name == b"cookie"] == [b"a=1", b"b=2"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"G", b"GET /echo/ca", get()[:-2], b"\r\n", post(b"Content-Length: 5\r\n", b"he")[:-4]],
+    ids=["nothing", "a letter", "half a line", "half a head", "an empty line", "half a head of a body"],
+)
+async def test_a_client_that_leaves_in_the_head_was_never_there(world: World, sent: bytes) -> None:
+    count = len(world.replica.seen)
+    async with world.client() as client:
+        client.writer.write(sent)
+        client.writer.write_eof()
+        await client.reader.read()
+    assert await world.seen_since(count) == []
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [post(b"Content-Length: 5\r\n", b"he"), chunked(b"5\r\nhe"), chunked(b"5\r\nhello\r\n")],
+    ids=["of known length", "in a chunk", "before the last chunk"],
+)
+async def test_a_client_that_leaves_in_the_body_was_no_whole_request(world: World, sent: bytes) -> None:
+    count = len(world.replica.bodies)
+    async with world.client() as client:
+        client.writer.write(sent)
+        await client.writer.drain()
+    await world.seen_since(len(world.replica.seen))
+    assert world.replica.bodies[count:] == [b""], "only the request that was sent afterwards is whole"
+    await world.replica.wait(lambda: not world.replica.held)
+
+
+async def test_a_head_that_takes_too_long_is_cut_off(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    count, began = len(world.replica.seen), loop.time()
+    async with world.client() as client, asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(client.answer())
+        for byte in get(b"X-Slow: " + b"x" * 1000 + b"\r\n"):
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+            if reading.done():
+                break
+        answer = await reading
+        taken_s = loop.time() - began
+    assert answer is None or answer.status == 408
+    assert HEADER_TIMEOUT_S * 0.9 <= taken_s <= HEADER_TIMEOUT_S + 1.0
+    assert await world.seen_since(count) == []
+
+
+async def test_a_connection_that_is_idle_is_closed(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    async with world.client() as client:
+        client.writer.write(get())
+        assert await client.answer() is not None
+        began = loop.time()
+        assert await client.is_closed()
+        idle_s = loop.time() - began
+    assert KEEP_ALIVE_TIMEOUT_S * 0.9 <= idle_s <= KEEP_ALIVE_TIMEOUT_S + 1.0
+
+
+async def test_a_request_before_bytes_that_belong_to_nothing_is_answered_or_refused(world: World) -> None:
+    count = len(world.replica.seen)
+    async with world.client() as client:
+        client.writer.write(post(b"Content-Length: 2\r\n", b"hi") + b"\0\0" + get(target=b"/echo/next"))
+        statuses = []
+        while (answer := await client.answer()) is not None:
+            statuses.append(answer.status)
+    assert statuses in ([200, 400], [400])
+    assert await world.seen_since(count) in (["POST /echo/case"], [])
+
+
+async def test_an_answer_that_breaks_off_cannot_be_taken_for_a_whole_one(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(get(target=b"/echo/break") + get())
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await client.answer()
+        assert await client.is_closed()

@@ -1,0 +1,122 @@
+"""Plain NATS calls of endpoints: what a caller may say, and every kind of answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nats.aio.msg import Msg
+
+from serve_common.adapters.system_clock import SystemClock
+from tests.integration.call_replica import BIG_BYTES, serve_calls
+from tests.integration.proxy_stack import NatsServer, Stack, running_stack
+
+pytestmark = pytest.mark.integration
+
+SUBJECT = "serve.call.echo"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def stack(server: NatsServer) -> AsyncIterator[Stack]:
+    async with running_stack(server) as stack:
+        yield stack
+
+
+async def call(stack: Stack, body: bytes, **headers: str) -> Msg:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await stack.client.request(SUBJECT, body, timeout=5, headers=named or None)
+
+
+def error_of(message: Msg) -> tuple[str, str]:
+    """Code of the service error, and ours in the body."""
+    assert message.headers is not None
+    return message.headers["Nats-Service-Error-Code"], json.loads(message.data)["error"]["code"]
+
+
+async def pieces(stack: Stack, body: bytes, **headers: str) -> list[Msg]:
+    """All messages of an answer in pieces, the empty or failed one that ends it included."""
+    heard: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = stack.client.new_inbox()
+    subscription = await stack.client.subscribe(inbox, cb=heard.put)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    await stack.client.publish(SUBJECT, body, reply=inbox, headers={"X-Serve-Stream": "1", **named})
+    messages: list[Msg] = []
+    async with asyncio.timeout(10):
+        while not messages or (messages[-1].data and not is_error(messages[-1])):
+            messages.append(await heard.get())
+    await subscription.unsubscribe()
+    return messages
+
+
+def is_error(message: Msg) -> bool:
+    return bool(message.headers and "Nats-Service-Error-Code" in message.headers)
+
+
+async def test_bytes_come_back_as_they_are_with_the_callers_request_id(stack: Stack) -> None:
+    replica = await serve_calls(stack)
+    body = bytes(range(256)) * 4
+    answer = await call(stack, body, X_Request_ID="mine", traceparent="00-1-2-01")
+    assert answer.data == body
+    assert answer.headers is not None
+    assert answer.headers["X-Request-ID"] == "mine"
+    assert (replica.seen[0].request_id, replica.seen[0].traceparent) == ("mine", "00-1-2-01")
+    large = await call(stack, b"x" * 900_000)
+    assert large.data == b"x" * 900_000
+
+
+async def test_a_call_waits_no_longer_than_its_caller_does(stack: Stack) -> None:
+    replica = await serve_calls(stack)
+    loop = asyncio.get_running_loop()
+    soon = str(int((SystemClock().now() + 0.2) * 1000))
+    for headers in ({"X_Serve_Relative_SLO_MS": "200"}, {"x_request_timeout_seconds": "0.2"}):
+        began = loop.time()
+        assert error_of(await call(stack, b"hold", **headers))[0] == "504"
+        assert 0.15 < loop.time() - began < 2
+    assert error_of(await call(stack, b"hold", X_Serve_Absolute_SLO_MS=soon))[0] == "504"
+    seen = len(replica.seen)
+    assert error_of(await call(stack, b"hold", X_Serve_Absolute_SLO_MS="1000"))[0] == "504"
+    code, ours = error_of(await call(stack, b"hold", X_Serve_Relative_SLO_MS="soon"))
+    assert (code, ours) == ("400", "bad_request")
+    assert len(replica.seen) == seen
+    assert replica.seen[0].timeout_s <= 0.2
+
+
+async def test_what_goes_wrong_is_a_service_error(stack: Stack) -> None:
+    await serve_calls(stack)
+    assert error_of(await call(stack, b"raise")) == ("500", "user_code_raised")
+    assert error_of(await call(stack, b"big")) == ("502", "answer_unusable")
+
+
+async def test_a_large_answer_comes_in_pieces_to_who_wants_them(stack: Stack) -> None:
+    await serve_calls(stack)
+    messages = await pieces(stack, b"big", X_Request_ID="mine")
+    assert sum(len(message.data) for message in messages) == BIG_BYTES
+    first: dict[str, Any] = messages[0].headers or {}
+    assert (first["X-Request-ID"], first["Content-Type"]) == ("mine", "text/big")
+    assert all(message.headers is None for message in messages[1:])
+    assert messages[-1].data == b""
+    small = await pieces(stack, b"small")
+    assert [message.data for message in small] == [b"small", b""]
+    nothing = await pieces(stack, b"")
+    assert [message.data for message in nothing] == [b""]
+    assert nothing[0].headers is not None
+
+
+async def test_an_answer_that_breaks_off_in_pieces_ends_in_an_error(stack: Stack) -> None:
+    await serve_calls(stack)
+    messages = await pieces(stack, b"break")
+    assert len(messages) > 1
+    assert is_error(messages[-1])
+    assert error_of(messages[-1])[0] in ("500", "502")

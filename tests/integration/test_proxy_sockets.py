@@ -1,0 +1,322 @@
+"""WebSockets through a whole proxy: handshakes, messages and closes in both directions, and every way to break one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import WSMsgType
+
+from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
+from serve_proxy.adapters import http_sockets
+from tests.integration.fake_replica import FakeReplica, Held
+from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
+
+pytestmark = pytest.mark.integration
+
+KEY = b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def stack(server: NatsServer) -> AsyncIterator[Stack]:
+    async with running_stack(server) as stack:
+        yield stack
+        async with asyncio.timeout(5):
+            while stack.proxy.http.in_flight or len(stack.proxy._requests.sockets):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not stack.proxy._dispatcher.calls
+        routers = stack.proxy._ingress.routes.routers.values()
+        assert all(router.in_flight == 0 for router in routers)
+
+
+async def closed(replica: FakeReplica, held: Held) -> tuple[int, str]:
+    await replica.wait(lambda: held.closed is not None)
+    assert held.closed is not None
+    return held.closed
+
+
+async def test_messages_go_both_ways_and_keep_their_kind(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws/?a=b", headers={"X-Request-ID": "mine"}) as ws:
+        assert ws._response.headers["x-replica"] == R0
+        assert ws._response.headers["X-Request-ID"] == "mine"
+        await ws.send_str("grüß")
+        assert await ws.receive_str() == "grüß"
+        await ws.send_bytes(b"\xff\x00")
+        assert await ws.receive_bytes() == b"\xff\x00"
+        await ws.send_str("")
+        assert await ws.receive_str() == ""
+        await ws.ping(b"p")
+        (held,) = replica.sockets
+        await ws.close(code=4001, message=b"enough")
+    assert await closed(replica, held) == (4001, "enough")
+    assert (held.head.kind, held.head.method, held.head.scheme) == (Kind.WEBSOCKET, "GET", "ws")
+    assert (held.head.path, held.head.query, held.head.request_id) == ("/echo/ws/", "a=b", "mine")
+    names = [name for name, _ in held.head.headers]
+    assert b"upgrade" not in names
+    assert b"connection" not in names
+    assert b"sec-websocket-key" in names
+    metrics = await stack.metrics()
+    assert f'serve_proxy_requests_total{{code="101",endpoint_tag="{TAG}",method="GET"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65536, FRAME_BODY_BYTES_MAX + 1, MESSAGE_BYTES_MAX])
+async def test_messages_of_any_allowed_size_go_both_ways_whole(stack: Stack, size: int) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws", max_msg_size=0) as ws:
+        await ws.send_bytes(bytes(size))
+        assert await ws.receive_bytes() == bytes(size)
+    assert len(replica.sockets[0].messages) == 1
+
+
+async def test_a_message_that_is_too_large_closes_with_1009(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws", max_msg_size=0) as ws:
+        await ws.send_bytes(bytes(MESSAGE_BYTES_MAX + 1))
+        message = await ws.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1009)
+    assert (await closed(replica, replica.sockets[0]))[0] == 1009
+
+
+async def test_text_that_is_no_utf8_closes_with_1007(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+        await ws._writer.send_frame(b"\xff\xfe", WSMsgType.TEXT)
+        message = await ws.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1007)
+    assert (await closed(replica, replica.sockets[0]))[0] == 1007
+    assert not replica.sockets[0].messages
+
+
+async def test_what_is_no_frame_closes_with_1002(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+        ws._writer.transport.write(b"\xff\xff\xff\xff")
+        message = await ws.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1002)
+    assert (await closed(replica, replica.sockets[0]))[0] == 1002
+
+
+async def test_the_replica_may_close_with_a_code_and_a_reason(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    for said, heard in ((4010, 4010), (1000, 1000), (1012, 1012), (1005, 1000), (1006, 1011), (77, 1011)):
+        async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+            held = replica.sockets[-1]
+            replica.say(held, b"last", is_text=True)
+            replica.close_socket(held, said, "ü" * 100)
+            assert await ws.receive_str() == "last"
+            message = await ws.receive(timeout=5)
+            assert (message.type, message.data) == (WSMsgType.CLOSE, heard)
+            assert message.extra == "ü" * 61
+
+
+async def test_a_refusal_is_an_ordinary_answer_and_the_connection_goes_on(stack: Stack) -> None:
+    await stack.serve(R0)
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        await stack.session.ws_connect(stack.url + "/echo/ws-refuse")
+    assert caught.value.status == 403
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        await stack.session.ws_connect(stack.url + "/nowhere")
+    assert caught.value.status == 404
+    status, head = await handshake(
+        stack,
+        b"GET /echo/ws-refuse HTTP/1.1\r\nHost: h\r\n" + UPGRADE + KEY + b"Sec-WebSocket-Version: 13\r\n\r\n"
+        b"GET /echo HTTP/1.1\r\nHost: h\r\n\r\n",
+        answers=2,
+    )
+    assert status == 200, head
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "names"),
+    [
+        (KEY + b"Sec-WebSocket-Version: 8\r\n", 426, b"sec-websocket-version: 13"),
+        (KEY, 426, b"sec-websocket-version: 13"),
+        (b"Sec-WebSocket-Version: 13\r\n", 400, b"application/problem+json"),
+        (b"Sec-WebSocket-Key: short\r\nSec-WebSocket-Version: 13\r\n", 400, b"application/problem+json"),
+        (KEY + KEY + b"Sec-WebSocket-Version: 13\r\n", 400, b"application/problem+json"),
+    ],
+)
+async def test_a_bad_handshake_is_refused_before_anybody_is_asked(stack: Stack, lines, status, names) -> None:
+    (replica,) = await stack.serve(R0)
+    request = b"GET /echo/ws HTTP/1.1\r\nHost: h\r\n" + UPGRADE + lines + b"\r\n"
+    found, head = await handshake(stack, request)
+    assert found == status
+    assert names in head.lower()
+    assert not replica.seen
+
+
+async def handshake(stack: Stack, request: bytes, *, answers: int = 1) -> tuple[int, bytes]:
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(request)
+        for _ in range(answers):
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            await reader.readexactly(length)
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return int(head.split()[1]), head
+
+
+async def test_the_replica_chooses_one_of_the_protocols_that_were_offered(stack: Stack) -> None:
+    await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws-protocol?b", protocols=("a", "b")) as ws:
+        assert ws.protocol == "b"
+    async with stack.session.ws_connect(stack.url + "/echo/ws", protocols=("a", "b")) as ws:
+        assert ws.protocol is None
+    with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+        await stack.session.ws_connect(stack.url + "/echo/ws-protocol?c", protocols=("a", "b"))
+    assert caught.value.status == 502
+
+
+async def test_a_client_that_vanishes_cancels_at_the_replica(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0, limit=1)
+    ws = await stack.session.ws_connect(stack.url + "/echo/ws")
+    ws._response.connection.transport.abort()
+    await replica.wait(lambda: bool(replica.cancelled) or replica.sockets[0].closed is not None)
+    assert (await stack.get("/echo"))[0] == 200
+    await ws.close()
+
+
+async def test_a_replica_that_dies_closes_with_1011(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+        await ws.send_str("x")
+        assert await ws.receive_str() == "x"
+        await replica.close()
+        await stack.put_backend()
+        message = await ws.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
+
+
+async def test_a_lost_frame_closes_with_1011_and_is_never_passed_over(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+        held = replica.sockets[0]
+        held.sequence += 1
+        replica.say(held, b"x", is_text=False)
+        message = await ws.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
+    await replica.wait(lambda: replica.cancelled == ["/echo/ws"])
+
+
+async def test_a_replica_that_takes_nothing_holds_up_the_client(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    ws = await stack.session.ws_connect(stack.url + "/echo/ws-deaf")
+    sent = 0
+
+    async def send() -> None:
+        nonlocal sent
+        while True:
+            await ws.send_bytes(bytes(MIB))
+            sent += 1
+
+    sending = asyncio.get_running_loop().create_task(send())
+    await replica.wait(lambda: replica.sockets[0].frames == WINDOW_MESSAGES)
+    await asyncio.sleep(0.2)
+    assert replica.sockets[0].frames == WINDOW_MESSAGES
+    assert sent < 100
+    sending.cancel()
+    replica.close_socket(replica.sockets[0], 1000)
+    ws._response.connection.transport.abort()
+    await ws.close()
+
+
+async def test_a_client_that_takes_nothing_holds_up_the_replica(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    ws = await stack.session.ws_connect(stack.url + "/echo/ws-big?16000000", max_msg_size=0)
+    held = replica.sockets[0]
+    for _ in range(10):
+        replica.say(held, bytes(4 * MIB), is_text=False)
+    assert held.to_send
+    got = 0
+    while got < 16_000_000 + 40 * MIB:
+        got += len(await ws.receive_bytes(timeout=5))
+    assert not held.to_send
+    await ws.close()
+
+
+async def test_a_client_that_answers_no_ping_is_cut_off(stack: Stack, monkeypatch) -> None:
+    monkeypatch.setattr(http_sockets, "HEARTBEAT_S", 0.2)
+    (replica,) = await stack.serve(R0)
+    ws = await stack.session.ws_connect(stack.url + "/echo/ws", autoping=False)
+    await replica.wait(lambda: bool(replica.cancelled) or replica.sockets[0].closed is not None)
+    await ws.close()
+
+
+async def test_a_socket_outlives_the_request_timeout(server: NatsServer) -> None:
+    async with running_stack(server, request_timeout_s=0.3) as stack:
+        await stack.serve(R0)
+        async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+            await asyncio.sleep(0.6)
+            await ws.send_str("still")
+            assert await ws.receive_str() == "still"
+
+
+async def test_a_drain_closes_sockets_with_1001_after_their_grace(server: NatsServer) -> None:
+    async with running_stack(server, drain_timeout_s=1.0) as stack:
+        (replica,) = await stack.serve(R0)
+        ws = await stack.session.ws_connect(stack.url + "/echo/ws")
+        async with asyncio.TaskGroup() as group:
+            drain = group.create_task(stack.proxy.drain())
+            await stack.report(lambda report: report.leaving)
+            await ws.send_str("still")
+            assert await ws.receive_str() == "still"
+            message = await ws.receive(timeout=5)
+            assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
+        assert (await closed(replica, replica.sockets[0]))[0] == 1001
+        assert drain.done()
+
+
+async def test_middlewares_see_the_upgrade_and_may_refuse_it(server: NatsServer, tmp_path: Path) -> None:
+    (tmp_path / "socket_guard.py").write_text(
+        "from aiohttp import web\n"
+        "async def guard(request, handler):\n"
+        "    if request.headers.get('Upgrade') == 'websocket' and 'X-Key' not in request.headers:\n"
+        "        return web.Response(status=401)\n"
+        "    return await handler(request)\n"
+    )
+    async with running_stack(server, middleware_dir=str(tmp_path), request_timeout_s=0.3) as stack:
+        await stack.serve(R0)
+        await stack.applied(await stack.put_http(middlewares=["socket_guard:guard"], request_timeout_s=0.3))
+        with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
+            await stack.session.ws_connect(stack.url + "/echo/ws")
+        assert caught.value.status == 401
+        async with stack.session.ws_connect(stack.url + "/echo/ws", headers={"X-Key": "k"}) as ws:
+            await asyncio.sleep(1.0)  # beyond the time that middlewares get for an answer to begin
+            await ws.send_str("in")
+            assert await ws.receive_str() == "in"
+        assert 'code="101"' in await stack.metrics()
+
+
+async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: Stack) -> None:
+    (replica,) = await stack.serve(R0)
+    async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
+        await ws.send_str("before")
+        assert await ws.receive_str() == "before"
+        stack.server.kill()
+        stack.server.start()
+        async with asyncio.timeout(10):
+            while not (stack.proxy._bus.is_connected and replica._bus.is_connected):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        await ws.send_str("after")
+        assert await ws.receive_str(timeout=5) == "after"

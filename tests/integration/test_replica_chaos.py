@@ -1,0 +1,48 @@
+"""A whole stack at full load while everything around the requests changes, and while replicas are killed.
+
+This is a short storm; `python -m tests.bench.chaos` takes the whole one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.integration import chaos
+from tests.integration.loaded_stack import LoadedStack
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+
+REQUESTS_PER_S = 550
+REQUESTS_PER_S_MIN = 300
+"""What must come through for the storm to count; on a quiet machine it is all of them."""
+KILLED_FOR_S = 11.0
+SEED = 20_000
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LoadedStack]:
+    async with LoadedStack.running(tmp_path_factory.mktemp("chaos")) as stack:
+        yield stack
+
+
+async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_cut(
+    stack: LoadedStack,
+) -> None:
+    storm = await chaos.ordered_changes(stack, "changing", rounds=1, requests_per_s=REQUESTS_PER_S)
+    print(f"{storm.cuts} connections cut; {storm.load.line()}")
+    assert Counter(failure.what for failure in storm.load.failures) == {}
+    assert storm.cuts >= 3 * 4, "of two proxies and at least two replicas, three times"
+    assert storm.load.rate >= REQUESTS_PER_S_MIN
+
+
+async def test_killed_replicas_cost_only_what_may_not_run_twice_and_had_started(stack: LoadedStack) -> None:
+    storm = await chaos.killed_replicas(stack, "killed", KILLED_FOR_S, REQUESTS_PER_S, SEED)
+    print(f"{len(storm.kills)} kills; {storm.load.line()}")
+    assert Counter(f"{failure.kind}: {failure.what}" for failure in storm.load.forbidden) == {}
+    assert storm.lost_beyond() == []
+    assert len(storm.kills) >= KILLED_FOR_S / chaos.KILL_EVERY_S - 1
+    assert storm.load.rate >= REQUESTS_PER_S_MIN

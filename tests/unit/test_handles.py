@@ -1,0 +1,242 @@
+"""A handle's calls on their way out, with the real router and a bus made of lists."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import time
+from typing import Any
+
+import pytest
+
+from muster.handles import (
+    get_app_handle,
+    get_deployment_handle,
+    router,
+)
+from serve_common.errors import (
+    BadField,
+    BusUnavailable,
+    DeadlineExceeded,
+    NotFound,
+)
+from serve_common.names import BackendTag
+from serve_common.replica_context import ReplicaContext, set_replica_context
+from serve_common.request_context import RequestContext, request_context
+from serve_common.settings import BusSettings
+from serve_common.wires.frames import Kind
+from tests.unit.handle_world import TAG, World, call, make_world
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch, "default/a")
+
+
+# -- calls --
+
+
+async def test_a_call_carries_arguments_and_method_and_brings_its_value_to_every_await(world: World) -> None:
+    response = call(world.handle().predict, 1, "two", three=[3])
+    sent = await world.sent()
+    assert sent.subject == "serve.replica.default.a.0"
+    assert sent.head.kind is Kind.PYTHON
+    assert sent.head.endpoint_tag == "default/a"
+    assert sent.head.call is not None
+    assert (sent.head.call.method_name, sent.head.call.stream, sent.head.call.is_pickled) == (
+        "predict",
+        False,
+        True,
+    )
+    assert sent.arguments == ((1, "two"), {"three": [3]})
+    sent.answer({"digit": 7})
+    first = await response
+    assert first == {"digit": 7}
+    assert await response is first
+    assert world.is_idle
+
+
+async def test_several_tasks_may_wait_for_one_answer(world: World) -> None:
+    response = call(world.handle(), 1)
+
+    async def wait() -> Any:
+        return await response
+
+    async with asyncio.TaskGroup() as group:
+        waiting = [group.create_task(wait()) for _ in range(3)]
+        (await world.sent()).answer("yes")
+    assert [task.result() for task in waiting] == ["yes"] * 3
+
+
+async def test_a_thread_waits_by_result_and_a_loop_may_not(world: World) -> None:
+    response = call(world.handle(), 1)
+    with pytest.raises(RuntimeError, match="await response"):
+        response.result()
+    waiting = asyncio.to_thread(response.result, 5)
+    (await world.sent()).answer("yes")
+    assert await waiting == "yes"
+
+
+async def test_result_gives_up_waiting_but_not_the_call(world: World) -> None:
+    response = call(world.handle(), 1)
+    with pytest.raises(TimeoutError, match="within"):
+        await asyncio.to_thread(response.result, 0.01)
+    (await world.sent()).answer("late")
+    assert await response == "late"
+
+
+async def test_options_reach_the_request_and_what_is_not_given_stays(world: World) -> None:
+    handle = world.handle().options(multiplexed_model_id="m1", timeout_s=2.0).options(method_name="embed")
+    _ = call(handle)
+    head = (await world.sent()).head
+    assert head.call is not None
+    assert (head.call.method_name, head.call.model_id) == ("embed", "m1")
+    assert 1.5 < head.timeout_s <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "left_s"),
+    [
+        ({}, 7 * 86_400),
+        ({"timeout_s": 3, "relative_slo_ms": 2_000}, 2),
+        ({"relative_slo_ms": 5_000}, 5),
+    ],
+)
+async def test_the_earliest_deadline_counts(world: World, options: dict[str, Any], left_s: float) -> None:
+    _ = call(world.handle().options(**options))
+    assert (await world.sent()).head.timeout_s == pytest.approx(left_s, abs=0.5)
+
+
+async def test_an_absolute_deadline_is_of_the_calendar(world: World) -> None:
+    unix_now = time.time()  # noqa: TID251 - what the option is given in
+    _ = call(world.handle().options(absolute_slo_ms=(unix_now + 4) * 1000))
+    assert (await world.sent()).head.timeout_s == pytest.approx(4, abs=0.5)
+    with pytest.raises(DeadlineExceeded):
+        await call(world.handle().options(absolute_slo_ms=(unix_now - 4) * 1000))
+
+
+async def test_a_call_takes_over_what_its_request_has(world: World) -> None:
+    token = request_context.set(
+        RequestContext(request_id="r1", traceparent="00-t", deadline=time.monotonic() + 1)
+    )
+    try:
+        response = call(world.handle().options(timeout_s=50))
+    finally:
+        request_context.reset(token)
+    head = (await world.sent()).head
+    assert (head.request_id, head.traceparent, response.request_id) == ("r1", "00-t", "r1")
+    assert 0.5 < head.timeout_s <= 1
+
+
+async def test_a_call_past_its_requests_deadline_never_leaves(world: World) -> None:
+    token = request_context.set(RequestContext(request_id="r1", deadline=time.monotonic() - 1))
+    try:
+        response = call(world.handle())
+    finally:
+        request_context.reset(token)
+    with pytest.raises(DeadlineExceeded):
+        await response
+    assert world.is_idle
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"relative_slo_ms": -1}, {"method_name": "no method"}])
+def test_an_option_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(BadField, match=next(iter(options))):
+        get_deployment_handle("a").options(**options)
+
+
+# -- names --
+
+
+def test_a_handle_is_pickled_as_names_and_options() -> None:
+    handle = get_deployment_handle("shop/a").options(stream=True, shard_key="k").predict
+    restored = pickle.loads(pickle.dumps(handle))
+    assert repr(restored) == "DeploymentHandle('shop/a', method_name='predict')"
+    assert restored._options == handle._options
+    assert copy.deepcopy(handle).app_name == "shop"
+    assert len(pickle.dumps(handle)) < 500
+
+
+def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
+    assert get_deployment_handle("a").app_name == "default"
+    bus = BusSettings(servers=["nats://x"], user="", password="", inbox_prefix="_I", subject_prefix="serve")
+    set_replica_context(
+        ReplicaContext(
+            replica_tag=TAG, backend_tag=BackendTag("shop/b"), bus=bus, code_version=1, companions={}
+        )
+    )
+    try:
+        assert get_deployment_handle("a").app_name == "shop"
+        assert get_deployment_handle("a", "till").app_name == "till"
+    finally:
+        set_replica_context(None)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b/c", "/a"])
+def test_a_name_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(BadField):
+        get_deployment_handle(name)
+
+
+async def test_an_application_is_called_at_the_deployment_with_a_route(world: World) -> None:
+    world.deploy("shop/inner", "shop/other")
+    world.deploy("shop/front", route="/")
+    _ = call(get_app_handle("shop"))
+    assert (await world.sent()).subject == "serve.replica.shop.front.0"
+    world.deploy("shop/second", route="/2")
+    with pytest.raises(NotFound, match="2 deployments with a route"):
+        await call(get_app_handle("shop"))
+    _ = call(get_app_handle("default"))
+    assert (await world.sent()).subject == "serve.replica.default.a.0"
+
+
+# -- before there is a route --
+
+
+async def test_a_call_waits_for_the_bucket_and_for_what_was_just_deployed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(monkeypatch)
+    early, unknown = call(world.handle("a"), 1), call(world.handle("b"), 2)
+    await world.settle()
+    world.deploy("default/a")
+    assert (await world.sent()).arguments == ((1,), {})
+    world.deploy("default/b", whole=False)
+    assert (await world.sent()).arguments == ((2,), {})
+    assert not early.cancelled()
+    assert not unknown.cancelled()
+
+
+async def test_an_unknown_deployment_is_told_soon(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.01)
+    with pytest.raises(NotFound, match="default/nobody"):
+        await call(world.handle("nobody"))
+    with pytest.raises(NotFound, match="application 'nobody'"):
+        await call(get_app_handle("nobody"))
+
+
+async def test_a_bucket_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.01)
+    world = make_world(monkeypatch)
+    world.router.why_not_routing = "nobody is there"
+    with pytest.raises(BusUnavailable, match="nobody is there"):
+        await call(world.handle())
+
+
+async def test_what_can_never_work_fails_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(monkeypatch)
+    early = call(world.handle())
+    await world.settle()
+    world.router.fail_all(BusUnavailable("refused"))
+    for response in (early, call(world.handle())):
+        with pytest.raises(BusUnavailable, match="refused"):
+            await response
+
+
+async def test_only_so_many_calls_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "WAITING_MAX", 2)
+    world = make_world(monkeypatch)
+    responses = [call(world.handle()) for _ in range(3)]
+    with pytest.raises(BusUnavailable, match="2 calls wait already"):
+        await responses[2]

@@ -1,0 +1,320 @@
+"""How calls by handle end: values, exceptions, cancellation, streams; with the real router and a bus made of lists."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import threading
+import weakref
+
+import msgspec
+import pytest
+
+from muster.handles import (
+    BackPressureError,
+    RequestCancelled,
+)
+from muster.handles.calls import HandleCall
+from serve_common.errors import (
+    BadField,
+    DeadlineExceeded,
+    LimitReached,
+    UserCodeRaised,
+)
+from serve_common.request_context import RequestContext, request_context
+from serve_common.wires.frames import CancelHead, ErrorHead, Raised, RefusedHead, ResponseHead
+from tests.unit.handle_world import World, call, make_world, pickled_items, stream
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch, "default/a")
+
+
+# -- failures --
+
+
+async def test_the_users_exception_is_raised_with_its_remote_traceback(world: World) -> None:
+    response = call(world.handle())
+    raised = Raised(pickle.dumps(KeyError("digit")), "Traceback: line 7")
+    (await world.sent()).say(
+        ErrorHead("user_code_raised", 500, "KeyError: 'digit'", 0), msgspec.msgpack.encode(raised)
+    )
+    for _ in range(2):
+        with pytest.raises(KeyError, match="digit") as caught:
+            await response
+        assert caught.value.__notes__ == ["Remote traceback:\nTraceback: line 7"]
+
+
+@pytest.mark.parametrize(
+    "pickled", [b"", b"cnowhere\nNothing\n.", pickle.dumps(SystemExit(3)), pickle.dumps(StopIteration(3))]
+)
+async def test_an_exception_that_cannot_be_here_is_told_in_words(world: World, pickled: bytes) -> None:
+    response = call(world.handle())
+    body = msgspec.msgpack.encode(Raised(pickled, "Traceback: line 7"))
+    (await world.sent()).say(ErrorHead("user_code_raised", 500, "Odd: no", 0), body)
+    with pytest.raises(UserCodeRaised, match="Odd: no") as caught:
+        await response
+    assert "line 7" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("deadline_exceeded", DeadlineExceeded), ("limit_reached", LimitReached), ("bad_field", BadField)],
+)
+async def test_a_replicas_own_refusals_keep_their_kind(
+    world: World, code: str, kind: type[Exception]
+) -> None:
+    response = call(world.handle())
+    (await world.sent()).say(ErrorHead(code, 400, "arguments: are odd", 0))
+    with pytest.raises(kind, match="arguments: are odd"):
+        await response
+
+
+async def test_overload_is_what_users_of_ray_serve_know(world: World) -> None:
+    response = call(world.handle())
+    (await world.sent()).say(RefusedHead("busy", 100))
+    await world.settle()
+    with pytest.raises(BackPressureError):
+        await call(world.handle())
+    response.cancel()
+
+
+async def test_a_lost_call_is_sent_again_only_when_that_does_no_harm(world: World) -> None:
+    world.deploy("default/a", replicas=2)
+    once, twice = call(world.handle(), 1), call(world.handle().options(idempotent=True), 2)
+    first, second = await world.sent(), await world.sent()
+    first.say(RefusedHead("unknown", 0))
+    second.say(RefusedHead("unknown", 0))
+    with pytest.raises(Exception, match="may have run"):
+        await once
+    again = await world.sent()
+    assert again.arguments == ((2,), {})
+    again.answer("yes")
+    assert await twice == "yes"
+
+
+async def test_an_answer_that_cannot_be_unpickled_says_so(world: World) -> None:
+    response = call(world.handle())
+    sent = await world.sent()
+    sent.open(b"not a pickle")
+    sent.more(b"", last=True)
+    with pytest.raises(Exception, match="cannot be unpickled here"):
+        await response
+
+
+async def test_arguments_above_the_limit_do_not_leave(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muster.handles.pickles.BODY_BYTES_MAX", 1000)
+    with pytest.raises(LimitReached, match="at most 1000"):
+        world.handle().remote(bytes(2000))
+    with pytest.raises(TypeError, match="lock"):
+        world.handle().remote(threading.Lock())
+
+
+async def test_a_failed_call_leaves_nothing_behind(world: World) -> None:
+    async def fail() -> weakref.ref[HandleCall]:
+        response = call(world.handle())
+        (await world.sent()).say(ErrorHead("user_code_raised", 500, "ValueError: no", 0))
+        with pytest.raises(UserCodeRaised):
+            await response
+        return weakref.ref(response.call)
+
+    held = await fail()
+    gc.collect()
+    assert held() is None
+
+
+# -- cancelling --
+
+
+async def test_cancelling_the_waiting_task_cancels_the_call_at_once(world: World) -> None:
+    response = call(world.handle())
+    await world.sent()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await response
+    await world.settle()
+    assert world.told == [CancelHead()]
+    assert world.is_idle
+    assert response.cancelled()
+    with pytest.raises(RequestCancelled):
+        await response
+
+
+async def test_a_request_that_is_cancelled_takes_its_calls_with_it_awaited_or_not(world: World) -> None:
+    responses = []
+
+    async def work() -> None:
+        request_context.set(RequestContext(request_id="r1"))
+        responses.append(call(world.handle(), 1))
+        responses.append(call(world.handle(), 2))
+        (await world.sent()).answer("done")
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(work(), 0.05)
+    await world.settle()
+    assert await responses[0] == "done"
+    assert responses[1].cancelled()
+    assert world.told == [CancelHead()]
+    assert world.is_idle
+
+
+async def test_a_request_that_ends_leaves_what_it_did_not_wait_for(world: World) -> None:
+    responses = []
+
+    async def work() -> None:
+        request_context.set(RequestContext(request_id="r1"))
+        responses.append(call(world.handle(), 1))
+
+    await asyncio.wait_for(work(), 1)
+    (await world.sent()).answer("done")
+    assert await responses[0] == "done"
+
+
+async def test_cancelling_while_nothing_was_sent_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world(monkeypatch)
+    response = call(world.handle())
+    response.cancel()
+    with pytest.raises(RequestCancelled):
+        await response
+    world.deploy("default/a")
+    await world.settle()
+    assert world.is_idle
+
+
+# -- composition --
+
+
+async def test_a_response_as_an_argument_is_replaced_by_its_value(world: World) -> None:
+    first = call(world.handle(), "x")
+    second = call(world.handle(), 1, first, scale=first)
+    (await world.sent()).answer({"big": [1, 2]})
+    sent = await world.sent()
+    assert sent.arguments == ((1, {"big": [1, 2]}), {"scale": {"big": [1, 2]}})
+    sent.answer("both")
+    assert await second == "both"
+    third = call(world.handle(), first)
+    assert (await world.sent()).arguments == (({"big": [1, 2]},), {})
+    third.cancel()
+
+
+async def test_a_failed_argument_fails_the_call(world: World) -> None:
+    first = call(world.handle(), "x")
+    second = call(world.handle(), first)
+    raised = Raised(pickle.dumps(KeyError("digit")), "")
+    (await world.sent()).say(
+        ErrorHead("user_code_raised", 500, "KeyError", 0), msgspec.msgpack.encode(raised)
+    )
+    with pytest.raises(KeyError, match="digit"):
+        await second
+    assert world.is_idle
+
+
+async def test_the_deadline_holds_while_an_argument_is_waited_for(world: World) -> None:
+    first = call(world.handle(), "x")
+    second = call(world.handle().options(timeout_s=0.01), first)
+    with pytest.raises(DeadlineExceeded):
+        await second
+    first.cancel()
+
+
+async def test_a_response_within_another_value_is_refused(world: World) -> None:
+    response = call(world.handle())
+    with pytest.raises(TypeError, match="await it first"):
+        world.handle().remote([response])
+    with pytest.raises(TypeError, match="streamed answer"):
+        world.handle().remote(stream(world.handle()))
+    response.cancel()
+
+
+# -- streams --
+
+
+async def test_items_come_one_by_one_wherever_the_pieces_are_cut(world: World) -> None:
+    response = stream(world.handle(), 3)
+    sent = await world.sent()
+    assert sent.head.call is not None
+    assert sent.head.call.stream
+    data = pickled_items("first", ["second"], bytes(50))
+    sent.open(data[:3])
+    for at in range(3, len(data), 17):
+        sent.more(data[at : at + 17])
+        await world.settle()
+    sent.more(b"", last=True)
+    assert [item async for item in response] == ["first", ["second"], bytes(50)]
+    assert world.is_idle
+    with pytest.raises(StopAsyncIteration):
+        await anext(response)
+
+
+async def test_a_thread_iterates_too_and_a_loop_may_not(world: World) -> None:
+    response = stream(world.handle(), 3)
+    with pytest.raises(RuntimeError, match="async for"):
+        next(response)
+    reading = asyncio.create_task(asyncio.to_thread(list, response))  # noqa: TID251 - awaited below
+    sent = await world.sent()
+    sent.open(pickled_items(1))
+    await asyncio.sleep(0.01)
+    sent.more(pickled_items(2, 3), last=True)
+    assert await reading == [1, 2, 3]
+
+
+async def test_a_stream_that_is_whole_at_once_is_a_stream(world: World) -> None:
+    response = stream(world.handle(), 0)
+    (await world.sent()).say(ResponseHead(200, [], True, 0))
+    assert [item async for item in response] == []
+
+
+async def test_what_breaks_a_stream_comes_after_its_pickled_items(world: World) -> None:
+    response = stream(world.handle(), 3)
+    sent = await world.sent()
+    sent.open(pickled_items(1))
+    raised = Raised(pickle.dumps(KeyError("digit")), "Traceback: line 7")
+    await world.settle()
+    sent.say(ErrorHead("user_code_raised", 500, "KeyError", 0), msgspec.msgpack.encode(raised))
+    assert await anext(response) == 1
+    with pytest.raises(KeyError, match="digit"):
+        await anext(response)
+
+
+async def test_a_slow_reader_makes_the_replica_wait(world: World) -> None:
+    response = stream(world.handle(), 3)
+    sent = await world.sent()
+    half = bytes(600_000)
+    sent.open(pickled_items(half))
+    await world.settle()
+    sent.more(pickled_items(half))
+    await world.settle()
+    sent.more(pickled_items(half))
+    await world.settle()
+    credit = len(world.told)
+    await world.settle()
+    assert len(world.told) == credit
+    assert len(await anext(response)) == 600_000
+    assert len(await anext(response)) == 600_000
+    await world.settle()
+    assert len(world.told) > credit
+    sent.more(b"", last=True)
+    assert [len(item) async for item in response] == [600_000]
+
+
+async def test_dropping_a_stream_cancels_it(world: World) -> None:
+    response = stream(world.handle(), 3)
+    sent = await world.sent()
+    sent.open(pickled_items(1))
+    assert await anext(response) == 1
+    del response
+    gc.collect()
+    await world.settle()
+    assert CancelHead() in world.told
+    assert world.is_idle
+
+
+async def test_a_stream_is_neither_awaited_nor_asked_for_its_result(world: World) -> None:
+    response = stream(world.handle())
+    with pytest.raises(TypeError, match="async for"):
+        await response
+    with pytest.raises(TypeError, match="no single result"):
+        response.result()

@@ -1,0 +1,366 @@
+"""What the dispatcher makes of wishes, protection and deadlines: who is sent what, and what callers are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from serve_common.dispatch.beat import PATIENCE_S, PROBE_AFTER_S
+from serve_common.dispatch.errors import CircuitOpen, QueueIsFull, ReplicaError
+from serve_common.dispatch.models import SILENT_S, ModelHolders
+from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.subjects import Subjects
+from serve_common.values import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
+from serve_common.wires.frames import (
+    BodyHead,
+    CallHead,
+    CancelHead,
+    ErrorHead,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+)
+from serve_common.wires.snapshots import EndpointSnapshot
+from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
+
+NEW = BackendTag("d/new")
+N0 = ReplicaTag("d/new#7")
+FRAGILE = OutlierEjection(consecutive_failures=2)
+
+
+@pytest.fixture
+async def world():
+    world = World(limit=100)
+    yield world
+    for task in world.tasks:
+        assert task.done(), "a handler still waits"
+    world.assert_nothing_is_left()
+
+
+async def served_by(world: World, **fields) -> str:
+    """The ordinal of the replica that a request goes to; it is answered."""
+    task = await world.ask(**fields)
+    replica, reply, _, _ = world.take(RequestHead)
+    world.ok(reply)
+    await task
+    return replica
+
+
+# -- which replica --
+
+
+async def test_a_shard_key_pins_backend_and_replica(world: World) -> None:
+    world.put(R0, R1)
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 0.5, NEW: 0.5})
+    homes = {}
+    for key in range(40):
+        taken = set()
+        for chance in (0.0, 0.4, 0.9):
+            world.chance = chance
+            taken.add(await served_by(world, shard_key=f"user-{key}"))
+        (homes[key],) = taken
+    assert set(homes.values()) == {"0", "1", "7"}
+    world.drop_backend(NEW)
+    for key, home in homes.items():
+        moved = await served_by(world, shard_key=f"user-{key}")
+        assert moved == home or home == "7"
+
+
+async def test_a_backend_that_is_asked_for_by_name_may_have_no_weight(world: World) -> None:
+    world.put(N0, backend=NEW)
+    world.put_traffic({BACKEND: 1.0, NEW: 0.0})
+    endpoint = world.routes.endpoints[EndpointTag("d/a")]
+    assert await served_by(world, backend_tag=endpoint.backend_named("d/new")) == "7"
+    assert await served_by(world) == "0"
+    for value in ("d/other", "new", ""):
+        with pytest.raises(BadField, match="is no backend of endpoint 'd/a'"):
+            endpoint.backend_named(value)
+
+
+async def test_the_error_of_an_unknown_backend_names_the_header(world: World) -> None:
+    world.put_endpoint(
+        EndpointSnapshot(
+            endpoint_tag=EndpointTag("d/a"),
+            route="/a",
+            methods=["GET"],
+            traffic={BackendTag("default/b"): 1.0},
+            options=EndpointOptions(backend_header="X-Backend"),
+        )
+    )
+    endpoint = world.routes.endpoints[EndpointTag("d/a")]
+    assert endpoint.backend_named("b") == endpoint.backend_named("default/b") == "default/b"
+    with pytest.raises(BadField) as caught:
+        endpoint.backend_named("c")
+    assert caught.value.field == "X-Backend"
+
+
+async def test_who_waits_for_a_named_backend_stays_with_it_as_long_as_the_endpoint_has_it(
+    world: World,
+) -> None:
+    world.put(backend=NEW)
+    world.put_traffic({BACKEND: 1.0, NEW: 0.0})
+    waiting = await world.ask(backend_tag=NEW)
+    world.put_traffic({BACKEND: 0.9, NEW: 0.1})
+    world.put_traffic({BACKEND: 1.0, NEW: 0.0})
+    assert not waiting.done()
+    assert not world.bus.sent
+    world.put_traffic({BACKEND: 1.0})
+    assert "'d/new'" in str(await failure(waiting))
+
+
+async def test_requests_keep_to_the_replicas_of_their_version(world: World) -> None:
+    world.put(R0, R1, versions={R0: 1, R1: 2})
+    for chance in (0.0, 0.9):
+        world.chance = chance
+        assert await served_by(world, code_versions={BACKEND: 2, NEW: 1}) == "1"
+        assert await served_by(world, code_versions={BACKEND: 1}) == "0"
+        assert await served_by(world, code_versions={NEW: 1}) == ("0" if not chance else "1")
+
+
+async def test_models_are_asked_for_where_they_are_held(world: World) -> None:
+    now = [100.0]
+    holders = ModelHolders(world.routes, Subjects(), lambda: now[0])
+    world.put(R0, R1)
+
+    def say(replica: str, models: object) -> None:
+        subject = Subjects().models(ReplicaTag(replica)).encode()
+        holders.take(subject, b"", msgspec.msgpack.encode(models), None)
+
+    async def place(model: str) -> str:
+        (taken,) = {await served_by(world, call=CallHead(model_id=model)) for _ in range(4)}
+        return taken
+
+    homes = {f"m{number}": await place(f"m{number}") for number in range(20)}
+    assert set(homes.values()) == {"0", "1"}  # nobody holds any yet
+    there = [model for model, home in homes.items() if home == "1"]
+    say(R0, there)
+    assert {await place(model) for model in there} == {"0"}
+    say(R0, there[1:])
+    assert await place(there[0]) == "1"
+    now[0] += SILENT_S - 1
+    holders.sweep(now[0])
+    assert len(holders) == 1
+    now[0] += 2
+    holders.sweep(now[0])
+    assert len(holders) == 0
+    assert {await place(model) for model in there} == {"1"}
+    say("d/nobody#1", there)
+    say(R0, {"not": "a list"})
+    holders.take(b"\xff", b"", b"\xc1", None)
+    say("d/a#77", there)
+    assert len(holders) == 0
+
+
+# -- refusals --
+
+
+async def test_a_full_queue_says_how_the_backend_wants_it_said(world: World) -> None:
+    world.queue = 0
+    world.put()
+    error = await failure(await world.ask())
+    assert isinstance(error, QueueIsFull)
+    assert (error.status, error.retry_after_s, error.error_code) == (503, 1.0, "queue_full")
+    world.put(backpressure_config=BackpressureConfig(status_code=429, retry_after_s=7.5))
+    error = await failure(await world.ask())
+    assert isinstance(error, QueueIsFull)
+    assert (error.status, error.retry_after_s) == (429, 7.5)
+    assert world.routes.routers[BACKEND].queue_refusals == 2
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_replica_that_answers_500_again_and_again_is_left_out(world: World, *, is_streamed) -> None:
+    world.put(R0, R1, outlier_ejection=FRAGILE)
+    for _ in range(2):
+        task = await world.ask()
+        replica, reply, _, _ = world.take(RequestHead)
+        assert replica == "0"
+        world.answer(reply, ResponseHead(500, [], not is_streamed, 0))
+        if is_streamed:
+            world.answer(reply, BodyHead(1, True))
+        await task
+    assert await served_by(world) == "1"
+    assert world.routes.routers[BACKEND].ejections == 1
+
+
+@pytest.mark.parametrize(("status", "taken"), [(500, "1"), (422, "0")])
+async def test_errors_of_user_code_count_by_their_status(world: World, status: int, taken: str) -> None:
+    world.put(
+        R0, R1, outlier_ejection=FRAGILE, circuit_breaker=CircuitBreaker(requests_min=1, failure_percent=1)
+    )
+    for _ in range(2):
+        task = await world.ask()
+        world.answer(world.take(RequestHead)[1], ErrorHead("user_code_raised", status, "why", 0))
+        assert isinstance(await failure(task), ReplicaError)
+    assert await served_by(world) == taken
+    assert not world.routes.routers[BACKEND].circuit.is_open
+
+
+async def test_silence_until_the_deadline_counts_but_not_a_client_that_cannot_wait(
+    world: World, monkeypatch
+) -> None:
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: world.now)
+    world.put(R0, R1, outlier_ejection=FRAGILE)
+    for timeout_s in (PATIENCE_S / 2, PATIENCE_S / 2, TIMEOUT_S, TIMEOUT_S):
+        assert world.routes.routers[BACKEND].ejections == 0
+        task = await world.ask(timeout_s=timeout_s)
+        world.look(timeout_s)
+        assert isinstance(await failure(task), DeadlineExceeded)
+    assert world.routes.routers[BACKEND].ejections == 1
+    world.bus.sent.clear()
+
+
+async def test_what_is_lost_is_sent_again_only_within_the_budget(world: World) -> None:
+    world.put(R0, R1, retry_budget_percent=0.0)
+    tasks = [await world.ask() for _ in range(6)]
+    for again in range(2):
+        for reply in [reply for _, reply, head, _ in world.bus.sent if type(head) is RequestHead]:
+            world.bus.sent.pop(0)
+            world.answer(reply, RefusedHead("unknown", 0))
+        assert len(world.bus.sent) == (6, 4)[again]
+    await asyncio.sleep(0)
+    refused = [task for task in tasks if task.done()]
+    assert len(refused) == 2
+    for task in refused:
+        error = await failure(task)
+        assert isinstance(error, ReplicaDied)
+        assert "the backend's retry budget is used up" in str(error)
+    for _ in range(4):
+        world.ok(world.take(RequestHead)[1])
+    await asyncio.gather(*(task for task in tasks if task not in refused))
+    retries = world.routes.routers[BACKEND].retries
+    assert (retries.spent, retries.refused) == (10, 2)
+
+
+async def test_a_backend_that_answers_nobody_is_left_alone_until_a_trial_succeeds(
+    world: World, monkeypatch
+) -> None:
+    clock = [world.now]
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: clock[0])
+    breaker = CircuitBreaker(requests_min=3, open_time_s=5.0)
+    world.put(R0, circuit_breaker=breaker, outlier_ejection=OutlierEjection(consecutive_failures=0))
+    for _ in range(3):
+        task = await world.ask(repeatable=False)
+        world.answer(world.take(RequestHead)[1], RefusedHead("unknown", 0))
+        assert isinstance(await failure(task), ReplicaDied)
+    clock[0] += 2.0
+    error = await failure(await world.ask())
+    assert isinstance(error, CircuitOpen)
+    assert error.retry_after_s == pytest.approx(3.0)
+    assert (error.status, error.error_code) == (503, "circuit_open")
+    assert not world.bus.sent
+    clock[0] += 3.0
+    trial = await world.ask()
+    reply = world.take(RequestHead)[1]
+    assert isinstance(await failure(await world.ask()), CircuitOpen)
+    world.ok(reply)
+    await trial
+    assert await served_by(world) == "0"
+    circuit = world.routes.routers[BACKEND].circuit
+    assert (circuit.opened, circuit.refused, circuit.is_open) == (1, 2, False)
+
+
+async def test_a_trial_that_begins_a_stream_has_succeeded(world: World, monkeypatch) -> None:
+    clock = [world.now]
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: clock[0])
+    world.put(R0, circuit_breaker=CircuitBreaker(requests_min=1, open_time_s=5.0))
+    task = await world.ask(repeatable=False)
+    world.answer(world.take(RequestHead)[1], RefusedHead("unknown", 0))
+    assert isinstance(await failure(task), ReplicaDied)
+    clock[0] += 5.0
+    trial = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0))
+    assert await served_by(world) == "0"
+    world.answer(reply, BodyHead(1, True))
+    await trial
+
+
+async def test_a_request_that_was_lost_is_not_sent_again_into_an_open_circuit(world: World) -> None:
+    world.put(R0, circuit_breaker=CircuitBreaker(requests_min=1))
+    task = await world.ask()
+    world.answer(world.take(RequestHead)[1], RefusedHead("unknown", 0))
+    error = await failure(task)
+    assert isinstance(error, ReplicaDied), "it may have run, which a 503 would deny"
+    assert "may have run" in str(error)
+
+
+# -- deadlines --
+
+
+async def test_a_stream_goes_on_beyond_the_deadline_and_is_still_probed(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    world.look(TIMEOUT_S + PROBE_AFTER_S)
+    assert world.take(ProbeHead)[1] == reply
+    assert not world.bus.sent
+    world.answer(reply, BodyHead(1, True), b"1")
+    assert [bytes(await answer.stream.read()) for _ in range(2)] == [b"0", b"1"]
+
+
+async def test_a_silent_stream_of_a_dead_replica_ends(world: World) -> None:
+    task = await world.ask()
+    reply = world.take(RequestHead)[1]
+    world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    _, answer = await task
+    world.look(2 * TIMEOUT_S)
+    world.answer(world.take(ProbeHead)[1], RefusedHead("unknown", 0))
+    assert bytes(await answer.stream.read()) == b"0"
+    with pytest.raises(ReplicaDied):
+        await answer.stream.read()
+
+
+async def test_a_request_whose_deadline_is_over_is_never_sent(world: World) -> None:
+    error = await failure(await world.ask(timeout_s=-0.001))
+    assert isinstance(error, NoReplicaAvailable)
+    assert "deadline was over" in str(error)
+    assert not world.bus.sent
+
+
+async def test_a_slot_that_comes_too_late_goes_to_the_next_who_still_has_time(
+    world: World, monkeypatch
+) -> None:
+    world.limit = 1
+    world.put(R0)
+    held, late, next_one = await world.ask(), await world.ask(timeout_s=1.0), await world.ask(timeout_s=2.0)
+    reply = world.take(RequestHead)[1]
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: world.now + 1.0)
+    world.ok(reply)  # before the beat has seen that the first one's time is over
+    _, reply, _, _ = world.take(RequestHead)
+    assert not world.bus.sent
+    assert "deadline was over" in str(await failure(late))
+    world.ok(reply)
+    await asyncio.gather(held, next_one)
+
+
+async def test_who_waits_is_not_ended_before_the_deadline_and_reaches_a_new_replica_at_once(
+    world: World,
+) -> None:
+    world.put()
+    waiting = await world.ask()
+    for after_s in (1.0, 10.0, TIMEOUT_S - 0.1):
+        world.look(after_s)
+    assert not waiting.done()
+    world.put(R1)
+    replica, reply, _, _ = world.take(RequestHead)
+    assert replica == "1"
+    world.ok(reply)
+    await waiting
+
+
+async def test_a_timed_out_request_leaves_its_slot_to_the_next(world: World) -> None:
+    world.limit = 1
+    world.put(R0)
+    hanging, waiting = await world.ask(timeout_s=1.0), await world.ask()
+    world.take(RequestHead)
+    world.look(1.0)
+    assert isinstance(await failure(hanging), DeadlineExceeded)
+    world.take(CancelHead)
+    world.ok(world.take(RequestHead)[1])
+    await waiting

@@ -1,0 +1,277 @@
+"""What a handle sends becomes a call of the user's code, and what that returns or raises becomes the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from typing import Any, ClassVar
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
+import msgspec
+import pytest
+
+from serve_common.dispatch.errors import QueueIsFull
+from serve_common.errors import BadField, NoReplicaAvailable, UserCodeRaised
+from serve_common.names import BackendTag
+from serve_common.wires.frames import CallHead, Kind, Raised, RequestHead
+from serve_common.wires.snapshots import BackendProtection
+from serve_replica_host.replica import python_calls
+from serve_replica_host.replica.exchange import Answered, Ended, Exchange, Failed, Opened, Piece, ToBus
+from serve_replica_host.replica.user_code import UserCode
+
+
+class Halves(ValueError):
+    """Pickle keeps one argument, and its making needs two."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class Opaque:
+    """Brings an exception into the replica that pickle cannot."""
+
+    held: ClassVar[dict[int, BaseException]] = {}
+
+    def __init__(self, error: BaseException) -> None:
+        self.held[id(error)] = error
+        self.id = id(error)
+
+    @property
+    def error(self) -> BaseException:
+        return self.held.pop(self.id)
+
+
+class Model:
+    async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def plain(self, value: int) -> tuple[int, str]:
+        return value, threading.current_thread().name
+
+    async def lock(self) -> Any:
+        return threading.Lock()
+
+    async def fail(self, error: BaseException | Opaque) -> None:
+        raise error.error if isinstance(error, Opaque) else error
+
+    async def halves(self) -> None:
+        raise Halves("a", "b")
+
+    async def numbers(self, count: int) -> Any:
+        for number in range(count):
+            yield number
+
+    def plain_numbers(self, count: int) -> Any:
+        yield from range(count)
+
+    async def broken(self) -> Any:
+        yield 1
+        raise ValueError("after one")
+
+    async def forever(self) -> Any:
+        while True:
+            yield bytes(100_000)
+
+
+@pytest.fixture
+async def code() -> UserCode:
+    model = Model()
+    return UserCode(model, model, 4)
+
+
+def exchange(body: bytes, head: CallHead) -> Exchange:
+    request = RequestHead(Kind.PYTHON, "", "", "", "", [], 60.0, len(body), "d/a", "id", call=head)
+    made = Exchange(b"reply", request, 0.0)
+    made.body = body
+    return made
+
+
+async def call(code: UserCode, method: str, *args: Any, stream: bool = False, **kwargs: Any) -> list[ToBus]:
+    """Everything that reached the bus side, what ended the exchange last."""
+    body = cloudpickle.dumps((args, kwargs))
+    return await said(code, exchange(body, CallHead(method, stream=stream)))
+
+
+async def said(code: UserCode, asked: Exchange) -> list[ToBus]:
+    out: list[ToBus] = []
+    out.append(await python_calls.answer(code, asked, out.append))
+    return out
+
+
+async def value(code: UserCode, method: str, *args: Any, **kwargs: Any) -> Any:
+    (answered,) = await call(code, method, *args, **kwargs)
+    assert isinstance(answered, Answered), answered
+    return pickle.loads(answered.body)
+
+
+def failure(outcomes: list[ToBus]) -> tuple[Failed, Raised]:
+    failed = outcomes[-1]
+    assert isinstance(failed, Failed)
+    return failed, msgspec.msgpack.decode(failed.body, type=Raised)
+
+
+def items(outcomes: list[ToBus], asked: Exchange) -> list[Any]:
+    """The items that the bus side would send, its pieces joined."""
+    data = b"".join(asked.pieces or ()) + b"".join(out.data for out in outcomes if isinstance(out, Piece))
+    found = []
+    while data:
+        size = int.from_bytes(data[:4], "big")
+        found.append(pickle.loads(data[4 : 4 + size]))
+        data = data[4 + size :]
+    return found
+
+
+async def test_arguments_of_both_kinds_reach_the_method_and_its_value_comes_back(code: UserCode) -> None:
+    assert await value(code, "", 1, "two", three=[3]) == ((1, "two"), {"three": [3]})
+
+
+async def test_a_plain_method_runs_in_a_thread_of_its_own(code: UserCode) -> None:
+    number, thread = await value(code, "plain", 5)
+    assert number == 5
+    assert thread != threading.current_thread().name
+
+
+async def test_a_function_of_the_callers_own_travels_by_value(code: UserCode) -> None:
+    (args, _) = await value(code, "", lambda x: x + 1)
+    assert args[0](1) == 2
+
+
+async def test_a_body_that_cannot_be_unpickled_says_so(code: UserCode) -> None:
+    (failed,) = await said(code, exchange(b"cnowhere\nNothing\n.", CallHead()))
+    assert isinstance(failed, Failed)
+    assert (failed.error_code, failed.status) == (BadField.error_code, 400)
+    assert "ModuleNotFoundError: No module named 'nowhere'" in failed.message
+
+
+@pytest.mark.parametrize("method", ["missing", "_private"])
+async def test_a_method_that_is_not_there_is_named(code: UserCode, method: str) -> None:
+    (failed,) = await call(code, method)
+    assert isinstance(failed, Failed)
+    assert failed.error_code == BadField.error_code
+    assert method in failed.message
+
+
+async def test_a_result_that_cannot_be_pickled_says_what_it_is(code: UserCode) -> None:
+    failed, raised = failure(await call(code, "lock"))
+    assert failed.error_code == UserCodeRaised.error_code
+    assert "the returned lock cannot be pickled" in failed.message
+    assert raised.pickled == b""
+
+
+async def test_an_exception_travels_as_itself_with_the_users_traceback(code: UserCode) -> None:
+    failed, raised = failure(await call(code, "fail", KeyError("digit")))
+    assert failed.message == "KeyError: 'digit'"
+    restored = pickle.loads(raised.pickled)
+    assert isinstance(restored, KeyError)
+    assert restored.args == ("digit",)
+    assert "raise error" in raised.traceback
+    assert "/replica/python_calls.py" not in raised.traceback
+
+
+async def test_an_exception_that_could_not_be_restored_is_told_in_words(code: UserCode) -> None:
+    failed, raised = failure(await call(code, "halves"))
+    assert failed.message == "Halves: ab"
+    assert raised.pickled == b""
+    assert "Halves: ab" in raised.traceback
+
+
+async def test_an_error_of_a_call_further_down_keeps_its_kind(code: UserCode) -> None:
+    full = QueueIsFull(BackendTag("d/b"), 5, BackendProtection())
+    _, raised = failure(await call(code, "fail", Opaque(full)))
+    restored = pickle.loads(raised.pickled)
+    assert type(restored) is NoReplicaAvailable
+    assert str(restored) == str(full)
+
+
+async def test_leaving_the_process_is_an_error_like_any_other(code: UserCode) -> None:
+    failed, _ = failure(await call(code, "fail", SystemExit(3)))
+    assert failed.message == "SystemExit: 3"
+
+
+@pytest.mark.parametrize("method", ["numbers", "plain_numbers"])
+async def test_a_stream_gives_each_item_after_its_length(code: UserCode, method: str) -> None:
+    asked = exchange(cloudpickle.dumps(((5,), {})), CallHead(method, stream=True))
+    outcomes = await said(code, asked)
+    assert any(isinstance(out, Opened) for out in outcomes)
+    assert isinstance(outcomes[-1], Ended)
+    assert items(outcomes, asked) == [0, 1, 2, 3, 4]
+
+
+async def test_an_empty_stream_is_a_whole_answer(code: UserCode) -> None:
+    outcomes = await call(code, "numbers", 0, stream=True)
+    assert isinstance(outcomes[0], Answered)
+    assert outcomes[0].body == b""
+
+
+async def test_a_stream_that_breaks_gives_its_items_and_then_the_exception(code: UserCode) -> None:
+    asked = exchange(cloudpickle.dumps(((), {})), CallHead("broken", stream=True))
+    outcomes = await said(code, asked)
+    _, raised = failure(outcomes)
+    assert str(pickle.loads(raised.pickled)) == "after one"
+    assert items(outcomes, asked) == [1]
+
+
+@pytest.mark.parametrize(
+    ("method", "stream", "said_so"), [("numbers", False, "stream=True"), ("plain", True, "no generator")]
+)
+async def test_asking_for_the_wrong_kind_of_answer_is_told(
+    code: UserCode, method: str, stream: bool, said_so: str
+) -> None:
+    failed, _ = failure(await call(code, method, 1, stream=stream))
+    assert said_so in failed.message
+
+
+async def test_a_stream_waits_while_the_network_is_slower_and_ends_when_nobody_wants_more(
+    code: UserCode,
+) -> None:
+    asked = exchange(cloudpickle.dumps(((), {})), CallHead("forever", stream=True))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await said(code, asked)
+    assert 1_000_000 < sum(map(len, asked.pieces or ())) < 2_000_000
+
+
+async def test_msgpack_takes_the_place_of_pickle_for_foreign_callers(code: UserCode) -> None:
+    head = CallHead("", is_pickled=False)
+    body = msgspec.msgpack.encode([[1, {"a": b"x"}], {"k": None}])
+    (answered,) = await said(code, exchange(body, head))
+    assert isinstance(answered, Answered)
+    assert msgspec.msgpack.decode(answered.body) == [[1, {"a": b"x"}], {"k": None}]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode([1, 2]), cloudpickle.dumps(((), {}))])
+async def test_a_body_that_is_not_such_msgpack_is_refused_and_never_unpickled(
+    code: UserCode, body: bytes
+) -> None:
+    (failed,) = await said(code, exchange(body, CallHead(is_pickled=False)))
+    assert isinstance(failed, Failed)
+    assert failed.error_code == BadField.error_code
+
+
+async def test_a_foreign_caller_gets_no_pickled_exception(code: UserCode) -> None:
+    body = msgspec.msgpack.encode([["x"], {}])
+    failed, raised = failure(await said(code, exchange(body, CallHead("fail", is_pickled=False))))
+    assert failed.message.startswith("TypeError")
+    assert raised.pickled == b""
+
+
+async def test_an_answer_above_the_limit_is_refused(code: UserCode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_calls, "ANSWER_BYTES_MAX", 1000)
+    failed, _ = failure(await call(code, "", bytes(2000)))
+    assert "at most 1000 can be sent" in failed.message
+
+
+async def test_cancelling_reaches_the_users_code(code: UserCode) -> None:
+    ended: list[str] = []
+
+    async def hold() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("hold")
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await call(UserCode(hold, hold, 1), "")
+    assert ended == ["hold"]

@@ -1,0 +1,143 @@
+"""A body on its way: what is sent, what is kept for a second sending, and how much all of them may hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+from serve_common.dispatch.request_body import FAIR_BYTES, KEPT_BYTES_MAX, RequestBody, UploadRoom
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
+
+KIB = 1024
+
+
+def sent(body: RequestBody, start: int = 0) -> list[bytes]:
+    pieces: list[bytes] = []
+    while (piece := body.piece(start + len(pieces))) is not None:
+        pieces.append(piece)
+    return pieces
+
+
+def test_small_pieces_that_wait_leave_together_and_large_ones_are_cut() -> None:
+    body = RequestBody(b"a", UploadRoom())
+    body.add(b"b")
+    assert sent(body) == [b"ab"]
+    body.add(bytes(FRAME_BODY_BYTES_MAX + 1))
+    assert [len(piece) for piece in sent(body, 1)] == [FRAME_BODY_BYTES_MAX, 1]
+
+
+def test_a_second_sending_is_cut_as_the_first_was() -> None:
+    body = RequestBody(b"a", UploadRoom())
+    first = sent(body)
+    body.add(b"b")
+    first += sent(body, 1)
+    assert first == sent(body) == [b"a", b"b"]
+
+
+def test_the_end_of_an_unknown_body_is_a_piece_of_its_own_when_all_was_sent() -> None:
+    body = RequestBody(b"a", UploadRoom())
+    assert sent(body) == [b"a"]
+    assert not body.is_last(0)
+    assert body.announced_bytes == UNKNOWN_BYTES
+    body.end()
+    assert sent(body, 1) == [b""]
+    assert body.is_last(1)
+    assert body.announced_bytes == 1
+
+
+def test_an_announced_body_ends_with_its_last_byte_and_takes_no_more() -> None:
+    body = RequestBody(b"a", UploadRoom(), 2)
+    assert body.announced_bytes == 2
+    body.add(b"b")
+    body.add(b"c")
+    assert sent(body) == [b"ab"]
+    assert body.is_last(0)
+    assert body.received_bytes == 2
+
+
+def test_what_is_taken_is_kept_while_it_is_little() -> None:
+    room = UploadRoom()
+    body = RequestBody(bytes(KIB), room)
+    sent(body)
+    body.release(1)
+    assert body.is_from_start
+    assert room.held_bytes == KIB
+    body.add(bytes(KEPT_BYTES_MAX))
+    count = 1 + len(sent(body, 1))
+    body.release(2)
+    assert not body.is_from_start
+    assert room.held_bytes == KEPT_BYTES_MAX - FRAME_BODY_BYTES_MAX
+    body.release(count)
+    assert room.held_bytes == 0
+    assert body.piece(count) is None
+
+
+def test_nothing_is_kept_that_was_taken_when_all_uploads_together_hold_too_much() -> None:
+    room = UploadRoom(bytes_max=2 * KIB)
+    body, other = RequestBody(bytes(KIB), room), RequestBody(bytes(KIB), room)
+    sent(body)
+    body.release(1)
+    assert not body.is_from_start
+    assert other.is_from_start
+    assert room.held_bytes == KIB
+
+
+def test_closing_gives_everything_back_and_what_still_comes_is_dropped() -> None:
+    room = UploadRoom()
+    body = RequestBody(b"abc", room)
+    body.on_more = body.on_failed = lambda *_: None
+    sent(body)
+    body.close()
+    body.close()
+    body.add(b"d")
+    assert room.held_bytes == 0
+    assert body.is_closed
+    assert body.on_more is None
+
+
+async def waits(body: RequestBody) -> asyncio.Task[None]:
+    task = asyncio.get_running_loop().create_task(body.wait_for_room())
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_the_producer_waits_while_a_whole_frame_was_not_sent_yet() -> None:
+    body = RequestBody(bytes(FRAME_BODY_BYTES_MAX), UploadRoom())
+    producer = await waits(body)
+    assert not producer.done()
+    sent(body)
+    await producer
+
+
+async def test_the_producer_waits_while_its_replica_takes_nothing() -> None:
+    body = RequestBody(bytes(KIB), UploadRoom())
+    for _ in range(8):
+        body.add(bytes(FRAME_BODY_BYTES_MAX))
+    sent(body)
+    producer = await waits(body)
+    assert not producer.done()
+    body.release(2)
+    await producer
+
+
+async def test_each_may_hold_a_little_however_full_the_room_is_and_the_rest_waits() -> None:
+    room = UploadRoom(bytes_max=FRAME_BODY_BYTES_MAX)
+    large = RequestBody(bytes(FRAME_BODY_BYTES_MAX - 1), room)
+    small = RequestBody(b"a", room)
+    await (await waits(small))
+    small.add(bytes(FAIR_BYTES))
+    waiting = [await waits(small), await waits(RequestBody(bytes(FAIR_BYTES), room))]
+    assert not any(task.done() for task in waiting)
+    large.close()
+    await asyncio.gather(*waiting)
+
+
+async def test_a_producer_that_nobody_waits_for_any_more_does_not_wait_either() -> None:
+    room = UploadRoom(bytes_max=FRAME_BODY_BYTES_MAX)
+    large = RequestBody(bytes(FRAME_BODY_BYTES_MAX), room)
+    gone, other = RequestBody(bytes(FAIR_BYTES), room), RequestBody(bytes(FAIR_BYTES), room)
+    first, second = await waits(gone), await waits(other)
+    gone.close()
+    await first
+    assert not second.done()
+    large.close()
+    await second
