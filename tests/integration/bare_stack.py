@@ -55,6 +55,7 @@ class Runner:
                 cwd=ROOT,
                 env={
                     **os.environ,
+                    "PYTHONHASHSEED": "0",
                     "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT)]),
                 },
             )

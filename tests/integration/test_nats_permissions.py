@@ -205,7 +205,10 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.events),
     ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("admin", "SUB", "_INBOX.abc.*"),
-    *((role, "SUB", f"_INBOX_{role}.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *(
+        (role, "SUB", f"_INBOX_{role}.>")
+        for role in ("controller", "proxy", "host", "replica", "client", "admin")
+    ),
 ]
 
 DENIED = [

@@ -20,7 +20,7 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX, BusSide
+from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, BusSide
 from serve_replica_host.replica.exchange import (
     Answered,
     Drop,
@@ -101,9 +101,9 @@ async def test_a_small_request_is_handed_over_and_its_answer_frees_the_slot() ->
     exchange = desk.begin(b"body")
     assert (exchange.body, desk.side.in_flight) == (b"body", 1)
 
-    desk.side.take_outcome(Answered(exchange, 201, [("a", "b")], b"ok"))
+    desk.side.take_outcome(Answered(exchange, 201, [(b"a", b"b")], b"ok"))
 
-    assert desk.sent == [(ME, ResponseHead(201, [("a", "b")], True, 0), b"ok")]
+    assert desk.sent == [(ME, ResponseHead(201, [(b"a", b"b")], True, 0), b"ok")]
     assert desk.side.in_flight == 0
     assert desk.metrics.answered == [201]
     desk.side.take_outcome(Ended(exchange))
@@ -189,7 +189,7 @@ async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_serve
     desk.hear(CreditHead(9))
 
     mine = [(head, piece) for subject, head, piece in desk.sent if subject == ME]
-    assert mine[0][0] == ResponseHead(200, [("content-length", str(len(body)))], False, 0)
+    assert mine[0][0] == ResponseHead(200, [(b"content-length", b"%d" % len(body))], False, 0)
     assert [head for head, _ in mine[1:]] == [BodyHead(n, n == 5) for n in range(1, 6)]
     assert b"".join(piece for _, piece in mine) == body
     assert desk.side.in_flight == 0
@@ -199,14 +199,14 @@ async def test_a_streamed_answer_tells_the_user_side_what_has_left_and_ends_with
     desk = Desk()
     exchange = desk.begin()
 
-    desk.side.take_outcome(Opened(exchange, 200, [("a", "b")]))
+    desk.side.take_outcome(Opened(exchange, 200, [(b"a", b"b")]))
     desk.side.take_outcome(Piece(exchange, b"one", last=False))
     assert desk.to_user[-1] == Room(exchange, 3)
     desk.side.take_outcome(Piece(exchange, b"two", last=True))
     desk.side.take_outcome(Ended(exchange))
 
     assert [(head, body) for _, head, body in desk.sent] == [
-        (ResponseHead(200, [("a", "b")], False, 0), b""),
+        (ResponseHead(200, [(b"a", b"b")], False, 0), b""),
         (BodyHead(1, False), b"one"),
         (BodyHead(2, True), b"two"),
     ]
@@ -239,6 +239,40 @@ async def test_cancel_while_the_body_comes_or_the_answer_goes_frees_the_slot_at_
     desk.side.take_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * 9))
     assert desk.side.in_flight == 1
     desk.hear(CancelHead(), reply=b"_INBOX.2")
+    assert desk.side.in_flight == 0
+
+
+async def test_the_deadline_does_not_end_an_answer_that_has_begun() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.side.take_outcome(Opened(exchange, 200, []))
+
+    desk.now += 11.0
+    desk.side.sweep()
+
+    assert [type(head) for head in desk.heads] == [ResponseHead]
+    assert desk.side.in_flight == 1
+
+
+async def test_a_router_that_is_not_heard_of_gives_its_slots_back_unless_the_bus_was_away() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.side.take_outcome(Opened(exchange, 200, []))
+
+    desk.now += ROUTER_SILENT_S - 1
+    desk.hear(ProbeHead())
+    desk.now += ROUTER_SILENT_S - 1
+    desk.side.bus_lost()
+    desk.now += 2
+    desk.side.sweep()
+    desk.side.bus_joined()
+    desk.side.sweep()
+    assert not exchange.is_dropped
+    desk.now += ROUTER_SILENT_S
+    desk.side.sweep()
+
+    assert desk.to_user[-1] == Drop(exchange)
+    desk.side.take_outcome(Ended(exchange))
     assert desk.side.in_flight == 0
 
 
@@ -290,7 +324,7 @@ async def test_an_answer_that_cannot_be_sent_still_frees_the_slot() -> None:
 
     desk.broken = None
     exchange = desk.begin(reply=b"_INBOX.2")
-    desk.side.take_outcome(Answered(exchange, 200, [("a", "b" * 70_000)], b"x"))
+    desk.side.take_outcome(Answered(exchange, 200, [(b"a", b"b" * 70_000)], b"x"))
     assert desk.side.in_flight == 0
     assert isinstance(desk.heads[-1], ErrorHead)
     assert "headers" in desk.heads[-1].message
@@ -306,7 +340,7 @@ async def test_a_server_with_a_smaller_payload_limit_gives_an_error_and_frees_th
             raise PayloadTooLarge("too large")
         refuse_large(subject, frame)
 
-    desk.side._publish = publish
+    desk.side._frames.publish = publish
     desk.side.take_outcome(Answered(exchange, 200, [], b"x" * 2000))
 
     assert isinstance(desk.heads[-1], ErrorHead)
@@ -328,7 +362,7 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
     desk = Desk()
     await desk.side.wait_idle()
     exchange = desk.begin()
-    assert not desk.side._idle.is_set()
+    assert not desk.side._slots._idle.is_set()
 
     desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
 

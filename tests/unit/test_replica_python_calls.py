@@ -14,6 +14,7 @@ import pytest
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, NoReplicaAvailable, UserCodeRaised
 from serve_common.names import BackendTag
+from serve_common.request_context import RequestContext, request_context
 from serve_common.wires.frames import CallHead, Kind, Raised, RequestHead
 from serve_common.wires.snapshots import BackendProtection
 from serve_replica_host.replica import python_calls
@@ -64,6 +65,11 @@ class Model:
 
     def plain_numbers(self, count: int) -> Any:
         yield from range(count)
+
+    async def deadlines(self) -> Any:
+        for _ in range(3):
+            context = request_context.get()
+            yield None if context is None else context.deadline
 
     async def broken(self) -> Any:
         yield 1
@@ -196,6 +202,16 @@ async def test_a_stream_gives_each_item_after_its_length(code: UserCode, method:
     assert any(isinstance(out, Opened) for out in outcomes)
     assert isinstance(outcomes[-1], Ended)
     assert items(outcomes, asked) == [0, 1, 2, 3, 4]
+
+
+async def test_a_deadline_holds_until_the_first_item_is_there(code: UserCode) -> None:
+    asked = exchange(cloudpickle.dumps(((), {})), CallHead("deadlines", stream=True))
+    token = request_context.set(RequestContext(deadline=60.0))
+    try:
+        outcomes = await said(code, asked)
+    finally:
+        request_context.reset(token)
+    assert items(outcomes, asked) == [60.0, None, None]
 
 
 async def test_an_empty_stream_is_a_whole_answer(code: UserCode) -> None:

@@ -44,8 +44,12 @@ _DIRECTORY = Path(tempfile.gettempdir()) / f"asgi-features-{os.getpid()}"
 _FILE = _DIRECTORY / "file.txt"
 _FILE_BYTES = b"".join(b"%06d\n" % number for number in range(3000))
 _MODIFIED_AT = 1_700_000_000
-_BY_PROXIES = {"x-request-id", "traceparent", "tracestate", "forwarded", "via", "connection", "host"}
-"""Request headers that may differ between the servers."""
+_BY_PROXIES = {"x-request-id", "traceparent", "tracestate", "forwarded", "via", "host"} | {
+    "connection",
+    "upgrade",
+    "transfer-encoding",
+}
+"""Request headers that may differ between the servers: what proxies add, and what is about one connection only."""
 
 notes: list[str] = []
 """What was seen after an answer had left."""

@@ -86,7 +86,8 @@ class AnswerBody:
             self._reader.set_result(None)
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+# Seen by the garbage collector, as `Answer` is: a stream leads back to its call, and the call to what was asked.
+class Answer(msgspec.Struct, frozen=True):
     """What a replica answered. ``stream`` is None when ``body`` is all there is; ``socket`` is that of a 101."""
 
     status: int
@@ -96,7 +97,7 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     socket: Socket | None = None
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be asked of an endpoint."""
 
     endpoint: Endpoint

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from serve_common.wires.frames import Headers
 
 _JSON: Final[Headers] = [(b"content-type", b"application/json")]
-_TEXT: Final[Headers] = [(b"content-type", b"text/plain; charset=utf-8")]
+TEXT: Final[Headers] = [(b"content-type", b"text/plain; charset=utf-8")]
 _BYTES: Final[Headers] = [(b"content-type", b"text/plain")]
 
 
@@ -40,9 +40,6 @@ class PlainStream(msgspec.Struct, frozen=True, gc=False):
     """A plain generator: it is run in a thread, for it may block."""
 
     iterator: Iterator[Any]
-    status: int = 200
-    headers: Headers = _TEXT
-    charset: str = "utf-8"
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_as_json)
@@ -58,7 +55,7 @@ def to_answer(result: Any) -> WholeAnswer | PlainStream | Response:
     if isinstance(result, bytes | bytearray | memoryview):
         return WholeAnswer(200, _BYTES, bytes(result))
     if isinstance(result, str):
-        return WholeAnswer(200, _TEXT, result.encode())
+        return WholeAnswer(200, TEXT, result.encode())
     if isinstance(result, Response):
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result

@@ -89,10 +89,12 @@ class Exchange:
         """By which the answer must begin."""
 
 
+# These are seen by the garbage collector: an exchange may hold what holds it, and would then never be freed.
+
 # -- to the user's side ---------------------------------------------------------------------------------------------
 
 
-class Drop(msgspec.Struct, frozen=True, gc=False):
+class Drop(msgspec.Struct, frozen=True):
     """Nobody wants the answer any more; for a WebSocket, how it was closed."""
 
     exchange: Exchange
@@ -100,14 +102,14 @@ class Drop(msgspec.Struct, frozen=True, gc=False):
     reason: str = ""
 
 
-class Room(msgspec.Struct, frozen=True, gc=False):
+class Room(msgspec.Struct, frozen=True):
     """So many bytes of a streamed answer have left; where they come from `Exchange.pieces`, only told to who waits."""
 
     exchange: Exchange
     sent_bytes: int
 
 
-class BodyPiece(msgspec.Struct, frozen=True, gc=False):
+class BodyPiece(msgspec.Struct, frozen=True):
     """More of a body that is streamed."""
 
     exchange: Exchange
@@ -115,7 +117,7 @@ class BodyPiece(msgspec.Struct, frozen=True, gc=False):
     last: bool
 
 
-class Heard(msgspec.Struct, frozen=True, gc=False):
+class Heard(msgspec.Struct, frozen=True):
     """A WebSocket message, or a piece of one."""
 
     exchange: Exchange
@@ -131,7 +133,7 @@ ToUser = Exchange | Drop | Room | BodyPiece | Heard
 # -- to the bus side ------------------------------------------------------------------------------------------------
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):
+class Answered(msgspec.Struct, frozen=True):
     """The whole answer."""
 
     exchange: Exchange
@@ -140,7 +142,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
-class Failed(msgspec.Struct, frozen=True, gc=False):
+class Failed(msgspec.Struct, frozen=True):
     """There is no answer, and why. Ends a streamed answer too."""
 
     exchange: Exchange
@@ -151,7 +153,7 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
     """For a caller who can read it: the pickled exception."""
 
 
-class Opened(msgspec.Struct, frozen=True, gc=False):
+class Opened(msgspec.Struct, frozen=True):
     """A streamed answer begins, with what is in `Exchange.pieces`; or a WebSocket is accepted."""
 
     exchange: Exchange
@@ -159,13 +161,13 @@ class Opened(msgspec.Struct, frozen=True, gc=False):
     headers: Headers
 
 
-class Flow(msgspec.Struct, frozen=True, gc=False):
+class Flow(msgspec.Struct, frozen=True):
     """There is more in `Exchange.pieces`."""
 
     exchange: Exchange
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class Piece(msgspec.Struct, frozen=True):
     """More of a streamed answer, after what is in `Exchange.pieces`."""
 
     exchange: Exchange
@@ -173,14 +175,14 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     last: bool
 
 
-class Taken(msgspec.Struct, frozen=True, gc=False):
+class Taken(msgspec.Struct, frozen=True):
     """The user's code has taken so many frames of what comes: the router may send as many more."""
 
     exchange: Exchange
     frames: int
 
 
-class Said(msgspec.Struct, frozen=True, gc=False):
+class Said(msgspec.Struct, frozen=True):
     """A whole WebSocket message of the user's code."""
 
     exchange: Exchange
@@ -188,7 +190,7 @@ class Said(msgspec.Struct, frozen=True, gc=False):
     is_text: bool
 
 
-class Closed(msgspec.Struct, frozen=True, gc=False):
+class Closed(msgspec.Struct, frozen=True):
     """The user's code ends an accepted WebSocket."""
 
     exchange: Exchange
@@ -196,7 +198,7 @@ class Closed(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False):
+class Ended(msgspec.Struct, frozen=True):
     """The work of a dropped request has ended, so its slot is free."""
 
     exchange: Exchange

@@ -215,8 +215,6 @@ class ReplicaProcess:
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
-        if self._code is not None:
-            await asyncio.wrap_future(self._user.submit(self._code.stop()))
         if self._connection is not None:
             await self._connection.close()
         if self._tasks is not None:

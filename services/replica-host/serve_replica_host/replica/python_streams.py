@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any, Final
 
 from serve_replica_host.replica.answer_stream import AnswerStream
+from serve_replica_host.replica.contexts import answer_begun
 from serve_replica_host.replica.exchange import Exchange, ToBus
 from serve_replica_host.replica.user_code import UserCode
 
@@ -48,18 +49,26 @@ async def send_items(
 
 
 async def _items(generator: AsyncGenerator[Any, None], encode: Encode) -> AsyncGenerator[bytes, None]:
+    has_begun = False
     try:
         async for item in generator:
             data = encode(item)
             yield len(data).to_bytes(LENGTH_BYTES, "big") + data
+            if not has_begun:
+                has_begun = True
+                answer_begun()  # what the generator calls from here on has no deadline
     finally:
         await generator.aclose()
 
 
 def _plain_items(generator: Generator[Any, None, None], encode: Encode) -> Iterator[bytes]:
+    has_begun = False
     try:
         for item in generator:
             data = encode(item)
             yield len(data).to_bytes(LENGTH_BYTES, "big") + data
+            if not has_begun:
+                has_begun = True
+                answer_begun()
     finally:
         generator.close()

@@ -17,7 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from serve_common.errors import BadField, UserCodeRaised
 from serve_common.wires.frames import Kind
 from serve_replica_host.replica.answer_stream import AnswerStream
-from serve_replica_host.replica.answers import NotAnAnswer, PlainStream, WholeAnswer, to_answer
+from serve_replica_host.replica.answers import TEXT, NotAnAnswer, PlainStream, WholeAnswer, to_answer
 from serve_replica_host.replica.asgi_http import CallerGone, HttpSender
 from serve_replica_host.replica.contexts import answer_begun
 from serve_replica_host.replica.exchange import Answered, Ended, Exchange, Failed, Taken, ToBus
@@ -82,9 +82,9 @@ class RequestKinds:
     async def _stream(self, exchange: Exchange, answer: Any, request: LazyRequest | None) -> ToBus:
         if type(answer) is PlainStream:
             stream = AnswerStream(exchange, self._to_bus)
-            stream.open(answer.status, answer.headers, soon=False)
+            stream.open(200, TEXT, soon=False)
             answer_begun()
-            await self._code.run_plain(stream.run_plain, answer.iterator, answer.charset)
+            await self._code.run_plain(stream.run_plain, answer.iterator, "utf-8")
             stream.end()
             return stream.outcome()
         if _streams_plainly(answer):

@@ -162,7 +162,7 @@ class UserCode:
         return method
 
 
-def _discarded(*_: Any) -> None:
+async def _discarded(*_: Any) -> None:
     raise UserCodeUnusable("the replica has stopped")
 
 

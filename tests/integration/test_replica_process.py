@@ -1,0 +1,226 @@
+"""A replica's process in this one, with a real nats-server: what its code knows, and what it tells routers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.options import BusOptions
+from serve_common.bus.requests import Inbox
+from serve_common.names import BackendTag, ReplicaTag, replica_tag
+from serve_common.replica_context import current_replica, set_replica_context
+from serve_common.settings import BusSettings
+from serve_common.subjects import Subjects
+from serve_common.values import ReplicaConfig
+from serve_common.wires.frames import (
+    CallHead,
+    CreditHead,
+    ErrorHead,
+    Head,
+    Kind,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.replica.orders import StartOrder
+from serve_replica_host.replica.process import ReplicaProcess
+from tests.integration.nats_server import NatsServer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+BACKEND = BackendTag("default/app")
+TAG = replica_tag(BACKEND, 1)
+SUBJECTS = Subjects()
+
+APP = """
+import time
+from serve_common.replica_context import current_replica
+from serve_common.request_context import request_context
+
+AT_IMPORT = current_replica()
+
+class App:
+    def __init__(self):
+        self.at_construction = current_replica().servable_object
+
+    def reconfigure(self, user_config):
+        pass
+
+    async def __call__(self, request):
+        return self.told()
+
+    def plain(self, argument):
+        return self.told() | {"argument": argument}
+
+    def told(self):
+        replica, request = current_replica(), request_context.get()
+        return {
+            "tag": replica.replica_tag, "code_version": replica.code_version, "companions": replica.companions,
+            "self": replica.servable_object is self, "early": AT_IMPORT is replica,
+            "at_construction": self.at_construction is None,
+            "id": request.request_id, "endpoint": request.endpoint_tag, "route": request.route,
+            "model": request.model_id, "left_s": request.deadline - time.monotonic(),
+            "traceparent": request.traceparent,
+        }
+
+    def hold(self, models):
+        current_replica().publish_models(models)
+
+    def _secret(self):
+        return "secret"
+"""
+
+
+class NoMetrics:
+    def count_answered(self, status: int, seconds: float) -> None:
+        pass
+
+    def count_refused(self, reason: str) -> None:
+        pass
+
+    def write(self, in_flight: int) -> None:
+        pass
+
+
+class Driver:
+    """A router, and who made the replica."""
+
+    def __init__(self, process: ReplicaProcess, goal: ReplicaGoal, connection: BusConnection) -> None:
+        self.process = process
+        self.goal = goal
+        self.connection = connection
+        self.inbox = Inbox(connection, f"t{random.randrange(10**9)}")
+        self.models: asyncio.Queue[tuple[ReplicaTag, list[str]]] = asyncio.Queue()
+        connection.subscribe(SUBJECTS.all_models, self._take_models)
+
+    def _take_models(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        tag = SUBJECTS.replica_of_models(subject.decode())
+        self.models.put_nowait((tag, msgspec.msgpack.decode(payload, type=list[str])))
+
+    async def call(
+        self, body: bytes = b"", *, kind: Kind = Kind.HTTP, method_name: str = "", model_id: str = ""
+    ) -> tuple[Head, bytes]:
+        frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
+
+        def take(payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
+            head, data = decode_frame(payload)
+            if not isinstance(head, CreditHead):
+                frames.put_nowait((head, bytes(data)))
+
+        token, reply = self.inbox.new_reply(take, lambda: None)
+        head = RequestHead(
+            kind, "POST", "/app", "/app", "", [], 7.0, len(body), "default/app", "r7", traceparent="00-x",
+            call=CallHead(method_name=method_name, model_id=model_id),
+        )  # fmt: skip
+        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+        try:
+            return await asyncio.wait_for(frames.get(), 10)
+        finally:
+            self.inbox.forget(token)
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path_factory.mktemp("nats"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+async def driver(nats: NatsServer, tmp_path: Path) -> AsyncIterator[Driver]:
+    (tmp_path / "process_app.py").write_text(APP)
+    goal = ReplicaGoal(
+        replica_tag=TAG,
+        backend_tag=BACKEND,
+        replica_config=ReplicaConfig(import_path="process_app:App"),
+        config_version=1,
+        max_concurrent_queries=4,
+        graceful_shutdown_timeout_s=1.0,
+        health_check_period_s=1.0,
+        health_check_timeout_s=1.0,
+        start_timeout_s=1.0,
+        code_version=3,
+        companions={BackendTag("default/other"): 2},
+    )
+    bus = BusSettings(
+        servers=[nats.url], user="", password="", inbox_prefix="_INBOX_replica", subject_prefix="serve"
+    )
+    process = ReplicaProcess(StartOrder(goal=goal, bus=bus, app_dir=str(tmp_path)), NoMetrics())
+    connection = BusConnection(
+        BusOptions(servers=[nats.url], inbox_prefix="_INBOX_proxy"), random.SystemRandom()
+    )
+    try:
+        assert await asyncio.to_thread(process.start) is None
+        await connection.connect(timeout_s=10)
+        driver = Driver(process, goal, connection)
+        await connection.flush(5)
+        yield driver
+    finally:
+        await asyncio.to_thread(process.drain)
+        await connection.close()
+        set_replica_context(None)
+        sys.modules.pop("process_app", None)
+        sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_works_on(driver: Driver) -> None:
+    head, body = await driver.call(model_id="m1")
+    plain, plain_body = await driver.call(b"[1]", kind=Kind.CALL, method_name="plain")
+
+    assert isinstance(head, ResponseHead)
+    told: dict[str, Any] = msgspec.json.decode(body)
+    assert 0 < told.pop("left_s") <= 7
+    assert told == {
+        "tag": TAG, "code_version": 3, "companions": {"default/other": 2}, "self": True, "early": True,
+        "at_construction": True, "id": "r7", "endpoint": "default/app", "route": "/app", "model": "m1",
+        "traceparent": "00-x",
+    }  # fmt: skip
+    assert isinstance(plain, ResponseHead)
+    in_thread = msgspec.json.decode(plain_body)
+    assert (in_thread["id"], in_thread["argument"]) == ("r7", [1])
+
+
+async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
+    goal = msgspec.structs.replace(driver.goal, companions={BackendTag("default/other"): 9}, config_version=2)
+
+    assert await asyncio.to_thread(driver.process.reconfigure, goal) is None
+    _, body = await driver.call()
+
+    assert msgspec.json.decode(body)["companions"] == {"default/other": 9}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "method_name: 'absent' is no method of App"),
+        ("_secret", "method_name: '_secret' is private"),
+        ("__init__", "method_name: '__init__' is private"),
+    ],
+)
+async def test_only_public_methods_can_be_called_and_the_error_names_them(
+    driver: Driver, name: str, message: str
+) -> None:
+    head, _ = await driver.call(kind=Kind.CALL, method_name=name)
+
+    assert isinstance(head, ErrorHead)
+    assert (head.status, head.message) == (400, message)
+
+
+async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) -> None:
+    await driver.call(b'["a","b"]', kind=Kind.CALL, method_name="hold")
+    assert await asyncio.wait_for(driver.models.get(), 5) == (TAG, ["a", "b"])
+
+    await driver.call(b"[]", kind=Kind.CALL, method_name="hold")
+    assert await asyncio.wait_for(driver.models.get(), 5) == (TAG, [])
+    assert current_replica() is not None

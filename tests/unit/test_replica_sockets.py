@@ -1,0 +1,331 @@
+"""WebSockets inside a replica: accept, refuse, messages both ways under credit, and every way to end one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+from structlog.testing import capture_logs
+
+from serve_common.wires.frames import (
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_MESSAGES,
+    CancelHead,
+    CloseHead,
+    CreditHead,
+    ErrorHead,
+    Headers,
+    Kind,
+    MessageHead,
+    ResponseHead,
+)
+from serve_replica_host.replica import sockets
+from tests.unit.replica_rig import Request, Rig
+
+
+def rig_of(endpoint: Any) -> Rig:
+    return Rig(application=Starlette(routes=[WebSocketRoute("/ws", endpoint)]))
+
+
+async def connect(rig: Rig, headers: Headers | None = None, *, gives_credit: bool = True) -> Request:
+    request = rig.begin(
+        "/app/ws", kind=Kind.WEBSOCKET, method="GET", headers=headers, gives_credit=gives_credit
+    )
+    head, _ = await request.frame()
+    assert isinstance(head, ResponseHead)
+    assert head.status == 101
+    return request
+
+
+async def echo(socket: WebSocket) -> None:
+    await socket.accept()
+    while True:
+        message = await socket.receive()
+        if message["type"] == "websocket.disconnect":
+            return
+        if message.get("text") is not None:
+            await socket.send_text(message["text"])
+        else:
+            await socket.send_bytes(message["bytes"])
+
+
+async def test_text_and_bytes_go_both_ways_and_the_clients_close_frees_the_slot() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+
+    request.send(MessageHead(1, True, True), "grüße".encode())
+    request.send(MessageHead(2, False, True), b"\xff\x00")
+    request.send(MessageHead(3, True, True), b"")
+    frames = [await request.frame() for _ in range(3)]
+    request.send(CloseHead(1001, "away"))
+    await rig.idle()
+
+    assert frames == [
+        (MessageHead(1, True, True), "grüße".encode()),
+        (MessageHead(2, False, True), b"\xff\x00"),
+        (MessageHead(3, True, True), b""),
+    ]
+    assert request.is_silent
+    assert rig.metrics.answered == [101]
+
+
+async def test_the_scope_names_subprotocols_and_the_accept_chooses_one() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        seen.append(dict(socket.scope))
+        await socket.accept("b", headers=[(b"X-Own", b"1")])
+        await socket.close(3000, "bye")
+
+    rig = rig_of(endpoint)
+    request = rig.begin(
+        "/app/ws",
+        kind=Kind.WEBSOCKET,
+        method="GET",
+        headers=[(b"sec-websocket-protocol", b"a, b"), (b"sec-websocket-protocol", b"c")],
+    )
+
+    accepted, _ = await request.frame()
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(accepted, ResponseHead)
+    assert accepted.headers == [(b"x-own", b"1"), (b"sec-websocket-protocol", b"b")]
+    assert closed == CloseHead(3000, "bye")
+    assert seen[0]["subprotocols"] == ["a", "b", "c"]
+    assert (seen[0]["type"], seen[0]["scheme"], seen[0]["root_path"]) == ("websocket", "ws", "/app")
+
+
+async def test_a_close_before_the_accept_is_a_403_and_an_unknown_path_too() -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.close()
+
+    rig = rig_of(endpoint)
+    for path in ("/app/ws", "/app/other"):
+        answer = await rig.begin(path, kind=Kind.WEBSOCKET, method="GET").answer()
+        assert (answer.status, answer.body) == (403, b"")
+    await rig.idle()
+
+
+async def test_an_application_may_refuse_with_an_answer_of_its_own() -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.send_denial_response(JSONResponse({"why": "no"}, 401))
+
+    rig = rig_of(endpoint)
+    answer = await rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET").answer()
+    await rig.idle()
+
+    assert (answer.status, answer.body) == (401, b'{"why":"no"}')
+
+
+async def test_code_that_is_no_application_takes_no_websockets() -> None:
+    async def handler(request: Any) -> str:
+        return "ok"
+
+    rig = Rig(handler)
+    answer = await rig.begin(kind=Kind.WEBSOCKET, method="GET").answer()
+
+    assert answer.status == 403
+    assert b"takes no WebSockets" in answer.body
+
+
+async def test_a_client_that_is_gone_is_a_disconnect_with_1006_after_what_it_had_said() -> None:
+    told: list[Any] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            while True:
+                told.append(await socket.receive_text())
+        except WebSocketDisconnect as end:
+            told.append(end.code)
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"last word")
+    request.send(CancelHead())
+    await rig.idle()
+
+    assert told == ["last word", 1006]
+
+
+async def test_writing_to_a_client_that_is_gone_raises_and_nothing_is_logged() -> None:
+    raised: list[str] = []
+    gone = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        await gone.wait()
+        try:
+            await socket.send_text("too late")
+        except WebSocketDisconnect as error:
+            raised.append(type(error).__name__)
+            raise
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    with capture_logs() as logs:
+        request.send(CloseHead(1000, ""))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gone.set()
+        await rig.idle()
+
+    assert raised == ["WebSocketDisconnect"]
+    assert logs == []
+
+
+async def test_an_application_that_does_not_hear_the_end_is_ended_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_replica_host.replica.user_side.LEAVE_S", 0.01)
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        await asyncio.Event().wait()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(CloseHead(1000, ""))
+
+    await rig.idle()
+
+    assert rig.bus_side.in_flight == 0
+
+
+async def test_an_application_that_raises_closes_with_1011_or_answers_500_before_the_accept() -> None:
+    async def late(socket: WebSocket) -> None:
+        await socket.accept()
+        raise ValueError("no such digit")
+
+    async def early(socket: WebSocket) -> None:
+        raise ValueError("no such digit")
+
+    async def returns(socket: WebSocket) -> None:
+        await socket.accept()
+
+    with capture_logs() as logs:
+        request = await connect(rig_of(late))
+        assert await request.frame() == (CloseHead(1011, ""), b"")
+        answer = await rig_of(early).begin("/app/ws", kind=Kind.WEBSOCKET, method="GET").answer()
+    assert answer.status == 500
+    assert [line["event"] for line in logs] == ["user_code_raised"] * 2
+    request = await connect(rig_of(returns))
+    assert await request.frame() == (CloseHead(1000, ""), b"")
+
+
+async def test_large_messages_are_cut_and_put_together_again() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    content = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 5
+
+    for at in range(5):
+        piece = content[at * FRAME_BODY_BYTES_MAX :][:FRAME_BODY_BYTES_MAX]
+        request.send(MessageHead(at + 1, False, at == 4), piece)
+    frames = [await request.frame() for _ in range(5)]
+    request.send(CloseHead(1000, ""))
+    await rig.idle()
+
+    assert b"".join(body for _, body in frames) == content
+    assert [head.last for head, _ in frames if isinstance(head, MessageHead)] == [False] * 4 + [True]
+
+
+async def test_a_message_beyond_the_limit_closes_with_1009(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MESSAGE_BYTES_MAX", 100)
+    codes: list[int] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        try:
+            await socket.receive_bytes()
+        except WebSocketDisconnect as end:
+            codes.append(end.code)
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, False, False), b"x" * 60)
+    request.send(MessageHead(2, False, False), b"x" * 60)
+
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(closed, CloseHead)
+    assert closed.code == 1009
+    assert codes == [1009]
+
+
+async def test_text_that_is_not_utf_8_closes_with_1007() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"\xff")
+
+    closed, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(closed, CloseHead)
+    assert closed.code == 1007
+
+
+async def test_an_application_that_talks_waits_for_the_clients_credit_and_one_that_listens_gives_it() -> None:
+    said = 0
+
+    async def endpoint(socket: WebSocket) -> None:
+        nonlocal said
+        await socket.accept()
+        for _ in range(WINDOW_MESSAGES * 2):
+            await socket.send_bytes(b"x" * 60_000)
+            said += 1
+        for _ in range(WINDOW_MESSAGES):
+            await socket.receive_bytes()
+        await socket.close()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig, gives_credit=False)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    await asyncio.sleep(0.02)
+    assert request.is_silent
+    assert WINDOW_MESSAGES <= said < WINDOW_MESSAGES * 2
+    request.allow(WINDOW_MESSAGES)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    had = request.credit
+    for sequence in range(1, WINDOW_MESSAGES + 1):
+        request.send(MessageHead(sequence, False, True), b"y")
+
+    closed, _ = await request.frame()
+
+    assert closed == CloseHead(1000, "")
+    assert request.credit == had + WINDOW_MESSAGES
+    await rig.idle()
+
+
+async def test_a_lost_message_ends_the_socket_with_an_error() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    request.send(MessageHead(2, True, True), b"b")
+
+    error, _ = await request.frame()
+    await rig.idle()
+
+    assert isinstance(error, ErrorHead)
+    assert "lost" in error.message
+
+
+async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_does_no_harm() -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    exchange = next(iter(rig.bus_side._exchanges.values()))
+    exchange.deadline = 0.0
+    rig.bus_side.sweep()
+    request.send(CreditHead(5))
+    request.send(MessageHead(1, True, True), b"still here")
+
+    assert await request.frame() == (MessageHead(1, True, True), b"still here")
+    request.send(CloseHead(1000, ""))
+    await rig.idle()
