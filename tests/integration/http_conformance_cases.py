@@ -170,6 +170,13 @@ GOOD: Final = [
         b"hi",
         is_kept=None,
     ),
+    good(
+        "upgrades to several protocols",
+        get(b"Connection: Upgrade\r\nUpgrade: h2c\r\nUpgrade: websocket\r\n"),
+        is_kept=False,
+    ),
+    good("a Host with a port", b"GET /echo/case HTTP/1.1\r\nHost: a_b.example:80\r\n\r\n"),
+    good("a Host that is an address", b"GET /echo/case HTTP/1.1\r\nHost: [::1]:8000\r\n\r\n"),
     good("an upgrade header that the connection does not name", get(b"Upgrade: websocket\r\n")),
 ]
 """What everybody must accept."""
@@ -246,6 +253,11 @@ CODINGS: Final = [
     bad(
         "chunks in a coding that we do not know",
         chunked(b"1\r\nx\r\n0\r\n\r\n", b"gzip, chunked"),
+        frozenset({400, 501}),
+    ),
+    bad(
+        "chunks in a coding that we do not know, in two headers",
+        post(b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n", b"1\r\nx\r\n0\r\n\r\n"),
         frozenset({400, 501}),
     ),
     bad("an empty coding", chunked(b"0\r\n\r\n", b""), frozenset({400, 501})),
@@ -410,6 +422,13 @@ HEADERS: Final = [
     bad("a Host of two words", b"GET /echo/case HTTP/1.1\r\nHost: a b\r\n\r\n"),
     bad("a Host with a path", b"GET /echo/case HTTP/1.1\r\nHost: a/b\r\n\r\n"),
     bad("a Host with a user", b"GET /echo/case HTTP/1.1\r\nHost: u@b\r\n\r\n"),
+    bad("a Host that goes on behind its port", b"GET /echo/case HTTP/1.1\r\nHost: a:80b\r\n\r\n"),
+    bad("a Host with a bracket too few", b"GET /echo/case HTTP/1.1\r\nHost: [::1\r\n\r\n"),
+    bad("a Host with bytes above ASCII", b"GET /echo/case HTTP/1.1\r\nHost: \xe4\r\n\r\n"),
+    bad("a Host with a path in HTTP/1.0", b"GET /echo/case HTTP/1.0\r\nHost: a/b\r\n\r\n"),
+    bad("a Host with a path, asking for a head", b"HEAD /echo/case HTTP/1.1\r\nHost: a/b\r\n\r\n"),
+    bad("a Host with a path where there is no route", b"GET /none HTTP/1.1\r\nHost: a/b\r\n\r\n"),
+    bad("a Host with a path, asking for the proxy itself", b"GET /-/healthz HTTP/1.1\r\nHost: a/b\r\n\r\n"),
     bad("a space before a colon", get(b"X-A : 1\r\n")),
     bad("a space in a name", get(b"X A: 1\r\n")),
     bad("a header without a name", get(b": 1\r\n")),

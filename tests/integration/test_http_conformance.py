@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -211,6 +212,43 @@ async def test_a_request_may_come_byte_by_byte(world: World) -> None:
         answer = await client.answer()
     assert answer is not None
     assert (answer.status, answer.body) == (200, b"hello")
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"NONSENSE\r\n\r\n", 400),
+        (get(b"X A: 1\r\n"), 400),
+        (b"GET /echo/case HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
+        (chunked(b"1\r\nx\r\n0\r\n\r\n", b"gzip, chunked"), 501),
+    ],
+    ids=["no HTTP", "no header", "no Host", "no known coding"],
+)
+async def test_what_is_refused_for_its_form_is_told_so_like_any_other_error(
+    world: World, sent: bytes, status: int
+) -> None:
+    async with world.client() as client:
+        client.writer.write(sent)
+        answer = await client.answer()
+        assert await client.is_closed()
+    assert answer is not None
+    assert (answer.version, answer.status) == (b"HTTP/1.1", status)
+    assert (answer[b"server"], answer[b"connection"]) == (b"muster", b"close")
+    assert answer[b"content-type"] == b"application/problem+json"
+    assert json.loads(answer.body)["status"] == status
+
+
+async def test_what_follows_a_refused_upgrade_later_is_not_waited_for(world: World) -> None:
+    count = len(world.replica.seen)
+    async with world.client() as client:
+        client.writer.write(post(b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 4\r\n", b"ha"))
+        await asyncio.sleep(0.05)
+        client.writer.write(b"lf" + get())
+        answer = await client.answer()
+        assert await client.is_closed()
+    assert answer is not None
+    assert (answer.status, answer.body, answer.says_close) == (200, b"half", True)
+    assert await world.seen_since(count) == ["POST /echo/case"]
 
 
 async def test_a_body_is_welcomed_before_it_is_sent(world: World) -> None:

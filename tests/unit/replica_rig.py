@@ -61,7 +61,7 @@ class Rig:
         self.metrics = NoMetrics()
         self.requests: dict[bytes, Request] = {}
         self._replies = itertools.count(1)
-        to_user: Mailbox[Any] = Mailbox(loop, lambda item: self.user_side.take(item))
+        to_user: Mailbox[Any] = Mailbox(loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
         self.bus_side = BusSide(
             publish=self._publish,
             to_user=to_user.put,

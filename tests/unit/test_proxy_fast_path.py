@@ -105,7 +105,9 @@ def whole(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Answ
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
     async with asyncio.timeout(5):
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
+        headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)
+        }
         body = await reader.readexactly(int(headers.get("content-length", 0)))
     return int(head[0].split(" ")[1]), headers, body
 
@@ -132,7 +134,9 @@ async def test_a_simple_request_is_asked_and_answered_without_a_task(desk: Desk)
 
 
 @pytest.mark.parametrize(("status", "length"), [(204, None), (304, "7")])
-async def test_an_answer_without_a_body_by_its_status_has_none(desk: Desk, status: int, length: str | None) -> None:
+async def test_an_answer_without_a_body_by_its_status_has_none(
+    desk: Desk, status: int, length: str | None
+) -> None:
     reader, writer = await desk.connect()
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
@@ -166,6 +170,76 @@ async def test_an_answer_that_would_break_apart_is_a_bad_gateway(desk: Desk) -> 
     await desk.ingress.until(lambda: desk.ingress.begun)
     desk.ingress.begun[0].on_answer(None, whole(b"", (b"x", b"a\r\nset-cookie: b")))
     assert (await read_answer(reader))[0] == 502
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+async def test_headers_leave_as_the_bytes_that_they_are(
+    desk: Desk, target: bytes, *, is_streamed: bool
+) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    ingress = desk.ingress
+    await ingress.until(lambda: ingress.begun or ingress.asked)
+    answer = whole(b"ok", (b"x-latin", b"\xe4\xff"), (b"x-latin", "ä€".encode()), (b"x", b"1"))
+    if is_streamed:
+        body = AnswerBody(memoryview(b"o"), lambda: None)
+        body.add(memoryview(b"k"), last=True)
+        answer = Answer(200, [*answer.headers, (b"content-length", b"2")], memoryview(b"o"), body)
+    if ingress.begun:
+        ingress.begun[0].on_answer(ingress.begun[0], answer)
+    else:
+        ingress.asked[0].waiter.set_result(answer)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert await asyncio.wait_for(reader.readexactly(2), 5) == b"ok"
+    assert bool(ingress.begun) == (target == b"/")
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 200 OK"
+    assert lines[1:4] == [b"x-latin: \xe4\xff", "x-latin: ä€".encode(), b"x: 1"]
+    assert b"server: muster" in [line.lower() for line in lines]
+
+
+@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    ingress = desk.ingress
+    await ingress.until(lambda: ingress.begun or ingress.asked)
+    body = AnswerBody(memoryview(b""), lambda: None)
+    answer = Answer(200, [], memoryview(b""), body)
+    if ingress.begun:
+        ingress.begun[0].on_answer(ingress.begun[0], answer)
+    else:
+        ingress.asked[0].waiter.set_result(answer)
+    assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).startswith(b"HTTP/1.1 200 OK\r\n")
+    body.add(memoryview(b"ab"), last=True)
+    assert await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5) == b"2\r\nab\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("target", [b"/", b"http://h/"], ids=["short way", "long way"])
+async def test_a_control_byte_in_an_answers_header_is_a_bad_gateway(desk: Desk, target: bytes) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
+    ingress = desk.ingress
+    await ingress.until(lambda: ingress.begun or ingress.asked)
+    answer = whole(b"", (b"x", b"a\x01"))
+    if ingress.begun:
+        ingress.begun[0].on_answer(None, answer)
+    else:
+        ingress.asked[0].waiter.set_result(answer)
+    assert (await read_answer(reader))[0] == 502
+
+
+@pytest.mark.parametrize("host", [b"a b", b"a/b", b"u@b", b"a\\b", b"a:b"])
+async def test_a_host_that_is_none_is_refused_and_counted(desk: Desk, host: bytes) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"GET / HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    status, headers, body = await read_answer(reader)
+    assert (status, headers["connection"], json.loads(body)["code"]) == (400, "close", "bad_request")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert not desk.ingress.begun
+    assert not desk.ingress.asked
+    assert desk.ingress.routes.unmatched.counts == {("GET", 400): 1}
 
 
 async def test_pipelined_requests_are_answered_in_order_whichever_way_they_take(desk: Desk) -> None:

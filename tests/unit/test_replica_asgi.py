@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 
 from serve_common.names import BackendTag, replica_tag
 from serve_common.values import ReplicaConfig
-from serve_common.wires.frames import CancelHead, ResponseHead
+from serve_common.wires.frames import CancelHead, Kind, MessageHead, ResponseHead
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.replica.import_path import UserCodeUnusable
 from serve_replica_host.replica.user_code import UserCode
@@ -30,8 +30,9 @@ from tests.unit.replica_rig import Rig
 
 APP = """
 from contextlib import asynccontextmanager
+import fastapi
+import muster
 from fastapi import FastAPI
-from starlette.applications import Starlette
 told = []
 
 @asynccontextmanager
@@ -71,6 +72,23 @@ class Ingress:
 class Factory:
     def __muster_asgi__(self):
         return app
+
+shop = FastAPI()
+
+@muster.ingress(shop)
+class Shop:
+    def __init__(self, greeting="hi"):
+        self.greeting = greeting
+
+    @shop.get("/greet/{name}")
+    def greet(self, name: str):
+        return f"{self.greeting} {name}"
+
+    @shop.websocket("/ws")
+    async def talk(self, socket: fastapi.WebSocket):
+        await socket.accept()
+        await socket.send_text(self.greeting)
+        await socket.close()
 
 class Own:
     async def __call__(self, scope, receive, send):
@@ -151,6 +169,23 @@ async def test_an_ingress_class_may_give_its_application_by_a_function_and_keeps
     ingress.discard()
 
 
+async def test_an_ingress_class_answers_http_and_websockets_as_its_own_instance(app_dir: str) -> None:
+    code = await UserCode.construct(goal("Shop"), app_dir)
+    assert code.asgi is not None
+    rig = Rig(application=code.asgi.application)
+
+    answer = await rig.call("/app/greet/you", method="GET")
+    socket = rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET")
+    await socket.frame()
+
+    assert answer.body == b'"hi you"'
+    assert await socket.frame() == (MessageHead(1, True, True), b"hi")
+    await rig.idle()
+    assert await code.call("me", method_name="greet") == "hi me"
+    await code.stop()
+    code.discard()
+
+
 async def test_a_class_that_is_not_callable_and_no_application_is_refused(app_dir: str) -> None:
     with pytest.raises(UserCodeUnusable, match="neither a class nor a function"):
         await UserCode.construct(goal("told"), app_dir)
@@ -162,7 +197,11 @@ async def test_paths_are_those_of_an_application_mounted_at_the_route() -> None:
     async def show(request: Request) -> JSONResponse:
         seen.append(dict(request.scope))
         return JSONResponse(
-            {"url": str(request.url), "for": str(request.url_for("show", rest="x")), "state": request.state.model}
+            {
+                "url": str(request.url),
+                "for": str(request.url_for("show", rest="x")),
+                "state": request.state.model,
+            }
         )
 
     inner = Starlette(routes=[Route("/show/{rest:path}", show, name="show")])
@@ -330,7 +369,9 @@ async def test_forms_and_files_are_parsed_from_a_body_in_pieces() -> None:
     content = b"y" * 1_500_000
     body = (
         b'--b\r\nContent-Disposition: form-data; name="name"\r\n\r\nA\r\n'
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + content + b"\r\n--b--\r\n"
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+        + content
+        + b"\r\n--b--\r\n"
     )
     rig = Rig(application=application)
 

@@ -367,3 +367,63 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
     desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
 
     await desk.side.wait_idle()
+
+
+async def test_an_answer_that_may_be_lost_is_said_again_when_its_router_asks() -> None:
+    desk = Desk()
+    exchange = desk.begin()
+    desk.side.take_outcome(Answered(exchange, 200, [], b"ok"))
+    desk.now += 1.0
+
+    desk.hear(ProbeHead(1.0))
+    desk.hear(_request())  # and the request itself, should it come again, does not run again
+
+    assert desk.sent[1] == desk.sent[0]
+    assert len(desk.to_user) == 1
+    assert len(desk.sent) == 2
+
+
+async def test_an_error_is_said_again_while_the_work_that_nobody_wants_goes_on() -> None:
+    desk = Desk()
+    desk.begin(body_bytes=None)
+    desk.now += 11.0
+    desk.side.sweep()
+
+    desk.hear(ProbeHead(11.0))
+
+    assert [type(head) for head in desk.heads] == [ErrorHead, ErrorHead]
+
+
+async def test_a_request_that_did_not_arrive_is_known_not_to_have_begun_and_will_not_begin() -> None:
+    desk = Desk()
+    desk.now += 10.0
+
+    desk.hear(ProbeHead(2.0))
+    desk.hear(_request())
+
+    assert desk.heads == [RefusedHead("never_begun", 0)]
+    assert not desk.to_user
+
+
+async def test_what_may_have_ended_and_been_forgotten_is_unknown() -> None:
+    desk = Desk()
+    for reply in (b"_INBOX.7", b"_INBOX.8"):
+        exchange = desk.begin(reply=reply)
+        desk.side.take_outcome(Answered(exchange, 200, [], b"ok"))
+        desk.now += 10.0
+
+    desk.hear(ProbeHead(21.0))
+    desk.hear(ProbeHead(), reply=b"_INBOX.2")
+    desk.hear(ProbeHead(21.0), reply=b"_INBOX.7")
+
+    assert desk.heads[2:] == [RefusedHead("unknown", 0)] * 3
+
+
+async def test_a_certain_refusal_that_was_lost_is_said_again() -> None:
+    desk = Desk()
+    desk.now += 10.0
+
+    desk.hear(ProbeHead(2.0))
+    desk.hear(ProbeHead(3.0))
+
+    assert desk.heads == [RefusedHead("never_begun", 0)] * 2

@@ -41,17 +41,35 @@ def test_values_of_many_threads_all_arrive_and_each_threads_in_order() -> None:
 
 async def test_a_burst_costs_one_wake_up() -> None:
     loop = asyncio.get_running_loop()
-    wakes: list[object] = []
+    wakes: list[int] = []
     taken: list[int] = []
-    real = loop.call_soon_threadsafe
     mailbox: Mailbox[int] = Mailbox(loop, taken.append)
-    loop.call_soon_threadsafe = lambda call, *a: (wakes.append(call), real(call, *a))[1]  # type: ignore[method-assign, assignment, misc, func-returns-value]
+    real = mailbox._wake
+    mailbox._wake = lambda: (wakes.append(1), real())[1]  # type: ignore[method-assign, func-returns-value]
     for value in range(100):
         mailbox.put(value)
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
 
     assert taken == list(range(100))
     assert len(wakes) == 1
+
+
+async def test_values_that_come_without_end_leave_others_their_turn() -> None:
+    loop = asyncio.get_running_loop()
+    taken = 0
+
+    def take(value: int) -> None:
+        nonlocal taken
+        taken += 1
+        mailbox.put(value)
+
+    mailbox: Mailbox[int] = Mailbox(loop, take)
+    mailbox.put(1)
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+    assert 1 <= taken <= 6
+    mailbox._values.clear()
 
 
 def test_a_mailbox_of_a_closed_loop_drops_what_comes() -> None:

@@ -51,15 +51,14 @@ async def test_a_slow_reader_holds_the_router_back_and_memory_is_bounded() -> No
 
     rig = Rig(handler)
     request = rig.begin(first=PIECE, body_bytes=20 * len(PIECE))
-    upload = asyncio.ensure_future(request.upload([PIECE] * 19))
-    done, _ = await asyncio.wait([upload], timeout=0.05)
-    assert not done
-    assert request.sequence <= WINDOW_FRAMES + 1
-    go.set()
+    async with asyncio.TaskGroup() as group:
+        upload = group.create_task(request.upload([PIECE] * 19))
+        done, _ = await asyncio.wait([upload], timeout=0.05)
+        assert not done
+        assert request.sequence <= WINDOW_FRAMES + 1
+        go.set()
+        answer = await request.answer()
 
-    answer = await request.answer()
-
-    await upload
     assert int(answer.body) == 20 * len(PIECE)
 
 
@@ -211,10 +210,10 @@ async def test_a_large_body_is_echoed_whole_in_constant_memory_both_ways() -> No
 
     rig = Rig(application=application)
     request = rig.begin(first=PIECE, body_bytes=24 * len(PIECE))
-    upload = asyncio.ensure_future(request.upload([PIECE] * 23))
+    async with asyncio.TaskGroup() as group:
+        upload = group.create_task(request.upload([PIECE] * 23))
+        answer = await request.answer()
 
-    answer = await request.answer()
-
-    await upload
+    assert upload.done()
     assert len(answer.body) == 24 * len(PIECE)
     assert rig.metrics.answered == [200]

@@ -143,6 +143,7 @@ class Attempt:
         "probed_at",
         "replica",
         "reply",
+        "sent_at",
         "sent_pieces",
         "subject",
         "taken_pieces",
@@ -168,6 +169,7 @@ class Attempt:
         self.undelivered = 0
         """Frames of the request that nobody was there to hear."""
         self.credit = WINDOW_FRAMES
+        self.sent_at = 0.0
         self.heard_at = 0.0
         """When something came from the replica last; at first, when it was sent."""
         self.probed_at = 0.0

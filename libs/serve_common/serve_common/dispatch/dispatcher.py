@@ -222,6 +222,13 @@ class Dispatcher:
         self._outgoing.drop(call)
         self.perform(router, router.refused(call.key, attempt.replica, reason, self._loop.time()))
 
+    def never_begun(self, call: Call) -> None:
+        """See `Outcomes`: it was lost on its way there, so it is sent as if for the first time."""
+        if call.answer is not None or not call.is_whole:
+            self._losses.disowned(call)
+        elif self.leave_router(call):
+            self.submit(call)
+
     def disowned(self, call: Call) -> None:
         """See `Outcomes`: its answer was lost, or the process is not the one that was sent the request."""
         self._losses.disowned(call)

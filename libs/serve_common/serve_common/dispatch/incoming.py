@@ -62,6 +62,9 @@ class Outcomes(Protocol):
     def refused(self, call: Call, reason: Refusal) -> None:
         """The replica did not begin the request."""
 
+    def never_begun(self, call: Call) -> None:
+        """The replica is certain that it did not begin the request, and will not."""
+
     def disowned(self, call: Call) -> None:
         """The replica does not know the request (any more)."""
 
@@ -216,7 +219,9 @@ class Incoming:
 
     def _take_refusal(self, call: Call, reason: str) -> None:
         refusal = _REFUSALS.get(reason)
-        if refusal is None:
+        if reason == "never_begun":
+            self._outcomes.never_begun(call)
+        elif refusal is None:
             self._outcomes.disowned(call)
         else:
             self._outcomes.refused(call, refusal)

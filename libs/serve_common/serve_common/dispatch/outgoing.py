@@ -56,7 +56,7 @@ class Outgoing:
             raise DeadlineExceeded("the deadline is over")
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
         attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask)
-        attempt.heard_at = attempt.probed_at = now
+        attempt.sent_at = attempt.heard_at = attempt.probed_at = now
         upload = ask.upload
         first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(
@@ -116,9 +116,9 @@ class Outgoing:
         """Ask the call's replica whether it still knows it."""
         attempt = call.attempt
         if attempt is not None:
-            attempt.probed_at = self._loop.time()
+            now = attempt.probed_at = self._loop.time()
             attempt.has_asked = True
-            self._tell(attempt, ProbeHead())
+            self._tell(attempt, ProbeHead(now - attempt.sent_at))
 
     def cancel(self, call: Call) -> None:
         """Tell the call's replica that nobody wants its answer."""

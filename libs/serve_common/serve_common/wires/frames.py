@@ -8,8 +8,8 @@ request's identity, and all answers go there. The body of a small request travel
 one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_payload``. Either side sends at most
 `WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
-router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request: a
-replica that does not answers `RefusedHead(reason="unknown")`, one that does stays silent.
+router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request:
+one that works on it stays silent, one that has answered it lately says the answer again, any other answers `RefusedHead`.
 
 Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
 ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
@@ -27,9 +27,9 @@ from typing import Final
 
 import msgspec
 
-FRAME_BODY_BYTES_MAX: Final = 512 * 1024
+FRAME_BODY_BYTES_MAX: Final = 64 * 1024
 """Of one frame's body: half of NATS' default max_payload, so that head and headers always fit."""
-WINDOW_FRAMES: Final = 4
+WINDOW_FRAMES: Final = 32
 """Body frames under way without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
 WINDOW_MESSAGES: Final = 32
 """Frames of WebSocket messages under way in one direction without credit."""
@@ -108,6 +108,9 @@ class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):
 class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Do you still know this request?"""
 
+    age_s: float = 0.0
+    """How long ago it was sent; 0 does not say."""
+
 
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
     """Opens the answer. ``last`` says that the body in this frame is the whole body."""
@@ -120,7 +123,8 @@ class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
 
 
 class RefusedHead(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The request was not begun. ``reason``: ``busy``, ``draining``, or ``unknown`` as the answer to a probe."""
+    """The request was not begun. ``reason``: ``busy``, ``draining``; as the answer to a probe ``never_begun`` (it did
+    not arrive, and will not be begun if it does) or ``unknown`` (it may have ended, and its answer is not kept)."""
 
     reason: str
     in_flight: int

@@ -12,13 +12,14 @@ from typing import Final, NoReturn
 import structlog
 from aiohttp import web
 from aiohttp.hdrs import CONTENT_TYPE
+from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
 from serve_common.dispatch.calls import Answer, AnswerBody, Call
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.errors import ServeError
 from serve_proxy.adapters.slow_clients import Pace
-from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
+from serve_proxy.core.headers import REQUEST_ID, as_bytes, as_exact_text, read_response_head
 from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
 from serve_proxy.shell.ingress import Ingress
@@ -32,8 +33,10 @@ WATCHED_BYTES_MIN: Final = 64 * 1024
 """A whole answer up to this size is left to the system; a larger one must be taken at a pace."""
 
 
-class _Stream(web.StreamResponse):
-    """An answer as the replica gave it: the library adds no type of its own to one that has none."""
+class _AsGiven(web.StreamResponse):
+    """An answer as the replica gave it: no type is added to one that has none, and no byte of a header is changed."""
+
+    _send_headers_immediately = False  # not before they are what they must be
 
     async def _prepare_headers(self) -> None:
         is_typed = CONTENT_TYPE in self.headers
@@ -41,15 +44,31 @@ class _Stream(web.StreamResponse):
         if not is_typed:
             self.headers.popall(CONTENT_TYPE, None)
 
+    async def _write_headers(self) -> None:
+        """The library drops what is not UTF-8, so a head that may have some is put together here."""
+        await super()._write_headers()
+        if "".join(self.headers.values()).isascii():
+            return
+        writer = self._payload_writer
+        assert isinstance(writer, StreamWriter)
+        head = writer._headers_buf  # noqa: SLF001 - the library offers no place where the head is bytes
+        assert head is not None, "it waits until something is written"
+        lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        head = b"%b\r\n%b\r\n" % (head.partition(b"\r\n")[0], as_bytes(lines))
+        writer._headers_buf = head  # noqa: SLF001 - as above
 
-class _Whole(web.Response):
-    """As `_Stream`, for an answer that is all here."""
 
-    async def _prepare_headers(self) -> None:
-        is_typed = CONTENT_TYPE in self.headers
-        await super()._prepare_headers()
-        if not is_typed:
-            self.headers.popall(CONTENT_TYPE, None)
+class _Stream(_AsGiven):
+    """An answer that is written as it comes."""
+
+    async def _write_headers(self) -> None:
+        await super()._write_headers()
+        if self._payload_writer is not None:
+            self._payload_writer.send_headers()  # the first piece may be long in coming
+
+
+class _Whole(_AsGiven, web.Response):
+    """An answer that is all here."""
 
 
 async def respond(
@@ -71,7 +90,7 @@ async def respond(
     except ValueError as error:
         ingress.abandon(call)
         raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
-    headers = CIMultiDict(as_text(forwarded))
+    headers = CIMultiDict(as_exact_text(forwarded))
     headers[REQUEST_ID] = request_id
     if request.method == "HEAD" or answer.status in (204, 304):
         ingress.abandon(call)

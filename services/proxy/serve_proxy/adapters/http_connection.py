@@ -13,7 +13,7 @@ import uuid
 from typing import Any, Protocol
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
@@ -24,7 +24,7 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import ServeError
 from serve_common.tasks import OwnedTask, TaskOwner
-from serve_proxy.adapters.http_answers import problem_response
+from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response
 from serve_proxy.adapters.http_fast import FastExchange
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, problem_of
@@ -282,5 +282,7 @@ class HttpConnection(web.RequestHandler):
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")
         response = problem_response(problem, uuid.uuid4().hex)
+        response.headers["Server"] = SERVER_NAME
         response.force_close()
+        request._version = HttpVersion11  # noqa: SLF001 - what stands in for an unparsable request claims 1.0
         return response

@@ -25,7 +25,14 @@ from serve_common.errors import ServeError
 from serve_proxy.adapters.http_answers import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.own_paths import OWN_PREFIX
-from serve_proxy.core.headers import REQUEST_ID, read_request_headers, read_response_head
+from serve_proxy.core.headers import (
+    REQUEST_ID,
+    RequestHeaders,
+    is_host,
+    is_only_chunked,
+    read_request_headers,
+    read_response_head,
+)
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 
@@ -61,6 +68,7 @@ class FastExchange:
     __slots__ = (
         "_began",
         "_connection",
+        "_headers",
         "_ingress",
         "_tally",
         "call",
@@ -70,13 +78,20 @@ class FastExchange:
     )
 
     def __init__(
-        self, connection: Connection, ingress: Ingress, message: RawRequestMessage, payload: StreamReader
+        self,
+        connection: Connection,
+        ingress: Ingress,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        headers: RequestHeaders,
     ) -> None:
+        """``headers`` are the message's."""
         self.message: Final = message
         self.payload: Final = payload
         self.request_id = ""
         self.call: Call | None = None
         self._connection = connection
+        self._headers = headers
         self._ingress = ingress
         self._began = time.perf_counter()  # the loop's own time stands still within an iteration
         self._tally = ingress.routes.unmatched
@@ -86,7 +101,7 @@ class FastExchange:
         path, _, query = self.message.path.partition("?")
         body = self.payload.read_nowait()
         message = self.message
-        read = read_request_headers(message.raw_headers)
+        read = self._headers
         self.request_id = read.request_id or requests.new_request_id()
         try:
             endpoint = self._ingress.admit(message.method, path)
@@ -191,12 +206,16 @@ def take_simple(
         or message.method == hdrs.METH_HEAD
         or not ingress.is_open
         or ingress.is_draining
+        or (message.chunked and not is_only_chunked(message.raw_headers))
     ):
         return None
     target = message.path
     if not target.isascii() or not target.startswith("/") or target.startswith(OWN_PREFIX):
         return None
-    return FastExchange(connection, ingress, message, payload)
+    headers = read_request_headers(message.raw_headers)
+    if not is_host(headers.host):
+        return None
+    return FastExchange(connection, ingress, message, payload, headers)
 
 
 @lru_cache(maxsize=256)

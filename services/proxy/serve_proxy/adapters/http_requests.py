@@ -30,7 +30,7 @@ from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, res
 from serve_proxy.adapters.http_body import feed_body, is_mostly_unread, receive_body
 from serve_proxy.adapters.http_chain import EXCHANGE, Exchange
 from serve_proxy.adapters.http_sockets import HttpSockets
-from serve_proxy.adapters.http_targets import is_socket_wanted, peer_of, target_of
+from serve_proxy.adapters.http_targets import check_head, is_socket_wanted, peer_of, target_of
 from serve_proxy.adapters.middlewares import Handler, Middleware, compose
 from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
 from serve_proxy.core.callers import forward
@@ -186,6 +186,10 @@ class HttpRequests:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
+        try:
+            check_head(request)
+        except ServeError as error:
+            return self._refuse(request, problem_of(error))
         path, _, query = target_of(request).partition("?")
         if path.startswith(OWN_PREFIX):
             request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
@@ -203,6 +207,14 @@ class HttpRequests:
             response.headers["Server"] = SERVER_NAME
             if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
                 response.force_close()
+        return response
+
+    def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
+        """Answer a request whose bytes cannot be trusted, and the connection with it."""
+        self._ingress.routes.unmatched.add(request.method, problem.status, 0.0)
+        response = problem_response(problem, self.new_request_id())
+        response.headers["Server"] = SERVER_NAME
+        response.force_close()
         return response
 
     # -- with middlewares --

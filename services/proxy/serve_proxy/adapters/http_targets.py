@@ -7,7 +7,32 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
+
+from serve_proxy.core.headers import as_bytes, is_host, is_only_chunked
+from serve_proxy.core.problems import BadRequest, UnknownCoding
+
+
+def check_head(request: web.BaseRequest) -> None:
+    """Refuse what the parser lets pass, and have the connection closed where its bytes may be taken in two ways.
+
+    Raises `BadRequest` and `UnknownCoding`; nothing that follows on the connection can then be believed.
+    """
+    message = request._message  # noqa: SLF001 - told nowhere else
+    if message.chunked:
+        if not is_only_chunked(message.raw_headers):
+            raise UnknownCoding("transfer-encoding", "only chunked is understood here")
+        is_last = message.version < HttpVersion11  # others on the way may not know chunks (RFC 9112, 6.1)
+    else:
+        is_last = False
+    if not is_host(as_bytes(message.headers.get(hdrs.HOST, ""))):
+        raise BadRequest("host", "is no name or address")
+    if message.upgrade:
+        upgrade = ",".join(message.headers.getall(hdrs.UPGRADE, ()))
+        if not is_socket_wanted(request, as_bytes(upgrade)):
+            is_last = True  # the parser drops what came behind it
+    if is_last:
+        request._message = message._replace(should_close=True)  # noqa: SLF001 - `keep_alive` reads it there
 
 
 def is_socket_wanted(request: web.BaseRequest, upgrade: bytes) -> bool:

@@ -5,6 +5,7 @@ Why bytes: HTTP header fields are bytes, and whatever text they mean is the appl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
@@ -147,6 +148,23 @@ def read_request_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     return read
 
 
+_HOST_FORM: Final = re.compile(
+    rb"(?:[A-Za-z0-9\-._~!$&'()*+,;=%]*|\[[A-Za-z0-9\-._~!$&'()*+,;=%:]+\])(?::[0-9]*)?"
+)
+
+
+@lru_cache(maxsize=1024)
+def is_host(value: bytes) -> bool:
+    """True for what a `Host` may say (RFC 9110, 7.2): a name or address with or without a port, or nothing."""
+    return _HOST_FORM.fullmatch(value) is not None
+
+
+def is_only_chunked(raw: Iterable[tuple[bytes, bytes]]) -> bool:
+    """True when the codings of a body that comes in chunks are no more than that."""
+    codings = [value for name, value in raw if name.lower() == b"transfer-encoding"]
+    return len(codings) == 1 and codings[0].strip(b" \t").lower() == b"chunked"
+
+
 _FIELDS: Final = {
     _Sign.FORWARDED_PROTO: "forwarded_proto",
     _Sign.MODEL_ID: "model_id",
@@ -154,7 +172,6 @@ _FIELDS: Final = {
     _Sign.RELATIVE_SLO: "relative_slo_ms",
     _Sign.ABSOLUTE_SLO: "absolute_slo_ms",
     _Sign.TIMEOUT: "timeout_s",
-    _Sign.UPGRADE: "upgrade",
 }
 
 
@@ -174,6 +191,8 @@ def _note(read: RequestHeaders, sign: _Sign, value: bytes) -> None:
         read.forwarded_for = b"%b, %b" % (read.forwarded_for, value) if read.forwarded_for else value
     elif sign is _Sign.FORWARDED_HOST:
         read.has_forwarded_host = True
+    elif sign is _Sign.UPGRADE:
+        read.upgrade = b"%b,%b" % (read.upgrade, value) if read.upgrade else value
 
 
 @lru_cache(maxsize=1024)
@@ -208,6 +227,9 @@ class ResponseHeaders(NamedTuple):
 _NOT_IN_NAMES: Final = bytes(range(0x21)) + b'()<>@,;:\\"/[]?={}\x7f'
 """What is no part of a token (RFC 9110, 5.6.2); bytes above ASCII are found apart."""
 
+_NOT_IN_VALUES: Final = bytes(byte for byte in range(0x20) if byte != ord("\t")) + b"\x7f"
+"""Control bytes (RFC 9110, 5.5); what is above ASCII may mean anything and is passed on."""
+
 
 @lru_cache(maxsize=1024)
 def _read_answer_name(raw_name: bytes) -> bytes:
@@ -229,19 +251,29 @@ def read_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> R
             if name == b"content-length" and value.isdigit():
                 content_length = int(value)
             continue
-        if b"\r" in value or b"\n" in value or b"\0" in value:
-            raise ValueError(f"header {name[:80]!r} has a line break or NUL in its value")
+        if value.translate(None, _NOT_IN_VALUES) != value:
+            raise ValueError(f"header {name[:80]!r} has a line break or another control byte in its value")
         forwarded.append((raw_name, value))
     return ResponseHeaders(forwarded, content_length)
 
 
 def as_text(headers: Headers) -> list[tuple[str, str]]:
-    """For a library that takes text and writes it as UTF-8: the text whose UTF-8 form is the bytes that are meant."""
-    return [(name.decode("latin-1"), _as_sent(value)) for name, value in headers]
+    """For whoever takes only text that has a UTF-8 form: what has none is in it as question marks."""
+    return [(name.decode("latin-1"), _as_utf8(value)) for name, value in headers]
 
 
-def _as_sent(value: bytes) -> str:
+def _as_utf8(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeError:
         return value.decode("latin-1").encode("ascii", "replace").decode("ascii")
+
+
+def as_exact_text(headers: Headers) -> list[tuple[str, str]]:
+    """Text which `as_bytes` turns back into the very bytes; it may be no UTF-8."""
+    return [(name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in headers]
+
+
+def as_bytes(text: str) -> bytes:
+    """The bytes for which text of a header stands, such as that of `as_exact_text`."""
+    return text.encode("utf-8", "surrogateescape")

@@ -53,6 +53,13 @@ class BadRequest(BadField):
     status_hint = 400
 
 
+class UnknownCoding(BadField):
+    """The body is in a coding besides chunks, which only its replica could undo and never sees."""
+
+    error_code = "unknown_coding"
+    status_hint = 501
+
+
 class UpgradeRefused(BadField):
     """A handshake of a WebSocket that RFC 6455 does not allow, or of another version."""
 

@@ -129,10 +129,12 @@ class AnswerFrames:
         """False when the head could not be sent for its own sake; then the exchange has been failed instead."""
         head = ResponseHead(status, headers, last, len(self._slots.held) - 1)
         try:
-            self._frames.send(exchange.reply, head, body)
+            frame = self._frames.send(exchange.reply, head, body)
         except (FrameUnreadable, PayloadTooLarge) as error:
             self.fail(exchange, UserCodeRaised.error_code, 500, f"the answer cannot be sent: {error}")
             return False
+        if last:
+            exchange.last_frame = frame
         return True
 
     # -- answers in pieces ----------------------------------------------------------------------------------------
@@ -233,7 +235,9 @@ class AnswerFrames:
     def fail(self, exchange: Exchange, error_code: str, status: int, message: str, body: bytes = b"") -> None:
         """Tell the router that there is no (whole) answer."""
         head = ErrorHead(error_code, status, message, len(self._slots.held) - 1)
-        self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
+        sent = self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
+        if not exchange.has_answer_begun:
+            exchange.last_frame = sent
         self.drop(exchange, status)
 
     def drop(self, exchange: Exchange, status: int, close_code: int = 1006, reason: str = "") -> None:

@@ -55,6 +55,12 @@ REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
 """Of a body that the user's code gets whole; a replica's own limit, proxies refuse far less."""
 ROUTER_SILENT_S: Final = 30.0
 """A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
+_ROUTERS_ASK_WITHIN_S: Final = 2.0
+"""After a reconnect: routers were likely cut off too, come back a little later and then ask."""
+_LINGER_S: Final = 0.25
+"""After the last answer: so long does a router need that was cut off in that moment."""
+_TRAVEL_S: Final = 0.5
+"""How long a frame is under way at most, when it is asked whether something ended before it was sent."""
 STATUS_CANCELLED: Final = 499
 """In metrics only: the caller went away."""
 
@@ -86,6 +92,7 @@ class BusSide:
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
         self._bad_frames = QuietLog(_log.warning)
         self._is_cut_off = False
+        self._reconnects = 0
         self._joined_at = float("-inf")
 
     @property
@@ -100,11 +107,18 @@ class BusSide:
     def bus_lost(self) -> None:
         """The bus is away: no router can be heard."""
         self._is_cut_off = True
+        self._reconnects += 1
 
     def bus_joined(self) -> None:
         """The bus is there (again)."""
         self._is_cut_off = False
         self._joined_at = self._now()
+
+    def seconds_until_asked(self) -> float:
+        """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours."""
+        now = self._now()
+        own = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
+        return max(own, self._slots.recent.last_at + _LINGER_S, now) - now
 
     # -- frames from routers --------------------------------------------------------------------------------------
 
@@ -126,7 +140,7 @@ class BusSide:
             exchange.heard_at = self._now()
             self._take_more(exchange, head, body)
         elif type(head) is ProbeHead:
-            self._frames.send(reply, RefusedHead("unknown", self.in_flight))
+            self._take_probe(reply, head.age_s)
 
     def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
         match head:
@@ -141,13 +155,15 @@ class BusSide:
             case CloseHead(code, reason):
                 self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
             case ProbeHead():
-                pass  # silence says that the request is known
+                if exchange.last_frame:  # it was said, and the work that nobody wants any more goes on
+                    self._frames.send_again(exchange.reply, exchange.last_frame)
+                # Otherwise silence says that the request is known.
             case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
     def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
         exchanges = self._exchanges
-        if reply in exchanges:
+        if reply in exchanges or reply in self._slots.recent:
             return  # the same request again: it must not run twice
         if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
             reason = "draining" if self.is_draining else "busy"
@@ -164,6 +180,18 @@ class BusSide:
             self._work_on(exchange)
         else:
             self._begin_body(exchange, body)
+
+    def _take_probe(self, reply: bytes, age_s: float) -> None:
+        """A router asks after a request that is not in flight (any more)."""
+        recent = self._slots.recent
+        answer = recent.answer(reply)
+        if answer:
+            self._frames.send_again(reply, answer)
+        elif age_s and reply not in recent and recent.covers(self._now() - age_s - _TRAVEL_S):
+            # Should it still come, it is not begun.
+            recent.add(reply, self._frames.send(reply, RefusedHead("never_begun", self.in_flight)))
+        else:
+            self._frames.send(reply, RefusedHead("unknown", self.in_flight))
 
     def _work_on(self, exchange: Exchange) -> None:
         exchange.phase = Phase.WORKING

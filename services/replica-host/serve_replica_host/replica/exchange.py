@@ -50,6 +50,8 @@ class Exchange:
     has_answer_begun: bool = False
     """From then on the deadline no longer ends it."""
     answer_status: int = 0
+    last_frame: bytes = b""
+    """The whole answer, or the error, when it was one frame."""
     incoming: IncomingFrames | None = None
     """What still comes of a body, or of a WebSocket's messages."""
     outgoing: OutgoingBody | OutgoingMessages | None = None

