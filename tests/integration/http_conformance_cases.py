@@ -429,6 +429,7 @@ HEADERS: Final = [
     bad("a Host with a path, asking for a head", b"HEAD /echo/case HTTP/1.1\r\nHost: a/b\r\n\r\n"),
     bad("a Host with a path where there is no route", b"GET /none HTTP/1.1\r\nHost: a/b\r\n\r\n"),
     bad("a Host with a path, asking for the proxy itself", b"GET /-/healthz HTTP/1.1\r\nHost: a/b\r\n\r\n"),
+    bad("a user in the absolute form", get(target=b"http://u@h/echo/case")),
     bad("a space before a colon", get(b"X-A : 1\r\n")),
     bad("a space in a name", get(b"X A: 1\r\n")),
     bad("a header without a name", get(b": 1\r\n")),

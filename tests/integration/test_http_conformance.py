@@ -219,10 +219,11 @@ async def test_a_request_may_come_byte_by_byte(world: World) -> None:
     [
         (b"NONSENSE\r\n\r\n", 400),
         (get(b"X A: 1\r\n"), 400),
+        (get(b"X-A: " + b"a" * 100_000 + b"\r\n"), 431),
         (b"GET /echo/case HTTP/1.1\r\nHost: a/b\r\n\r\n", 400),
         (chunked(b"1\r\nx\r\n0\r\n\r\n", b"gzip, chunked"), 501),
     ],
-    ids=["no HTTP", "no header", "no Host", "no known coding"],
+    ids=["no HTTP", "no header", "a huge header", "no Host", "no known coding"],
 )
 async def test_what_is_refused_for_its_form_is_told_so_like_any_other_error(
     world: World, sent: bytes, status: int
@@ -294,6 +295,15 @@ async def test_headers_of_one_connection_end_at_the_proxy(world: World) -> None:
     names = {name for name, _ in world.replica.seen[-1].headers}
     assert not names & {line.partition(b":")[0].lower() for line in own} | names & {b"connection"}
     assert b"x-two" in names
+
+
+async def test_the_host_of_an_absolute_target_counts_instead_of_the_header(world: World) -> None:
+    async with world.client() as client:
+        client.writer.write(get(b"X-A: 1\r\n", target=b"http://other.example:81/echo/case"))
+        assert await client.answer() is not None
+    headers = world.replica.seen[-1].headers
+    assert [value for name, value in headers if name == b"host"] == [b"other.example:81"]
+    assert (b"x-a", b"1") in [(name, bytes(value)) for name, value in headers]
 
 
 async def test_repeated_headers_are_kept_in_order(world: World) -> None:

@@ -35,6 +35,7 @@ from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.values import RayActorOptions, ReplicaConfig
 from serve_common.wires.frames import (
+    WINDOW_FRAMES,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -284,7 +285,7 @@ class Request:
         self._subject = subject
         self._gives_credit = credit
         self.frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
-        self.credits = 0
+        self.credits = WINDOW_FRAMES - 1
         self._credited = asyncio.Event()
         self.token, self.reply = driver.inbox.new_reply(self._take, self._nobody)
 
@@ -642,12 +643,12 @@ async def test_an_answer_waits_for_credit_beyond_its_deadline_and_a_cancel_frees
     await driver.run(echo)
 
     stuck = driver.request(echo.replica_tag, "/app/large", query="bytes=5000000", credit=False, timeout_s=0.5)
-    frames = [await stuck.frame() for _ in range(4)]
+    frames = [await stuck.frame() for _ in range(WINDOW_FRAMES)]
     await asyncio.sleep(0.6)
     busy, _ = await driver.call(echo.replica_tag)
     stuck.send(CancelHead())
 
-    assert [type(head) for head, _ in frames] == [ResponseHead, BodyHead, BodyHead, BodyHead]
+    assert [type(head) for head, _ in frames] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
     assert busy == RefusedHead("busy", 1)
     assert stuck.frames.empty()
     assert isinstance((await driver.call(echo.replica_tag))[0], ResponseHead)

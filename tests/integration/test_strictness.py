@@ -25,7 +25,7 @@ PROXIES = 3
 CLIENTS_OF_EACH = 8
 REQUESTS = 2000
 WORK_S = 0.001
-SHARE_MIN = 1 / 3
+SHARE_MIN = 1 / 2
 """Of an equal part, for the clients of each proxy: these know nothing of each other, so it is never quite equal."""
 
 
@@ -88,6 +88,7 @@ async def test_three_proxies_never_give_a_replica_two_requests_at_once_and_share
     assert told["most_at_once"] == 1
     assert told["served"] == REQUESTS + 1, "each ran once"
     assert min(shares) >= SHARE_MIN / PROXIES, "a proxy's clients got far less than their part"
+    assert max(medians_s) <= 3 * min(medians_s), "the clients of one proxy waited much longer than others"
     assert longest_s <= taken_s / 4, "somebody waited while a quarter of all others were served"
 
 

@@ -176,7 +176,9 @@ def test_a_password_file_that_a_service_is_told_of_is_mounted_into_it(compose: d
         mounted = {
             f"/run/secrets/{secret}" for secret in service.get("secrets", []) if isinstance(secret, str)
         }
-        told = {value for key, value in service.get("environment", {}).items() if value and key.endswith("_FILE")}
+        told = {
+            value for key, value in service.get("environment", {}).items() if value and key.endswith("_FILE")
+        }
         assert told <= mounted, name
 
 

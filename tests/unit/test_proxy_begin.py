@@ -10,7 +10,14 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.errors import HeadTooLarge
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, BodyHead, CancelHead, RequestHead, ResponseHead
+from serve_common.wires.frames import (
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
+    BodyHead,
+    CancelHead,
+    RequestHead,
+    ResponseHead,
+)
 from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World
 
 
@@ -183,7 +190,8 @@ async def test_who_is_given_up_while_its_backend_goes_away_is_not_sent_to_anothe
 
 async def test_who_is_given_up_while_its_slot_is_given_back_is_not_sent_again(world: World) -> None:
     told: list[Told] = []
-    told.append(Told(world, body=bytes(6 * FRAME_BODY_BYTES_MAX)))  # not sent whole, so it begins anew
+    unsent = bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX)
+    told.append(Told(world, body=unsent))  # not sent whole, so it begins anew
     told.append(Told(world, lambda: world.dispatcher.abandon(told[0].call), **UNSENDABLE))
     world.bus.sent.clear()
     world.dispatcher.bus_is_back()

@@ -18,7 +18,9 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.wires.frames import (
+    CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -277,28 +279,28 @@ async def test_headers_that_do_not_fit_into_a_frame_are_refused(world: World) ->
 
 
 async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> None:
-    body = bytes(7 * FRAME_BODY_BYTES_MAX + 1)
+    body = bytes((WINDOW_FRAMES + 3) * FRAME_BODY_BYTES_MAX + 1)
     task = await world.ask(body)
     _, reply, head, first = world.take(RequestHead)
     assert head.body_bytes == len(body)
-    received = first + b"".join(world.take(BodyHead)[3] for _ in range(3))
+    received = first + b"".join(world.take(BodyHead)[3] for _ in range(WINDOW_FRAMES - 1))
     assert not world.bus.sent
     world.answer(reply, CreditHead(2))
     sequences = [world.bus.sent[0][2], world.bus.sent[1][2]]
-    assert sequences == [BodyHead(4, False), BodyHead(5, False)]
+    assert sequences == [BodyHead(WINDOW_FRAMES, False), BodyHead(WINDOW_FRAMES + 1, False)]
     received += b"".join(world.take(BodyHead)[3] for _ in range(2))
     assert not world.bus.sent
     world.answer(reply, CreditHead(9))
     received += world.take(BodyHead)[3]
     _, _, last, piece = world.take(BodyHead)
-    assert last == BodyHead(7, True)
+    assert last == BodyHead(WINDOW_FRAMES + 3, True)
     assert received + piece == body
     world.ok(reply)
     await task
 
 
 async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -> None:
-    task = await world.ask(bytes(6 * FRAME_BODY_BYTES_MAX))
+    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX))
     old = world.take(RequestHead)[1]
     world.bus.sent.clear()
     world.dispatcher.bus_is_back()
@@ -313,7 +315,7 @@ async def test_an_upload_that_a_reconnect_interrupts_begins_anew(world: World) -
 
 
 async def test_an_upload_that_a_reconnect_interrupts_may_have_begun_and_runs_once_only(world: World) -> None:
-    task = await world.ask(bytes(6 * FRAME_BODY_BYTES_MAX), repeatable=False)
+    task = await world.ask(bytes((WINDOW_FRAMES + 2) * FRAME_BODY_BYTES_MAX), repeatable=False)
     world.bus.sent.clear()
     world.dispatcher.bus_is_back()
     world.take(CancelHead)
@@ -327,14 +329,17 @@ async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: 
     world.answer(reply, ResponseHead(200, [], False, 0), b"0")
     _, answer = await task
     assert answer.stream is not None
+    for at in range(1, CREDIT_FRAMES):
+        assert await answer.stream.read() == b"0"
+        world.answer(reply, BodyHead(at, False), b"0")
     assert await answer.stream.read() == b"0"
     assert not world.bus.sent
     reading = asyncio.get_running_loop().create_task(answer.stream.read())
     await asyncio.sleep(0)
-    assert world.take(CreditHead)[2] == CreditHead(1)
-    world.answer(reply, BodyHead(1, False), b"1")
+    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES)
+    world.answer(reply, BodyHead(CREDIT_FRAMES, False), b"1")
     assert await reading == b"1"
-    world.answer(reply, BodyHead(2, True), b"2")
+    world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"2")
     assert world.routes.routers[BACKEND].in_flight == 0  # the replica is done with it
     assert await answer.stream.read() == b"2"
     assert await answer.stream.read() is None

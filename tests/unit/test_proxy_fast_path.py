@@ -183,7 +183,7 @@ async def test_headers_leave_as_the_bytes_that_they_are(
     await ingress.until(lambda: ingress.begun or ingress.asked)
     answer = whole(b"ok", (b"x-latin", b"\xe4\xff"), (b"x-latin", "ä€".encode()), (b"x", b"1"))
     if is_streamed:
-        body = AnswerBody(memoryview(b"o"), lambda: None)
+        body = AnswerBody(memoryview(b"o"), lambda _: None)
         body.add(memoryview(b"k"), last=True)
         answer = Answer(200, [*answer.headers, (b"content-length", b"2")], memoryview(b"o"), body)
     if ingress.begun:
@@ -205,7 +205,7 @@ async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes)
     writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
     ingress = desk.ingress
     await ingress.until(lambda: ingress.begun or ingress.asked)
-    body = AnswerBody(memoryview(b""), lambda: None)
+    body = AnswerBody(memoryview(b""), lambda _: None)
     answer = Answer(200, [], memoryview(b""), body)
     if ingress.begun:
         ingress.begun[0].on_answer(ingress.begun[0], answer)
@@ -284,7 +284,7 @@ async def test_an_answer_in_pieces_is_streamed_and_the_connection_goes_on(desk: 
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
     call = desk.ingress.begun[0]
-    body = AnswerBody(memoryview(b"ab"), lambda: None)
+    body = AnswerBody(memoryview(b"ab"), lambda _: None)
     call.on_answer(call, Answer(200, [(b"content-length", b"4")], memoryview(b"ab"), body))
     body.add(memoryview(b"cd"), last=True)
     assert (await read_answer(reader))[::2] == (200, b"abcd")
@@ -299,7 +299,7 @@ async def test_a_client_that_leaves_a_stream_is_given_up(desk: Desk) -> None:
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
     call = desk.ingress.begun[0]
-    call.on_answer(call, Answer(200, [], memoryview(b"ab"), AnswerBody(memoryview(b"ab"), lambda: None)))
+    call.on_answer(call, Answer(200, [], memoryview(b"ab"), AnswerBody(memoryview(b"ab"), lambda _: None)))
     await asyncio.sleep(0.05)
     writer.transport.abort()
     await desk.ingress.until(lambda: call in desk.ingress.abandoned)

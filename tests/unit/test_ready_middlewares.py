@@ -53,7 +53,7 @@ class Replicas:
         self.asked.append(ask)
         if ask.path != "/stream":
             return SimpleNamespace(ask=ask), Answer(200, self.answer_headers, memoryview(b"ok"), None)
-        body = AnswerBody(memoryview(b"st"), lambda: None)
+        body = AnswerBody(memoryview(b"st"), lambda _: None)
         body.add(memoryview(b"ream"), last=True)
         return SimpleNamespace(ask=ask), Answer(200, self.answer_headers, memoryview(b""), body)
 

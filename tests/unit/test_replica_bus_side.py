@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from serve_common.bus.errors import NotConnected, PayloadTooLarge
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -135,7 +137,6 @@ async def test_the_same_request_again_does_not_run_twice() -> None:
 async def test_a_large_body_is_put_together_under_credit_and_then_handed_over() -> None:
     desk = Desk()
     desk.hear(_request(body_bytes=6), b"ab")
-    assert desk.heads == [CreditHead(1)]
     assert desk.to_user == []
 
     desk.hear(BodyHead(1, False), b"cd")
@@ -145,7 +146,20 @@ async def test_a_large_body_is_put_together_under_credit_and_then_handed_over() 
     (exchange,) = desk.to_user
     assert isinstance(exchange, Exchange)
     assert exchange.body == b"abcdef"
-    assert desk.heads == [CreditHead(1), CreditHead(1)]
+
+
+async def test_credit_is_given_for_parts_of_the_window_and_for_all_that_was_taken() -> None:
+    desk = Desk()
+    frames = WINDOW_FRAMES * 3
+    desk.hear(_request(body_bytes=frames + 2), b"a")
+    for sequence in range(1, frames + 1):
+        desk.hear(BodyHead(sequence, False), b"b")
+
+    given = [head.frames for head in desk.heads if isinstance(head, CreditHead)]
+
+    assert len(given) == len(desk.heads)
+    assert len(given) <= 13
+    assert frames - WINDOW_FRAMES < sum(given) <= frames + 1
 
 
 @pytest.mark.parametrize(
@@ -178,10 +192,10 @@ async def test_a_body_beyond_the_limit_is_refused_before_it_comes() -> None:
 async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_served() -> None:
     desk = Desk()
     exchange = desk.begin()
-    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * 6
+    body = bytes(range(256)) * (FRAME_BODY_BYTES_MAX // 256) * (WINDOW_FRAMES + 2)
 
     desk.side.take_outcome(Answered(exchange, 200, [], body))
-    assert [type(head) for head in desk.heads] == [ResponseHead, BodyHead, BodyHead, BodyHead]
+    assert [type(head) for head in desk.heads] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
     other = desk.begin(reply=b"_INBOX.2")
     desk.side.take_outcome(Answered(other, 200, [], b"x"))
     assert desk.side.in_flight == 1
@@ -190,7 +204,9 @@ async def test_a_large_answer_is_cut_and_waits_for_credit_while_others_are_serve
 
     mine = [(head, piece) for subject, head, piece in desk.sent if subject == ME]
     assert mine[0][0] == ResponseHead(200, [(b"content-length", b"%d" % len(body))], False, 0)
-    assert [head for head, _ in mine[1:]] == [BodyHead(n, n == 5) for n in range(1, 6)]
+    assert [head for head, _ in mine[1:]] == [
+        BodyHead(n, n == WINDOW_FRAMES + 1) for n in range(1, WINDOW_FRAMES + 2)
+    ]
     assert b"".join(piece for _, piece in mine) == body
     assert desk.side.in_flight == 0
 
@@ -236,7 +252,7 @@ async def test_cancel_while_the_body_comes_or_the_answer_goes_frees_the_slot_at_
     assert desk.side.in_flight == 0
 
     exchange = desk.begin(reply=b"_INBOX.2")
-    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * 9))
+    desk.side.take_outcome(Answered(exchange, 200, [], b"x" * FRAME_BODY_BYTES_MAX * (WINDOW_FRAMES + 1)))
     assert desk.side.in_flight == 1
     desk.hear(CancelHead(), reply=b"_INBOX.2")
     assert desk.side.in_flight == 0
@@ -427,3 +443,47 @@ async def test_a_certain_refusal_that_was_lost_is_said_again() -> None:
     desk.hear(ProbeHead(3.0))
 
     assert desk.heads == [RefusedHead("never_begun", 0)] * 2
+
+
+def _patient(timeout_s: float = 10.0) -> RequestHead:
+    return msgspec.structs.replace(_request(timeout_s=timeout_s), patient=True)
+
+
+async def test_patient_requests_get_the_slots_that_come_free_in_their_order() -> None:
+    desk = Desk(max_concurrent_queries=1)
+    first = desk.begin()
+    for reply in (b"_INBOX.2", b"_INBOX.3", b"_INBOX.4"):
+        desk.hear(_patient(), reply=reply)
+    desk.hear(_patient(), reply=b"_INBOX.2")  # doubled
+    desk.hear(CancelHead(), reply=b"_INBOX.3")
+    desk.hear(ProbeHead(1.0), reply=b"_INBOX.2")
+    assert (desk.side.in_flight, desk.heads) == (1, [])
+
+    desk.side.take_outcome(Answered(first, 200, [], b""))
+    second = desk.to_user[-1]
+    assert isinstance(second, Exchange)
+    assert (second.reply, desk.side.in_flight) == (b"_INBOX.2", 1)
+    desk.hear(_request(), reply=b"_INBOX.5")  # whoever is not patient does not overtake
+    assert desk.heads[-1] == RefusedHead("busy", 1)
+    desk.side.take_outcome(Answered(second, 200, [], b""))
+    third = desk.to_user[-1]
+    assert isinstance(third, Exchange)
+    assert third.reply == b"_INBOX.4"
+    desk.side.take_outcome(Answered(third, 200, [], b""))
+    assert desk.side.in_flight == 0
+
+
+async def test_who_waits_for_a_slot_too_long_or_into_a_drain_is_told() -> None:
+    desk = Desk(max_concurrent_queries=1)
+    desk.begin()
+    desk.hear(_patient(timeout_s=1.0), reply=b"_INBOX.2")
+    desk.hear(_patient(), reply=b"_INBOX.3")
+    desk.now += 2.0
+    desk.side.sweep()
+    assert [type(head) for head in desk.heads] == [ErrorHead]
+
+    desk.side.begin_drain()
+    assert desk.heads[-1] == RefusedHead("draining", 1)
+    desk.hear(_patient(), reply=b"_INBOX.4")
+    assert desk.heads[-1] == RefusedHead("draining", 1)
+    assert desk.sent[-1][0] == b"_INBOX.4"

@@ -12,6 +12,8 @@ from serve_common.wires.frames import WINDOW_FRAMES, BodyHead, CancelHead, Error
 from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX
 from tests.unit.replica_rig import PIECE, UNKNOWN, Rig
 
+FRAMES = WINDOW_FRAMES * 5
+
 
 async def test_an_async_handler_reads_a_body_of_unknown_size_while_it_comes() -> None:
     read: list[bytes] = []
@@ -50,16 +52,16 @@ async def test_a_slow_reader_holds_the_router_back_and_memory_is_bounded() -> No
         return total
 
     rig = Rig(handler)
-    request = rig.begin(first=PIECE, body_bytes=20 * len(PIECE))
+    request = rig.begin(first=PIECE, body_bytes=FRAMES * len(PIECE))
     async with asyncio.TaskGroup() as group:
-        upload = group.create_task(request.upload([PIECE] * 19))
+        upload = group.create_task(request.upload([PIECE] * (FRAMES - 1)))
         done, _ = await asyncio.wait([upload], timeout=0.05)
         assert not done
         assert request.sequence <= WINDOW_FRAMES + 1
         go.set()
         answer = await request.answer()
 
-    assert int(answer.body) == 20 * len(PIECE)
+    assert int(answer.body) == FRAMES * len(PIECE)
 
 
 async def test_a_plain_function_gets_the_whole_body() -> None:
@@ -209,11 +211,11 @@ async def test_a_large_body_is_echoed_whole_in_constant_memory_both_ways() -> No
             await send({"type": "http.response.body", "body": message["body"], "more_body": more})
 
     rig = Rig(application=application)
-    request = rig.begin(first=PIECE, body_bytes=24 * len(PIECE))
+    request = rig.begin(first=PIECE, body_bytes=FRAMES * len(PIECE))
     async with asyncio.TaskGroup() as group:
-        upload = group.create_task(request.upload([PIECE] * 23))
+        upload = group.create_task(request.upload([PIECE] * (FRAMES - 1)))
         answer = await request.answer()
 
     assert upload.done()
-    assert len(answer.body) == 24 * len(PIECE)
+    assert len(answer.body) == FRAMES * len(PIECE)
     assert rig.metrics.answered == [200]

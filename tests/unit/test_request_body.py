@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from serve_common.dispatch.request_body import FAIR_BYTES, KEPT_BYTES_MAX, RequestBody, UploadRoom
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KIB = 1024
 
@@ -110,7 +110,7 @@ async def test_the_producer_waits_while_a_whole_frame_was_not_sent_yet() -> None
 
 async def test_the_producer_waits_while_its_replica_takes_nothing() -> None:
     body = RequestBody(bytes(KIB), UploadRoom())
-    for _ in range(8):
+    for _ in range(2 * WINDOW_FRAMES):
         body.add(bytes(FRAME_BODY_BYTES_MAX))
     sent(body)
     producer = await waits(body)

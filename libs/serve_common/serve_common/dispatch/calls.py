@@ -19,7 +19,15 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES, CallHead, Headers, Kind, split_body
+from serve_common.wires.frames import (
+    CREDIT_FRAMES,
+    FRAME_BODY_BYTES_MAX,
+    WINDOW_FRAMES,
+    CallHead,
+    Headers,
+    Kind,
+    split_body,
+)
 
 HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 """A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
@@ -29,12 +37,23 @@ HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 class AnswerBody:
     """The body of an answer that comes in pieces; it has one reader."""
 
-    __slots__ = ("_failure", "_is_taken", "_is_whole", "_on_taken", "_pieces", "_reader", "next_sequence")
+    __slots__ = (
+        "_failure",
+        "_is_taken",
+        "_is_whole",
+        "_on_taken",
+        "_pieces",
+        "_reader",
+        "_taken",
+        "next_sequence",
+    )
 
-    def __init__(self, first: memoryview, on_taken: Callable[[], None]) -> None:
-        """``on_taken`` is called for each piece that the reader is done with, when more are to come."""
+    def __init__(self, first: memoryview, on_taken: Callable[[int], None]) -> None:
+        """``on_taken`` is told, now and then and while more is to come, how many pieces the reader is done with."""
         self._pieces: deque[memoryview] = deque((first,))
-        self._on_taken = on_taken
+        self._on_taken: Callable[[int], None] | None = on_taken
+        self._taken = 0
+        """Pieces that `on_taken` was not told of yet."""
         self._is_taken = False
         self._is_whole = False
         self._failure: Exception | None = None
@@ -52,8 +71,11 @@ class AnswerBody:
 
         Raises what `fail` was given, after the pieces that came before it.
         """
-        if self._is_taken and not self._is_whole and self._failure is None:
-            self._on_taken()
+        if self._is_taken and self._on_taken is not None:
+            self._taken += 1
+            if self._taken >= CREDIT_FRAMES:
+                taken, self._taken = self._taken, 0
+                self._on_taken(taken)
         self._is_taken = False
         while not self._pieces:
             if self._failure is not None:
@@ -72,13 +94,18 @@ class AnswerBody:
         """Append what came; nothing may be added after ``last``."""
         self.next_sequence += 1
         self._pieces.append(piece)
-        self._is_whole = last
+        if last:
+            self._is_whole = True
+            self._on_taken = (
+                None  # it leads back to the call: the pieces would wait for the garbage collector
+            )
         self._wake()
 
     def fail(self, failure: Exception) -> None:
         """There will be no more."""
         if not self._is_whole and self._failure is None:
             self._failure = failure
+            self._on_taken = None
             self._wake()
 
     def _wake(self) -> None:
@@ -201,6 +228,7 @@ class Call:
         "ask",
         "attempt",
         "credit_owed",
+        "is_patient",
         "key",
         "losses",
         "on_answer",
@@ -227,6 +255,8 @@ class Call:
         """Is told the head of the answer, once."""
         self.on_error: Final = on_error
         """Is told why there is no answer, once; a stream that breaks off tells its reader instead."""
+        self.is_patient = False
+        """It was refused as one too many; see `RequestHead.patient`."""
         self.status = 0
         """Of the answer; 0 before it begins."""
         self.router: Router | None = None

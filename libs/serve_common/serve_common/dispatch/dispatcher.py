@@ -220,6 +220,12 @@ class Dispatcher:
             )
             return
         self._outgoing.drop(call)
+        if reason is Refusal.BUSY and not call.is_patient and call.ask.shadow_backend is None:
+            call.is_patient = True
+            if router.has_none_but(attempt.replica):
+                # It keeps its slot and waits there, in the replica's own order, which is fair to all routers.
+                self.perform(router, self._send(call, router, attempt.replica))
+                return
         self.perform(router, router.refused(call.key, attempt.replica, reason, self._loop.time()))
 
     def never_begun(self, call: Call) -> None:

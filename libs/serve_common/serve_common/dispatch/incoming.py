@@ -162,7 +162,7 @@ class Incoming:
                 attempt.has_asked = True
             call.on_answer(call, Answer(status, headers, body, None, socket))
             return
-        call.answer = AnswerBody(body, lambda: self._outgoing.give_credit(call, 1))
+        call.answer = AnswerBody(body, lambda frames: self._outgoing.give_credit(call, frames))
         call.on_answer(call, Answer(status, headers, body, call.answer))
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:

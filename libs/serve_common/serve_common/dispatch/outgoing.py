@@ -74,6 +74,7 @@ class Outgoing:
             ask.client,
             ask.scheme,
             ask.call,
+            call.is_patient,
         )
         self._bus.publish(attempt.subject, encode_frame(head, first), reply)
         attempt.sent_pieces = 1

@@ -86,7 +86,7 @@ class RequestBody:
         self.on_failed: Callable[[ServeError], None] | None = None
         """Called when there will be no more although the body is not whole."""
         self._room = room
-        self._pieces: deque[bytes] = deque()
+        self._pieces: deque[bytes | memoryview] = deque()
         """As they were sent, so that a second sending is cut in the same way; the first is number ``_first``."""
         self._first = 0
         self._loose: deque[memoryview] = deque()
@@ -140,7 +140,7 @@ class RequestBody:
 
     async def wait_for_room(self) -> None:
         """Wait until more may be added, or nobody wants it any more."""
-        while not self._has_room():
+        while not self.has_room:
             self._room.wait(self, waits=True)
             self._producer = asyncio.get_running_loop().create_future()
             try:
@@ -149,7 +149,9 @@ class RequestBody:
                 self._producer = None
                 self._room.wait(self, waits=False)
 
-    def _has_room(self) -> bool:
+    @property
+    def has_room(self) -> bool:
+        """More may be added now, or nobody wants it any more."""
         if self._is_closed:
             return True
         if self._loose_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= HELD_BYTES_MAX:
@@ -158,7 +160,7 @@ class RequestBody:
 
     def wake(self) -> None:
         """Let the producer go on if there is room."""
-        if self._producer is not None and not self._producer.done() and self._has_room():
+        if self._producer is not None and not self._producer.done() and self.has_room:
             self._producer.set_result(None)
 
     # -- for whoever sends --
@@ -173,7 +175,7 @@ class RequestBody:
         """For the head of a request that is sent now."""
         return self._received_bytes if self._is_ended else self.body_bytes
 
-    def piece(self, at: int) -> bytes | None:
+    def piece(self, at: int) -> bytes | memoryview | None:
         """Piece number ``at``, which is the next one to send; None when it has not come yet."""
         if at - self._first < len(self._pieces):
             return self._pieces[at - self._first]
@@ -188,7 +190,8 @@ class RequestBody:
                 view = view[:space]
             taken.append(view)
             space -= len(view)
-        piece = b"".join(taken)
+        # One piece of one read is sent as it is; what was read with it lives as long, and is counted once.
+        piece = taken[0] if len(taken) == 1 else b"".join(taken)
         self._loose_bytes -= len(piece)
         self._pieces.append(piece)
         if self._is_ended and not self._loose:

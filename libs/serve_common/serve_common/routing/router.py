@@ -216,6 +216,10 @@ class Router:
         self._queue.push(request, place.deadline, place.arrival, is_spare=place.is_spare)
         return self._dispatch_waiting()
 
+    def has_none_but(self, replica: ReplicaTag) -> bool:
+        """Whether no other replica could take a request now."""
+        return not any(slots.tag != replica for slots in self._pool.open)
+
     def may_send_again(self, now: float) -> bool:
         """Whether the retry budget allows a second sending of a request that was lost; it then counts as made."""
         return self.retries.take(now, self._arrivals)

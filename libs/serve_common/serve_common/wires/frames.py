@@ -9,7 +9,7 @@ one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_p
 `WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
 router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request:
-one that works on it stays silent, one that has answered it lately says the answer again, any other answers `RefusedHead`.
+one that works on it stays silent, one that has answered it lately says the answer again, others answer `RefusedHead`.
 
 Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
 ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
@@ -27,10 +27,13 @@ from typing import Final
 
 import msgspec
 
-FRAME_BODY_BYTES_MAX: Final = 64 * 1024
-"""Of one frame's body: half of NATS' default max_payload, so that head and headers always fit."""
-WINDOW_FRAMES: Final = 32
+FRAME_BODY_BYTES_MAX: Final = 128 * 1024
+"""Of one frame's body. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for what is larger than
+the buffers on its way is gathered and copied once more each time; at 64 KiB the frames themselves begin to cost."""
+WINDOW_FRAMES: Final = 16
 """Body frames under way without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
+CREDIT_FRAMES: Final = WINDOW_FRAMES // 4
+"""Credit is best given for so many frames at once: the window never runs dry, and most of the messages are saved."""
 WINDOW_MESSAGES: Final = 32
 """Frames of WebSocket messages under way in one direction without credit."""
 HEAD_BYTES_MAX: Final = 0xFFFF
@@ -86,6 +89,8 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     scheme: str = "http"
     """By which the client came: ``http``, ``https``, ``ws`` or ``wss``."""
     call: CallHead | None = None
+    patient: bool = False
+    """A replica that is full may keep it until it has a slot, in the order of arrival, instead of refusing it."""
 
 
 class BodyHead(msgspec.Struct, frozen=True, array_like=True, tag="B"):

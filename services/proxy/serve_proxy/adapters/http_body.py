@@ -127,7 +127,8 @@ async def feed_body(request: web.BaseRequest, body: RequestBody, options: HttpOp
                     body.fail(BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes"))
                     return
                 body.add(data)
-                await _wait_for_room(request, body)
+                if not body.has_room:
+                    await _wait_for_room(request, body)
     except web.RequestPayloadError as error:
         body.fail(_malformed(error))
     except ConnectionError:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
@@ -27,7 +27,7 @@ from serve_common.tasks import OwnedTask, TaskOwner
 from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response
 from serve_proxy.adapters.http_fast import FastExchange
 from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, problem_of
+from serve_proxy.core.problems import BadRequest, HeadTooLarge, HeadTooSlow, Problem, problem_of
 
 _log = structlog.get_logger(__name__)
 
@@ -276,6 +276,8 @@ class HttpConnection(web.RequestHandler):
             raise ConnectionError("the answer has begun, so no error can be sent")
         if isinstance(exc, HeadTooSlow):
             problem = problem_of(exc)
+        elif isinstance(exc, LineTooLong):
+            problem = problem_of(HeadTooLarge("a line of the request's head is too long"))
         elif isinstance(exc, HttpProcessingError):
             problem = problem_of(BadRequest("request", (message or str(exc)).partition("\n")[0][:200]))
         else:

@@ -30,12 +30,12 @@ from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, res
 from serve_proxy.adapters.http_body import feed_body, is_mostly_unread, receive_body
 from serve_proxy.adapters.http_chain import EXCHANGE, Exchange
 from serve_proxy.adapters.http_sockets import HttpSockets
-from serve_proxy.adapters.http_targets import check_head, is_socket_wanted, peer_of, target_of
+from serve_proxy.adapters.http_targets import authority_of, check_head, is_socket_wanted, peer_of, target_of
 from serve_proxy.adapters.middlewares import Handler, Middleware, compose
 from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
 from serve_proxy.core.callers import forward
 from serve_proxy.core.deadlines import earliest_deadline
-from serve_proxy.core.headers import REQUEST_ID, RequestHeaders, read_request_headers, value_of
+from serve_proxy.core.headers import REQUEST_ID, RequestHeaders, read_request_headers, use_host, value_of
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 
@@ -249,6 +249,9 @@ class HttpRequests:
         """The answer of the endpoint for ``path``; with an ``exchange``, whoever made that counts the request."""
         began = time.perf_counter()  # the loop's own time stands still within an iteration
         headers = read_request_headers(request.raw_headers)
+        authority = authority_of(request)
+        if authority:
+            use_host(headers, authority)
         visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
         if exchange is None:
             visit.request_id = headers.request_id or self.new_request_id()

@@ -25,7 +25,7 @@ def check_head(request: web.BaseRequest) -> None:
         is_last = message.version < HttpVersion11  # others on the way may not know chunks (RFC 9112, 6.1)
     else:
         is_last = False
-    if not is_host(as_bytes(message.headers.get(hdrs.HOST, ""))):
+    if not (is_host(as_bytes(message.headers.get(hdrs.HOST, ""))) and is_host(authority_of(request))):
         raise BadRequest("host", "is no name or address")
     if message.upgrade:
         upgrade = ",".join(message.headers.getall(hdrs.UPGRADE, ()))
@@ -44,6 +44,13 @@ def peer_of(request: web.BaseRequest) -> str:
     """Address of the client as ``host:port``."""
     name = request.protocol.peername
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
+
+
+def authority_of(request: web.BaseRequest) -> bytes:
+    """The host that the target itself names, as clients of forward proxies send it; empty when it names none."""
+    if request.raw_path.startswith("/"):
+        return b""
+    return as_bytes(request._message.url.raw_authority)  # noqa: SLF001 - the request's own form has lost it
 
 
 def target_of(request: web.BaseRequest) -> str:

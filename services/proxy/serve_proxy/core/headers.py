@@ -148,6 +148,12 @@ def read_request_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     return read
 
 
+def use_host(read: RequestHeaders, host: bytes) -> None:
+    """Put what the target names in the place of `Host`, which then counts for nothing (RFC 9112, 3.2.2)."""
+    read.host = host
+    read.forwarded = [(b"host", host), *(header for header in read.forwarded if header[0] != b"host")]
+
+
 _HOST_FORM: Final = re.compile(
     rb"(?:[A-Za-z0-9\-._~!$&'()*+,;=%]*|\[[A-Za-z0-9\-._~!$&'()*+,;=%:]+\])(?::[0-9]*)?"
 )

@@ -86,7 +86,8 @@ class BusSide:
         self._now = now
         self._metrics = metrics
         self._streams_bodies = streams_bodies
-        self._slots = Slots(now, metrics)
+        self._slots = Slots(now, metrics, self._begin_waiting)
+        self._waiting = self._slots.waiting
         self._exchanges = self._slots.held
         self._frames = FrameSender(publish, now)
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
@@ -139,6 +140,9 @@ class BusSide:
         if exchange is not None:
             exchange.heard_at = self._now()
             self._take_more(exchange, head, body)
+        elif reply in self._waiting:
+            if type(head) is CancelHead:
+                self._waiting.discard(reply)
         elif type(head) is ProbeHead:
             self._take_probe(reply, head.age_s)
 
@@ -163,9 +167,14 @@ class BusSide:
 
     def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
         exchanges = self._exchanges
-        if reply in exchanges or reply in self._slots.recent:
+        if reply in exchanges or reply in self._slots.recent or reply in self._waiting:
             return  # the same request again: it must not run twice
         if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
+            if self._may_wait(head, body):
+                exchange = Exchange(reply, head, self._now())
+                exchange.body = bytes(body)
+                self._waiting.add(exchange)
+                return
             reason = "draining" if self.is_draining else "busy"
             self._metrics.count_refused(reason)
             self._frames.send(reply, RefusedHead(reason, self.in_flight))
@@ -180,6 +189,43 @@ class BusSide:
             self._work_on(exchange)
         else:
             self._begin_body(exchange, body)
+
+    # -- requests that wait for a slot --
+
+    def _may_wait(self, head: RequestHead, body: memoryview) -> bool:
+        return (
+            head.patient
+            and not self.is_draining
+            and not self._waiting.is_full
+            and head.kind is not Kind.WEBSOCKET
+            and len(body) == head.body_bytes
+        )
+
+    def _begin_waiting(self) -> None:
+        """Slots are free."""
+        while self._waiting and len(self._exchanges) < self.max_concurrent_queries:
+            exchange = self._waiting.take_first()
+            if self._now() >= exchange.deadline:
+                self._refuse_late(exchange)
+            else:
+                self._slots.take(exchange)
+                self._work_on(exchange)
+
+    def _refuse_late(self, exchange: Exchange) -> None:
+        self._slots.recent.add(exchange.reply)
+        message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
+        self._frames.send(
+            exchange.reply, ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
+        )
+
+    def begin_drain(self) -> None:
+        """Refuse everything that has not begun."""
+        self.is_draining = True
+        for exchange in self._waiting.take_all():
+            self._metrics.count_refused("draining")
+            self._frames.send(exchange.reply, RefusedHead("draining", self.in_flight))
+
+    # -- probes --
 
     def _take_probe(self, reply: bytes, age_s: float) -> None:
         """A router asks after a request that is not in flight (any more)."""
@@ -273,14 +319,19 @@ class BusSide:
         self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
 
     def _give_credit(self, exchange: Exchange, incoming: IncomingFrames, frames: int) -> None:
-        incoming.release(frames)
-        self._frames.send(exchange.reply, CreditHead(frames))
+        credit = incoming.release(frames)
+        if credit:
+            self._frames.send(exchange.reply, CreditHead(credit))
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
         """Fail what is past its deadline; called several times a second while anything is in flight."""
         now = self._now()
+        if self._waiting:
+            for exchange in self._waiting.take_late(now):
+                self._refuse_late(exchange)
+            self._begin_waiting()  # there may be more slots than before
         for exchange in list(self._exchanges.values()):
             if exchange.is_dropped:
                 continue

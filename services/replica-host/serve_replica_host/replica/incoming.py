@@ -10,6 +10,8 @@ from typing import Final, final
 
 from serve_common.wires.frames import UNKNOWN_BYTES
 
+CREDIT_PARTS: Final = 4
+"""Credit is given for a quarter of the window at once: enough to keep the router going, in fewer messages."""
 _FRAMES_OVER_MAX: Final = 1
 """A router that does not count the request's first frame is one ahead."""
 
@@ -29,7 +31,15 @@ class Order(Enum):
 class IncomingFrames:
     """The frames of one body, or of one WebSocket's messages."""
 
-    __slots__ = ("_held_frames", "_next_sequence", "_window", "expected_bytes", "pieces", "received_bytes")
+    __slots__ = (
+        "_held_frames",
+        "_next_sequence",
+        "_owed_frames",
+        "_window",
+        "expected_bytes",
+        "pieces",
+        "received_bytes",
+    )
 
     def __init__(self, expected_bytes: int, window: int) -> None:
         """``expected_bytes`` may be `UNKNOWN_BYTES`; ``window`` is how many frames may come without credit."""
@@ -39,6 +49,7 @@ class IncomingFrames:
         """Of a body that is wanted whole."""
         self._window = window
         self._held_frames = 0
+        self._owed_frames = 0
         self._next_sequence = 1
 
     def first(self) -> None:
@@ -55,9 +66,14 @@ class IncomingFrames:
         self._held_frames += 1
         return Order.NEXT
 
-    def release(self, frames: int) -> None:
-        """Credit was given for so many frames."""
+    def release(self, frames: int) -> int:
+        """So many frames are done with; returned is the credit to give now: none until a part of the window is free."""
         self._held_frames -= frames
+        self._owed_frames += frames
+        if self._owed_frames < self._window // CREDIT_PARTS:
+            return 0
+        owed, self._owed_frames = self._owed_frames, 0
+        return owed
 
     def add(self, size_bytes: int) -> None:
         """Count what came of a body."""

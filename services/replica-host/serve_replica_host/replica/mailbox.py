@@ -4,7 +4,7 @@ Why not call_soon_threadsafe for each: it costs a system call. Under load reques
 moves the whole burst.
 
 Why an eventfd: what `call_soon_threadsafe` hands over runs one turn of the loop later, and between two turns the
-interpreter's lock may go to another thread. A descriptor's reader runs at once; measured, that halves the time of a hop.
+interpreter's lock may go to another thread. A descriptor's reader runs at once; measured, a hop takes half the time.
 """
 
 from __future__ import annotations

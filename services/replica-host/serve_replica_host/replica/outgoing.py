@@ -60,26 +60,26 @@ class OutgoingBody:
 
     def first_body(self) -> bytes:
         """What goes with the head of the answer."""
-        return self._take() if self._pieces else b""
+        return bytes(self._take()) if self._pieces else b""
 
-    def next_frame(self) -> tuple[int, bool, bytes] | None:
+    def next_frame(self) -> tuple[int, bool, bytes | memoryview] | None:
         """Sequence, whether it is the last one, and the piece that may be sent now; None to wait.
 
         Small pieces that had to wait leave together.
         """
         if self._is_sent or self._credit <= 0 or (not self._pieces and not self._is_ended):
             return None
-        body = self._take() if self._pieces else b""
+        body: bytes | memoryview = self._take() if self._pieces else b""
         self._credit -= 1
         sequence, self._sequence = self._sequence, self._sequence + 1
         self._is_sent = self._is_ended and not self._pieces
         return sequence, self._is_sent, body
 
-    def _take(self) -> bytes:
+    def _take(self) -> bytes | memoryview:
         pieces = self._pieces
         if len(pieces) == 1 and self._unsent_bytes <= FRAME_BODY_BYTES_MAX:
             self._unsent_bytes = 0
-            return bytes(pieces.popleft())
+            return pieces.popleft()
         taken: list[bytes | memoryview] = []
         space = FRAME_BODY_BYTES_MAX
         while pieces and space > 0:
@@ -90,7 +90,7 @@ class OutgoingBody:
                 piece = view[:space]
             taken.append(piece)
             space -= len(piece)
-        body = b"".join(taken)
+        body = taken[0] if len(taken) == 1 else b"".join(taken)  # the frame copies it anyway
         self._unsent_bytes -= len(body)
         return body
 

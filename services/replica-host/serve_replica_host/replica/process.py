@@ -208,7 +208,7 @@ class ReplicaProcess:
             _log.debug("models_not_told")  # said again in a few seconds
 
     async def _drain(self, bus_side: BusSide) -> None:
-        bus_side.is_draining = True
+        bus_side.begin_drain()
         await bus_side.wait_idle()
         if self._user_side is not None:
             await asyncio.wrap_future(self._user.submit(self._user_side.wait_idle()))

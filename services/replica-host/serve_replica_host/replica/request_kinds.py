@@ -182,8 +182,7 @@ def make_reader(exchange: Exchange, to_bus: Callable[[ToBus], None]) -> BodyRead
     reader = exchange.reader
     if reader is None:
         if exchange.is_body_streamed:
-            taken = Taken(exchange, 1)
-            reader = BodyReader(None, lambda: to_bus(taken))
+            reader = BodyReader(None, lambda frames: to_bus(Taken(exchange, frames)))
         else:
             reader = BodyReader(exchange.body)
         exchange.reader = reader

@@ -12,14 +12,19 @@ from typing import Final, final
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.exchange import Exchange
 from serve_replica_host.replica.recent_replies import RecentReplies
+from serve_replica_host.replica.waiting_room import WaitingRoom
 
 
 @final
 class Slots:
     """Holds the exchanges of one replica, on the bus loop."""
 
-    def __init__(self, now: Callable[[], float], metrics: RequestMetrics) -> None:
-        """``now`` is `time.monotonic` or a stand-in."""
+    def __init__(
+        self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]
+    ) -> None:
+        """``now`` is `time.monotonic` or a stand-in; ``on_free`` is called when one of ``waiting`` may get a slot."""
+        self.waiting: Final = WaitingRoom()
+        self._on_free = on_free
         self.held: dict[bytes, Exchange] = {}
         """By reply subject."""
         self.recent: Final = RecentReplies(now)
@@ -43,6 +48,8 @@ class Slots:
         exchange.incoming = None
         self.recent.add(exchange.reply, exchange.last_frame)
         self._metrics.count_answered(status, self._now() - exchange.began_at)
+        if self.waiting:
+            self._on_free()
         if not self.held:
             self._idle.set()
 

@@ -29,6 +29,7 @@ from serve_replica_host.replica.exchange import (
     Taken,
     ToBus,
 )
+from serve_replica_host.replica.incoming import CREDIT_PARTS
 from serve_replica_host.replica.outgoing import MESSAGE_COST_BYTES
 from serve_replica_host.replica.request_body import BodyReader
 
@@ -36,7 +37,7 @@ MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Of one message of a client."""
 LEAVE_S: Final = 5.0
 """How long an application may go on after its client has left."""
-_CREDIT_EVERY: Final = WINDOW_MESSAGES // 4
+_CREDIT_EVERY: Final = WINDOW_MESSAGES // CREDIT_PARTS
 _NORMAL: Final = 1000
 _TOO_BIG: Final = 1009
 _INTERNAL: Final = 1011
