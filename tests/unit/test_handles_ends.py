@@ -23,7 +23,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.request_context import RequestContext, request_context
-from serve_common.wires.frames import CancelHead, ErrorHead, Raised, RefusedHead, ResponseHead
+from serve_common.wires.frames import CREDIT_FRAMES, CancelHead, ErrorHead, Raised, RefusedHead, ResponseHead
 from tests.unit.handle_world import World, call, make_world, pickled_items, stream
 
 
@@ -282,12 +282,13 @@ async def test_what_breaks_a_stream_comes_after_its_pickled_items(world: World) 
 async def test_a_slow_reader_makes_the_replica_wait(world: World) -> None:
     response = stream(world.handle(), 3)
     sent = await world.sent()
-    half = bytes(600_000)
-    sent.open(pickled_items(half))
-    await world.settle()
-    sent.more(pickled_items(half))
-    await world.settle()
-    sent.more(pickled_items(half))
+    item = pickled_items(bytes(600_000))
+    size = len(item) // CREDIT_FRAMES + 1
+    frames = [item[at : at + size] for at in range(0, len(item), size)] * 3
+    sent.open(frames[0])
+    for frame in frames[1:]:
+        await world.settle()
+        sent.more(frame)
     await world.settle()
     credit = len(world.told)
     await world.settle()

@@ -366,7 +366,7 @@ async def read_all(stream) -> None:
 async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
     for frames, error in (
         ([BodyHead(2, False)], ReplicaDied),
-        ([BodyHead(i, False) for i in range(1, 9)], AnswerUnusable),
+        ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], AnswerUnusable),
         ([ResponseHead(200, [], False, 0)], AnswerUnusable),
     ):
         task = await world.ask()

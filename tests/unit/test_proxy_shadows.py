@@ -11,6 +11,7 @@ from serve_common.dispatch.tallies import ShadowOutcome
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.wires.frames import (
+    CREDIT_FRAMES,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -96,9 +97,11 @@ async def test_what_becomes_of_a_copy_is_counted_and_it_is_never_sent_again(
 async def test_a_streamed_answer_is_read_and_dropped(world: World) -> None:
     reply = await ask_with_copy(world)
     world.answer(reply, ResponseHead(200, [], False, 0), b"0")
+    for at in range(1, CREDIT_FRAMES):
+        world.answer(reply, BodyHead(at, False), b"1")
     await settled(world)
     assert world.take(CreditHead)[1] == reply
-    world.answer(reply, BodyHead(1, True), b"1")
+    world.answer(reply, BodyHead(CREDIT_FRAMES, True), b"1")
     await settled(world)
     assert outcomes(world) == {"answered": 1}
 

@@ -17,6 +17,7 @@ from serve_common.routing.router import Router
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
+    WINDOW_FRAMES,
     WINDOW_MESSAGES,
     BodyHead,
     CancelHead,
@@ -89,17 +90,20 @@ async def test_a_body_is_sent_as_it_comes_and_as_far_as_there_is_credit(world: S
     task = await world.begin(upload=body)
     _, reply, head, first = world.take(RequestHead)
     assert (head.body_bytes, first) == (UNKNOWN_BYTES, b"first")
-    for piece in (b"1", b"2", b"3", b"4", b"5"):
-        body.add(piece)
-    assert [world.take(BodyHead)[2:] for _ in range(3)] == [
-        (BodyHead(n, False), str(n).encode()) for n in (1, 2, 3)
+    for at in range(1, WINDOW_FRAMES + 2):
+        body.add(b"%d" % at)
+    assert [world.take(BodyHead)[2:] for _ in range(1, WINDOW_FRAMES)] == [
+        (BodyHead(at, False), b"%d" % at) for at in range(1, WINDOW_FRAMES)
     ]
     assert not world.bus.sent
     world.answer(reply, CreditHead(1))
-    assert world.take(BodyHead)[2:] == (BodyHead(4, False), b"45")
+    assert world.take(BodyHead)[2:] == (
+        BodyHead(WINDOW_FRAMES, False),
+        b"%d%d" % (WINDOW_FRAMES, WINDOW_FRAMES + 1),
+    )
     world.answer(reply, CreditHead(3))
     body.end()
-    assert world.take(BodyHead)[2:] == (BodyHead(5, True), b"")
+    assert world.take(BodyHead)[2:] == (BodyHead(WINDOW_FRAMES + 1, True), b"")
     world.ok(reply)
     await task
 

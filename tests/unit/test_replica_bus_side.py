@@ -423,16 +423,16 @@ async def test_a_request_that_did_not_arrive_is_known_not_to_have_begun_and_will
 
 async def test_what_may_have_ended_and_been_forgotten_is_unknown() -> None:
     desk = Desk()
-    for reply in (b"_INBOX.7", b"_INBOX.8"):
+    for reply in (b"_INBOX.7", b"_INBOX.8", b"_INBOX.9"):
         exchange = desk.begin(reply=reply)
         desk.side.take_outcome(Answered(exchange, 200, [], b"ok"))
         desk.now += 10.0
 
-    desk.hear(ProbeHead(21.0))
+    desk.hear(ProbeHead(31.0))
     desk.hear(ProbeHead(), reply=b"_INBOX.2")
-    desk.hear(ProbeHead(21.0), reply=b"_INBOX.7")
+    desk.hear(ProbeHead(31.0), reply=b"_INBOX.7")
 
-    assert desk.heads[2:] == [RefusedHead("unknown", 0)] * 3
+    assert desk.heads[3:] == [RefusedHead("unknown", 0)] * 3
 
 
 async def test_a_certain_refusal_that_was_lost_is_said_again() -> None:

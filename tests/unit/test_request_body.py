@@ -120,8 +120,8 @@ async def test_the_producer_waits_while_its_replica_takes_nothing() -> None:
 
 
 async def test_each_may_hold_a_little_however_full_the_room_is_and_the_rest_waits() -> None:
-    room = UploadRoom(bytes_max=FRAME_BODY_BYTES_MAX)
-    large = RequestBody(bytes(FRAME_BODY_BYTES_MAX - 1), room)
+    room = UploadRoom(bytes_max=8 * FAIR_BYTES)
+    large = RequestBody(bytes(8 * FAIR_BYTES - 1), room)
     small = RequestBody(b"a", room)
     await (await waits(small))
     small.add(bytes(FAIR_BYTES))

@@ -76,19 +76,6 @@ class TaskOwner:
         task.add_done_callback(self._forget)
         return OwnedTask(task)
 
-    def start_nameless(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """As `start`, at less cost, for tasks of which there are thousands a second.
-
-        The task may be cancelled and asked whether it is done; to await it is the owner's matter.
-        """
-        if self._is_closed:
-            coro.close()
-            raise RuntimeError(f"task owner {self._name!r} is closed")
-        task = asyncio.create_task(coro)  # noqa: TID251 - this is the owner
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
     async def close(self, timeout_s: float) -> None:
         """Cancel all tasks and wait at most `timeout_s` until they ended; none can be started afterwards.
 

@@ -212,11 +212,9 @@ class BusSide:
                 self._work_on(exchange)
 
     def _refuse_late(self, exchange: Exchange) -> None:
-        self._slots.recent.add(exchange.reply)
         message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
-        self._frames.send(
-            exchange.reply, ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
-        )
+        head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
+        self._slots.recent.add(exchange.reply, self._frames.send(exchange.reply, head), self._now())
 
     def begin_drain(self) -> None:
         """Refuse everything that has not begun."""
@@ -235,7 +233,8 @@ class BusSide:
             self._frames.send_again(reply, answer)
         elif age_s and reply not in recent and recent.covers(self._now() - age_s - _TRAVEL_S):
             # Should it still come, it is not begun.
-            recent.add(reply, self._frames.send(reply, RefusedHead("never_begun", self.in_flight)))
+            frame = self._frames.send(reply, RefusedHead("never_begun", self.in_flight))
+            recent.add(reply, frame, self._now())
         else:
             self._frames.send(reply, RefusedHead("unknown", self.in_flight))
 

@@ -27,7 +27,7 @@ class Slots:
         self._on_free = on_free
         self.held: dict[bytes, Exchange] = {}
         """By reply subject."""
-        self.recent: Final = RecentReplies(now)
+        self.recent: Final = RecentReplies()
         """Those that have given their slots back."""
         self._now = now
         self._metrics = metrics
@@ -46,8 +46,9 @@ class Slots:
             return
         exchange.outgoing = None
         exchange.incoming = None
-        self.recent.add(exchange.reply, exchange.last_frame)
-        self._metrics.count_answered(status, self._now() - exchange.began_at)
+        now = self._now()
+        self.recent.add(exchange.reply, exchange.last_frame, now)
+        self._metrics.count_answered(status, now - exchange.began_at)
         if self.waiting:
             self._on_free()
         if not self.held:
