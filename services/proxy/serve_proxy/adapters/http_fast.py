@@ -70,6 +70,7 @@ class FastExchange:
         "_connection",
         "_headers",
         "_ingress",
+        "_is_done",
         "_tally",
         "call",
         "message",
@@ -90,6 +91,8 @@ class FastExchange:
         self.payload: Final = payload
         self.request_id = ""
         self.call: Call | None = None
+        """While it is under way."""
+        self._is_done = False
         self._connection = connection
         self._headers = headers
         self._ingress = ingress
@@ -125,7 +128,9 @@ class FastExchange:
             reason = f"the proxy failed: {type(error).__name__}"
             self._finish_problem(Problem(status=500, code="internal", message=reason))
             return
-        self.call = self._ingress.begin(ask, self._take_answer, self._take_error)
+        call = self._ingress.begin(ask, self._take_answer, self._take_error)
+        if not self._is_done:
+            self.call = call
 
     def client_gone(self) -> None:
         """Nobody waits for the answer any more."""
@@ -135,6 +140,9 @@ class FastExchange:
 
     def count(self, status: int) -> None:
         """The request has ended with this status."""
+        # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
+        self.call = None
+        self._is_done = True
         self._tally.add(self.message.method, status, time.perf_counter() - self._began)
 
     def _take_answer(self, call: Call, answer: Answer) -> None:
