@@ -38,6 +38,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     ended_at: float
     what: str
+    answer: str = ""
+    """The beginning of what came instead."""
 
     @property
     def is_allowed(self) -> bool:
@@ -150,7 +152,7 @@ class ChaosLoad:
                 self.latencies_s.append(self.now() - sent_at - work_s)
                 self.pids.append(who.decode().split("\n")[2])
             else:
-                self._fail(kind, f"{status} {_error_code(answer)}")
+                self._fail(kind, f"{status} {_error_code(answer)}", answer[:600].decode(errors="replace"))
             return True
         except (OSError, EOFError, TimeoutError) as error:
             self._fail(kind, repr(error))
@@ -158,8 +160,8 @@ class ChaosLoad:
         finally:
             self.fragile_under_way -= kind == FRAGILE
 
-    def _fail(self, kind: str, what: str) -> None:
-        self.failures.append(Failure(kind=kind, ended_at=self.now(), what=what))
+    def _fail(self, kind: str, what: str, answer: str = "") -> None:
+        self.failures.append(Failure(kind=kind, ended_at=self.now(), what=what, answer=answer))
 
 
 def _error_code(answer: bytes) -> str:

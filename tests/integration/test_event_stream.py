@@ -19,7 +19,7 @@ from serve_common.subjects import Subjects
 from serve_common.wires.views import EventView, GoalStatus, GoalView
 from serve_controller.adapters import event_stream
 from serve_controller.adapters.event_stream import EventStream, recent_events
-from tests.integration.nats_server import NatsServer, connected
+from tests.integration.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +39,7 @@ class Side:
         )
         self.listener = await connected(self.server, self.subjects)
         self.heard = await self.listener.subscribe(self.subjects.events)
-        await self.listener.flush()
+        await until_known(self.listener)
         self.events = EventStream(self.client, self.subjects)
 
     async def close(self) -> None:

@@ -75,6 +75,9 @@ async def test_a_replicas_own_refusals_keep_their_kind(
 async def test_overload_is_what_users_of_ray_serve_know(world: World) -> None:
     response = call(world.handle())
     (await world.sent()).say(RefusedHead("busy", 100))
+    (await world.sent()).say(
+        RefusedHead("busy", 100)
+    )  # it would have waited there, and even that was too much
     await world.settle()
     with pytest.raises(BackPressureError):
         await call(world.handle())

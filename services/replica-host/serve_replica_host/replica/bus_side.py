@@ -57,8 +57,10 @@ ROUTER_SILENT_S: Final = 30.0
 """A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
 _ROUTERS_ASK_WITHIN_S: Final = 2.0
 """After a reconnect: routers were likely cut off too, come back a little later and then ask."""
-_LINGER_S: Final = 0.25
-"""After the last answer: so long does a router need that was cut off in that moment."""
+_LINGER_S: Final = 0.15
+"""After the last answer, and after a drain began: so long does a router need that was cut off in that moment."""
+_IN_USE_S: Final = 5.0
+"""A replica that has answered nothing for so long has hardly been sent what it did not get."""
 _TRAVEL_S: Final = 0.5
 """How long a frame is under way at most, when it is asked whether something ended before it was sent."""
 STATUS_CANCELLED: Final = 499
@@ -94,6 +96,7 @@ class BusSide:
         self._bad_frames = QuietLog(_log.warning)
         self._is_cut_off = False
         self._reconnects = 0
+        self._drains_since = float("-inf")
         self._joined_at = float("-inf")
 
     @property
@@ -118,8 +121,11 @@ class BusSide:
     def seconds_until_asked(self) -> float:
         """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours."""
         now = self._now()
-        own = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
-        return max(own, self._slots.recent.last_at + _LINGER_S, now) - now
+        until = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
+        last_at = self._slots.recent.last_at
+        if now - last_at < _IN_USE_S:
+            until = max(until, last_at + _LINGER_S, self._drains_since + _LINGER_S)
+        return max(0.0, until - now)
 
     # -- frames from routers --------------------------------------------------------------------------------------
 
@@ -219,6 +225,7 @@ class BusSide:
     def begin_drain(self) -> None:
         """Refuse everything that has not begun."""
         self.is_draining = True
+        self._drains_since = self._now()
         for exchange in self._waiting.take_all():
             self._metrics.count_refused("draining")
             self._frames.send(exchange.reply, RefusedHead("draining", self.in_flight))
