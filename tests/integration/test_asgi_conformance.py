@@ -195,10 +195,9 @@ class Uvicorn:
         self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         command = [
             *(sys.executable, "-m", "uvicorn", app, "--fd", str(listener.fileno()), "--root-path", root_path),
-            # Its own five seconds end while the client still keeps the connection that it asked on first.
+            # Its own five seconds may end just when a connection is used again.
             *("--timeout-keep-alive", "120"),
             *("--app-dir", str(APP_DIR), "--log-level", "critical", "--ws", "websockets-sansio"),
-            *("--timeout-keep-alive", "60"),
         ]
         environment = {**os.environ, "PYTHONHASHSEED": "0"}  # as in the replica: some answers list a set
         self._process = subprocess.Popen(command, pass_fds=[listener.fileno()], env=environment)
@@ -250,8 +249,6 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
                 await stack.put_backend(tag, [f"{tag}#0"])
             address = stack.proxies[0].url.removeprefix("http://")
             async with aiohttp.ClientSession(
-                # uvicorn ends a connection whose request was answered before its body was read, and does not say so.
-                connector=aiohttp.TCPConnector(force_close=True),
                 auto_decompress=False,
                 skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
                 cookie_jar=aiohttp.DummyCookieJar(),

@@ -294,6 +294,27 @@ async def test_an_answer_in_pieces_is_streamed_and_the_connection_goes_on(desk: 
     assert desk.server.in_flight == 0
 
 
+@pytest.mark.parametrize("status", [204, 304])
+async def test_a_stream_whose_status_has_no_body_is_answered_and_the_connection_goes_on(
+    desk: Desk, status: int
+) -> None:
+    reader, writer = await desk.connect()
+    writer.write(b"DELETE / HTTP/1.1\r\n" + HOST + b"\r\n")
+    await desk.ingress.until(lambda: desk.ingress.begun)
+    call = desk.ingress.begun[0]
+    call.on_answer(
+        call, Answer(status, [(b"x", b"y")], memoryview(b""), AnswerBody(memoryview(b""), lambda _: None))
+    )
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).decode()
+    assert head.startswith(f"HTTP/1.1 {status} ")
+    assert "x: y" in head
+    assert "server: muster" in head.lower()
+    assert "connection: close" not in head.lower()
+    writer.write(b"GET /none HTTP/1.1\r\n" + HOST + b"\r\n")
+    assert (await read_answer(reader))[0] == 404
+    assert desk.server.in_flight == 0
+
+
 async def test_a_client_that_leaves_a_stream_is_given_up(desk: Desk) -> None:
     _, writer = await desk.connect()
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")

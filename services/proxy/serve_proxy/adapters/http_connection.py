@@ -209,6 +209,10 @@ class HttpConnection(web.RequestHandler):
             request = web.BaseRequest(exchange.message, exchange.payload, self, writer, task, self._loop)
             response = await self._http.respond(request, call, answer, exchange.request_id)
             status = response.status
+            if not response.prepared:  # it has no body after all, and only its caller writes those
+                response.headers["Server"] = SERVER_NAME
+                await response.prepare(request)
+                await response.write_eof()
             closes = not response.keep_alive
         except ServeError as error:  # before it has begun
             if self._fast is exchange:
