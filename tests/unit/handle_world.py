@@ -17,7 +17,6 @@ from muster.handles import (
 )
 from muster.handles import handle as handle_module
 from muster.handles.calls import HandleCall
-from muster.handles.mailbox import Mailbox
 from muster.handles.router import HandleRouter
 from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
@@ -26,6 +25,7 @@ from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, replica_tag
 from serve_common.subjects import Subjects, backend_key, endpoint_key
+from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 

@@ -7,6 +7,7 @@ import itertools
 import time
 from typing import Any
 
+from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
@@ -28,7 +29,6 @@ from serve_common.wires.frames import (
 )
 from serve_replica_host.replica.bus_side import BusSide
 from serve_replica_host.replica.lifespan import Lifespan
-from serve_replica_host.replica.mailbox import Mailbox
 from serve_replica_host.replica.user_code import UserCode
 from serve_replica_host.replica.user_side import UserSide
 

@@ -8,9 +8,9 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_common.threads.loop_thread import LoopThread
+from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES
-from serve_replica_host.replica.loop_thread import LoopThread
-from serve_replica_host.replica.mailbox import Mailbox
 from serve_replica_host.replica.outgoing import OutgoingBody
 
 
@@ -121,3 +121,43 @@ def test_a_body_leaves_whole_in_order_and_never_more_than_allowed(
     assert b"".join(sent) == b"".join(content)
     assert lasts == [False] * (len(lasts) - 1) + [True]
     assert body.unsent_bytes == 0
+
+
+async def test_what_is_gathered_comes_with_one_wake_up_when_it_is_said() -> None:
+    taken: list[int] = []
+    mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop(), taken.append)
+    mailbox.gather()
+    assert mailbox.put(1)
+    assert mailbox.put(2)
+    await asyncio.sleep(0.01)
+    assert taken == []
+    mailbox.wake()
+    mailbox.wake()
+    await asyncio.sleep(0.01)
+    assert taken == [1, 2]
+    mailbox.put(3)
+    await asyncio.sleep(0.01)
+    assert taken == [1, 2, 3]
+
+
+async def test_what_is_put_quietly_comes_with_the_next_value_or_when_the_loop_looks() -> None:
+    taken: list[int] = []
+    mailbox: Mailbox[int] = Mailbox(asyncio.get_running_loop(), taken.append)
+    mailbox.put_quietly(1)
+    await asyncio.sleep(0.01)
+    assert taken == []
+    assert len(mailbox) == 1
+    mailbox.empty()
+    assert taken == [1]
+    mailbox.put_quietly(2)
+    mailbox.put(3)
+    await asyncio.sleep(0.01)
+    assert taken == [1, 2, 3]
+
+
+def test_what_is_put_for_a_closed_loop_is_not_taken_and_the_giver_knows() -> None:
+    loop = asyncio.new_event_loop()
+    mailbox: Mailbox[int] = Mailbox(loop, lambda _: None)
+    loop.close()
+    assert not mailbox.put(1)
+    mailbox.wake()

@@ -21,8 +21,6 @@ import structlog
 from muster.handles.adapters.bucket import Bucket
 from muster.handles.calls import HandleCall
 from muster.handles.location import find_bus, find_outside
-from muster.handles.loop_thread import LoopThread
-from muster.handles.mailbox import Mailbox
 from muster.handles.router import BUCKET_WAIT_S, HandleRouter
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
@@ -38,6 +36,8 @@ from serve_common.replica_context import current_replica
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
+from serve_common.threads.loop_thread import LoopThread
+from serve_common.threads.mailbox import Mailbox
 
 _log = structlog.get_logger(__name__)
 

@@ -72,6 +72,8 @@ class BusConnection:
         """`chance` spreads the waits between reconnects."""
         self.on_connected: Final[list[Callable[[], None]]] = []
         self.on_disconnected: Final[list[Callable[[], None]]] = []
+        self.after_messages: Callable[[], None] | None = None
+        """Called in the read path when all messages that came at once were handed over."""
         self.reconnects = 0
         """How often the connection came back."""
         self.callback_failures = 0
@@ -167,6 +169,17 @@ class BusConnection:
             raise NotConnected("not connected to the bus")
         link.publish(subject.encode() if isinstance(subject, str) else subject, reply, payload, headers)
 
+    @property
+    def can_write_shared(self) -> bool:
+        """Whether `write_shared` is possible now: needs `BusOptions.is_shared` and a connection without TLS."""
+        link = self._link
+        return link is not None and link.is_shared
+
+    def write_shared(self, messages: bytes) -> bool:
+        """Send whole messages, made by `encode_pub`, from any thread. False when nothing was sent."""
+        link = self._link
+        return link is not None and link.write_shared(messages)
+
     def subscribe(
         self, subject: str | bytes, callback: MessageCallback, queue: str | bytes = b""
     ) -> Subscription:
@@ -233,6 +246,11 @@ class BusConnection:
         except Exception as error:  # noqa: BLE001 - a bad callback must not end the connection of others
             self._count_failure(error, "callback", subscription.subject.decode("utf-8", "replace"))
 
+    def take_pause(self) -> None:
+        """Tell who gathers what a burst of messages brings."""
+        if self.after_messages is not None:
+            self.after_messages()
+
     def take_server_error(self, text: str) -> None:
         """Count and log a refusal that does not end the link by itself."""
         if text.lower().startswith("permissions violation"):
@@ -274,6 +292,8 @@ class BusConnection:
     def _adopt(self, link: Link) -> None:
         self._link = link
         self._linked_at_s = asyncio.get_running_loop().time()
+        if self._options.is_shared:
+            link.share()
         for subscription in self._subscriptions.values():
             if not subscription.is_ending:
                 link.write(encode_sub(subscription.subject, subscription.queue, subscription.sid))

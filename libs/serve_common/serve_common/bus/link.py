@@ -27,6 +27,7 @@ from serve_common.bus.protocol import (
     encode_pub,
     encode_pub_line,
 )
+from serve_common.bus.shared_socket import SharedSocket
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 
 _BATCH_BYTES_MAX: Final = 256 * 1024
@@ -48,6 +49,9 @@ class LinkOwner(Protocol):
 
     def take_message(self, message: Message) -> None:
         """A message came."""
+
+    def take_pause(self) -> None:
+        """No more messages have come for now."""
 
     def take_server_error(self, text: str) -> None:
         """The server refused something; it may or may not end the link after this."""
@@ -75,6 +79,7 @@ class Link(asyncio.Protocol):
         self._options = options
         self._loop = loop
         self._transport: asyncio.Transport | None = None
+        self._shared: SharedSocket | None = None
         self._parser = Parser()
         self._greeting: Greeting | None = None
         self._greeted = asyncio.Event()
@@ -110,6 +115,7 @@ class Link(asyncio.Protocol):
                 take_message(op)
             else:
                 self._take_control(op)
+        self._owner.take_pause()
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = self._last_server_error or str(exc or _CLOSED_WORDLESSLY)
@@ -155,6 +161,7 @@ class Link(asyncio.Protocol):
         """Send what was written, then close. After `timeout_s` what the server has not taken is lost."""
         if self.failure is None:
             self._flush()
+            self._write_left()
             self._release(NotConnected("the connection was closed on this side"))
             if self._transport is not None:
                 self._transport.close()
@@ -195,6 +202,28 @@ class Link(asyncio.Protocol):
         self._batch_bytes = total_bytes
         if total_bytes >= _BATCH_BYTES_MAX:
             self._flush()
+
+    def share(self) -> None:
+        """Let other threads write too from now on, by `write_shared`; over TLS they cannot."""
+        transport = self._transport
+        if (
+            transport is None
+            or self.failure is not None
+            or transport.get_extra_info("ssl_object") is not None
+        ):
+            return
+        if transport.get_extra_info("socket") is not None and not transport.get_write_buffer_size():
+            limit_bytes = self._options.pending_bytes_max
+            self._shared = SharedSocket(self._loop, transport, limit_bytes, self._write_left)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether `write_shared` is possible."""
+        return self._shared is not None and self.failure is None
+
+    def write_shared(self, messages: bytes) -> bool:
+        """Send whole messages from any thread. False when that is not possible (now)."""
+        return self._shared is not None and self._shared.write(messages)
 
     def write(self, line: bytes) -> None:
         """Put a line of the protocol into this iteration's batch; after the end, do nothing."""
@@ -263,10 +292,16 @@ class Link(asyncio.Protocol):
             return
         pieces, is_copied = self._batch, self._is_batch_copied
         self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
-        if is_copied:
+        if self._shared is not None:
+            self._shared.write_on_loop([b"".join(pieces)] if is_copied and len(pieces) > 1 else pieces)
+        elif is_copied:
             self._transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
         else:
             self._transport.writelines(pieces)
+
+    def _write_left(self) -> None:
+        if self.failure is None and self._shared is not None:
+            self._shared.write_on_loop([])
 
     # -- reading --
 
@@ -319,6 +354,8 @@ class Link(asyncio.Protocol):
         self.failure = failure
         if self._keepalive is not None:
             self._keepalive.cancel()
+        if self._shared is not None:
+            self._shared.close()
         self._batch.clear()
         self._batch_bytes = 0
         for waiter in self._pongs:

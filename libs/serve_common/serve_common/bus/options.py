@@ -60,6 +60,8 @@ class BusOptions:
     reconnect_wait_max_s: float = 2.0
     pending_bytes_max: int = 64 * 1024 * 1024
     """Bytes that may wait to be taken by the server."""
+    is_shared: bool = False
+    """Other threads may write too, by `BusConnection.write_shared`."""
     tls_ca_file: str | None = None
     """Authorities to trust for tls:// servers; None means the system's."""
     tls_first: bool = False

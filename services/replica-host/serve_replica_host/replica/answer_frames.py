@@ -28,6 +28,7 @@ from serve_replica_host.replica.exchange import (
     Exchange,
     Failed,
     Flow,
+    Left,
     Opened,
     Phase,
     Piece,
@@ -49,7 +50,7 @@ STATUS_SWITCHING: Final = 101
 class AnswerFrames:
     """Speaks to routers; all methods run on the bus loop."""
 
-    def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], None]) -> None:
+    def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
         self._slots = slots
         self._frames = frames
         self._to_user = to_user
@@ -59,6 +60,11 @@ class AnswerFrames:
         exchange = outcome.exchange
         if exchange.phase is Phase.SENDING:
             return  # the answer was whole; what ran on after it has ended
+        if type(outcome) is Left:
+            exchange.phase = Phase.SENDING
+            status = exchange.answer_status if exchange.is_dropped else outcome.status
+            self._slots.release(exchange, status, outcome.ended_at)
+            return
         if type(outcome) is Answered:
             exchange.phase = Phase.SENDING
             if not exchange.is_dropped and exchange.outgoing is None:
@@ -92,8 +98,8 @@ class AnswerFrames:
             case Ended():
                 message = "the user's code was cancelled"
                 self.fail(exchange, UserCodeRaised.error_code, 500, message)
-            case Taken():
-                pass  # the bus side's
+            case Taken() | Left():
+                pass  # the bus side's, and the user side's
 
     def _add(self, exchange: Exchange, more: Piece | Said | Closed) -> None:
         outgoing = exchange.outgoing

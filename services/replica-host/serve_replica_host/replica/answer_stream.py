@@ -57,7 +57,7 @@ def is_full(exchange: Exchange, written_bytes: int) -> bool:
 class AnswerStream:
     """Writes one streamed answer; all methods run on the user loop, except `run_plain`."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], None]) -> None:
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
         self.is_ended = False
         """The answer is whole."""
         self._exchange = exchange

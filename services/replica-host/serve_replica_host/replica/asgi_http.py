@@ -27,7 +27,7 @@ class CallerGone(OSError):
 class HttpSender:
     """Sends what an ASGI application says; runs on the user loop."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], None], reader: BodyReader) -> None:
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object], reader: BodyReader) -> None:
         self._exchange = exchange
         self._to_bus = to_bus
         self._reader = reader

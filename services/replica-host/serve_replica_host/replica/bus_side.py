@@ -67,6 +67,10 @@ STATUS_CANCELLED: Final = 499
 """In metrics only: the caller went away."""
 
 
+def _nothing() -> None:
+    """Until the user's side is there."""
+
+
 @final
 class BusSide:
     """Hears routers; all methods run on the bus loop."""
@@ -75,7 +79,7 @@ class BusSide:
         self,
         *,
         publish: Publish,
-        to_user: Callable[[ToUser], None],
+        to_user: Callable[[ToUser], object],
         now: Callable[[], float],
         metrics: RequestMetrics,
         max_concurrent_queries: int,
@@ -94,6 +98,10 @@ class BusSide:
         self._frames = FrameSender(publish, now)
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
         self._bad_frames = QuietLog(_log.warning)
+        self.hear_user = _nothing
+        """Called before what depends on a slot: takes what the user's side said without waking this one."""
+        self.before_frame = _nothing
+        """Called before each message: what it brings to the user's side may wait for others that come with it."""
         self._is_cut_off = False
         self._reconnects = 0
         self._drains_since = float("-inf")
@@ -101,8 +109,13 @@ class BusSide:
 
     @property
     def in_flight(self) -> int:
-        """Requests that hold a slot."""
+        """Requests that hold a slot, as far as `hear_user` has told."""
         return len(self._exchanges)
+
+    @property
+    def awaits_slots(self) -> bool:
+        """Whether something waits for a slot, or for the end of all requests; for the user's thread."""
+        return self.is_draining or bool(self._waiting)
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
@@ -139,6 +152,8 @@ class BusSide:
         if not reply:
             self._bad_frames.log(self._now(), "frame_without_reply", kind=type(head).__name__)
             return
+        self.before_frame()
+        self.hear_user()
         if type(head) is RequestHead:
             self._begin(reply, head, body)
             return
@@ -180,6 +195,7 @@ class BusSide:
                 exchange = Exchange(reply, head, self._now())
                 exchange.body = bytes(body)
                 self._waiting.add(exchange)
+                self.hear_user()  # what was said just before it could be seen that something waits
                 return
             reason = "draining" if self.is_draining else "busy"
             self._metrics.count_refused(reason)
@@ -225,6 +241,7 @@ class BusSide:
     def begin_drain(self) -> None:
         """Refuse everything that has not begun."""
         self.is_draining = True
+        self.hear_user()
         self._drains_since = self._now()
         for exchange in self._waiting.take_all():
             self._metrics.count_refused("draining")
@@ -333,6 +350,7 @@ class BusSide:
 
     def sweep(self) -> None:
         """Fail what is past its deadline; called several times a second while anything is in flight."""
+        self.hear_user()
         now = self._now()
         if self._waiting:
             for exchange in self._waiting.take_late(now):

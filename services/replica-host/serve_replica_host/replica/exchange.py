@@ -144,6 +144,14 @@ class Answered(msgspec.Struct, frozen=True):
     body: bytes
 
 
+class Left(msgspec.Struct, frozen=True):
+    """The whole answer, which the user's side has sent by itself."""
+
+    exchange: Exchange
+    status: int
+    ended_at: float
+
+
 class Failed(msgspec.Struct, frozen=True):
     """There is no answer, and why. Ends a streamed answer too."""
 
@@ -206,4 +214,4 @@ class Ended(msgspec.Struct, frozen=True):
     exchange: Exchange
 
 
-ToBus = Answered | Failed | Opened | Flow | Piece | Taken | Said | Closed | Ended
+ToBus = Answered | Left | Failed | Opened | Flow | Piece | Taken | Said | Closed | Ended

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, final
 
-from serve_replica_host.replica.mailbox import Mailbox
+from serve_common.threads.mailbox import Mailbox
 
 
 @final

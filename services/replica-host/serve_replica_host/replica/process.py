@@ -21,13 +21,14 @@ from serve_common.replica_context import ReplicaContext, current_replica, set_re
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
+from serve_common.threads.loop_thread import LoopThread
+from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.bus_side import BusSide
+from serve_replica_host.replica.direct_answers import DirectAnswers
 from serve_replica_host.replica.exchange import ToBus, ToUser
 from serve_replica_host.replica.held_models import HeldModels
-from serve_replica_host.replica.loop_thread import LoopThread
-from serve_replica_host.replica.mailbox import Mailbox
 from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.tracebacks import user_traceback
 from serve_replica_host.replica.user_code import UserCode
@@ -118,7 +119,9 @@ class ReplicaProcess:
     @property
     def in_flight(self) -> int:
         """Requests that hold a slot."""
-        return 0 if self._bus_side is None else self._bus_side.in_flight
+        if self._bus_side is None:
+            return 0
+        return self._bus.submit(self._count_in_flight(self._bus_side)).result()
 
     def drain(self) -> None:
         """Refuse what is new, wait for what is in flight, and say goodbye to NATS and to the user's object."""
@@ -174,7 +177,11 @@ class ReplicaProcess:
         connection.on_connected.append(bus_side.bus_joined)
         connection.on_disconnected.append(bus_side.bus_lost)
         to_bus: Mailbox[ToBus] = Mailbox(loop, bus_side.take_outcome)
-        user_side = UserSide(code, to_bus.put)
+        bus_side.hear_user = to_bus.empty
+        bus_side.before_frame = to_user.gather
+        connection.after_messages = to_user.wake
+        direct = DirectAnswers(connection, to_bus, bus_side, time.monotonic)
+        user_side = UserSide(code, to_bus.put, direct)
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
         self._subscription = connection.subscribe(subject, bus_side.take_frame)
         await _connect(connection)
@@ -191,8 +198,13 @@ class ReplicaProcess:
 
     async def _write_metrics(self, bus_side: BusSide) -> None:
         while True:
-            self._metrics.write(bus_side.in_flight)
+            self._metrics.write(await self._count_in_flight(bus_side))
             await asyncio.sleep(METRICS_S)
+
+    @staticmethod
+    async def _count_in_flight(bus_side: BusSide) -> int:
+        bus_side.hear_user()
+        return bus_side.in_flight
 
     async def _keep_telling_models(self, connection: BusConnection) -> None:
         """Routers that begin later learn what is held, and those that hear nothing forget it."""
@@ -250,5 +262,6 @@ def _options(bus: BusSettings, replica_tag: str) -> BusOptions:
         password=bus.password,
         name=f"replica {replica_tag}",
         inbox_prefix=bus.inbox_prefix,
+        is_shared=True,
         tls_ca_file=bus.tls_ca_file,
     )

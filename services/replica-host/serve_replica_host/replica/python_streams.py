@@ -21,7 +21,7 @@ Encode = Callable[[Any], bytes]
 
 
 async def send_items(
-    code: UserCode, result: Any, exchange: Exchange, to_bus: Callable[[ToBus], None], encode: Encode
+    code: UserCode, result: Any, exchange: Exchange, to_bus: Callable[[ToBus], object], encode: Encode
 ) -> ToBus:
     """Send all items of a generator, async or plain; returned is what ends the exchange.
 

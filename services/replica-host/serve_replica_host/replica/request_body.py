@@ -26,7 +26,7 @@ class BodyReader:
 
     __slots__ = ("_changed", "_is_gone", "_is_whole", "_on_taken", "_pieces", "_taken")
 
-    def __init__(self, whole: bytes | None, on_taken: Callable[[int], None] | None = None) -> None:
+    def __init__(self, whole: bytes | None, on_taken: Callable[[int], object] | None = None) -> None:
         """``whole`` is None for a body that still comes; ``on_taken`` is told how many pieces were read."""
         self._pieces: deque[bytes] = deque()
         self._is_whole = whole is not None

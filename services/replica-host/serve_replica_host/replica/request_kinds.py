@@ -41,7 +41,7 @@ _GONE: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
 class RequestKinds:
     """Calls the user's code; all methods run on the user loop, in the task of their request."""
 
-    def __init__(self, code: UserCode, to_bus: Callable[[ToBus], None]) -> None:
+    def __init__(self, code: UserCode, to_bus: Callable[[ToBus], object]) -> None:
         self._code = code
         self._to_bus = to_bus
 
@@ -169,7 +169,7 @@ class _Receive:
 
     __slots__ = ("_exchange", "_to_bus")
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], None]) -> None:
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange
         self._to_bus = to_bus
 
@@ -177,7 +177,7 @@ class _Receive:
         return await make_reader(self._exchange, self._to_bus)()
 
 
-def make_reader(exchange: Exchange, to_bus: Callable[[ToBus], None]) -> BodyReader:
+def make_reader(exchange: Exchange, to_bus: Callable[[ToBus], object]) -> BodyReader:
     """The reader of the request's body; the same one each time."""
     reader = exchange.reader
     if reader is None:

@@ -40,13 +40,16 @@ class Slots:
             self._idle.clear()
         self.held[exchange.reply] = exchange
 
-    def release(self, exchange: Exchange, status: int) -> None:
-        """Give the slot back, counted under ``status``; does nothing when it was given back."""
+    def release(self, exchange: Exchange, status: int, ended_at: float | None = None) -> None:
+        """Give the slot back, counted under ``status``; does nothing when it was given back.
+
+        ``ended_at`` is when its answer left, None for now.
+        """
         if self.held.pop(exchange.reply, None) is None:
             return
         exchange.outgoing = None
         exchange.incoming = None
-        now = self._now()
+        now = self._now() if ended_at is None else ended_at
         self.recent.add(exchange.reply, exchange.last_frame, now)
         self._metrics.count_answered(status, now - exchange.began_at)
         if self.waiting:

@@ -48,7 +48,7 @@ _FORBIDDEN: Final = 403
 class Socket:
     """One WebSocket; all methods run on the user loop. `receive` and `send` are ASGI's."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], None]) -> None:
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange
         exchange.pieces = deque()  # `room` is told of what leaves only when someone waits for it
         self._to_bus = to_bus

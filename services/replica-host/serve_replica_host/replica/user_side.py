@@ -18,6 +18,7 @@ from serve_common.errors import BadField, UserCodeRaised
 from serve_common.wires.frames import Kind
 from serve_replica_host.replica.asgi_http import CallerGone
 from serve_replica_host.replica.contexts import enter_request
+from serve_replica_host.replica.direct_answers import DirectAnswers
 from serve_replica_host.replica.exchange import (
     Answered,
     BodyPiece,
@@ -43,8 +44,12 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 class UserSide:
     """Runs the user's code for each exchange; all methods run on the user loop."""
 
-    def __init__(self, code: UserCode, to_bus: Callable[[ToBus], None]) -> None:
+    def __init__(
+        self, code: UserCode, to_bus: Callable[[ToBus], object], direct: DirectAnswers | None = None
+    ) -> None:
+        """``direct``: whole answers leave by it, instead of ``to_bus``."""
         self._to_bus = to_bus
+        self._direct = direct
         self._kinds = RequestKinds(code, to_bus)
         self._tasks = RequestTasks()
         self._at_work = 0
@@ -70,6 +75,8 @@ class UserSide:
     async def wait_idle(self) -> None:
         """Wait until no user code runs for a request, not even after its answer has left."""
         await self._idle.wait()
+        if self._direct is not None:
+            self._direct.flush()
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -133,4 +140,7 @@ class UserSide:
         self._at_work -= 1
         if not self._at_work:
             self._idle.set()
-        self._to_bus(outcome)
+        if type(outcome) is Answered and self._direct is not None:
+            self._direct.send(outcome)
+        else:
+            self._to_bus(outcome)

@@ -7,11 +7,12 @@ import contextvars
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import uvloop
 
 T = TypeVar("T")
+_END_TASKS_S: Final = 1.0
 
 
 @final
@@ -38,5 +39,16 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            self.loop.run_until_complete(_end_tasks())
         finally:
             self.loop.close()
+
+
+async def _end_tasks() -> None:
+    """What libraries started and did not end must not outlive its loop."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=_END_TASKS_S)
+    await asyncio.sleep(0)  # transports that were closed are let go by the next turn

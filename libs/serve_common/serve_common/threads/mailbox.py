@@ -30,10 +30,11 @@ class Mailbox(Generic[T]):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
         """``take`` must not raise."""
-        self._loop = loop
+        self.loop: Final = loop
         self._take = take
         self._values: deque[T] = deque()
         self._is_waking = False
+        self._gathers = False
         self._descriptor = -1
         self._wake = self._wake_by_loop
         if _HAS_EVENTFD and not loop.is_closed():
@@ -43,26 +44,50 @@ class Mailbox(Generic[T]):
             # Only its own thread may add to a loop. What is put meanwhile waits in the descriptor.
             loop.call_soon_threadsafe(loop.add_reader, descriptor, self._hear)
 
-    def put(self, value: T) -> None:
-        """Hand ``value`` over; once the loop is closed it is dropped."""
+    def put(self, value: T) -> bool:
+        """Hand ``value`` over; False when the loop is closed, and nobody will ever take it."""
         self._values.append(value)
         # Appended before the flag is read, and the loop clears the flag before it looks: nothing is left behind.
         # Two threads that both see it cleared only wake the loop twice.
-        if not self._is_waking:
-            if self._loop.is_closed():  # the process ends
+        if not self._is_waking and not self._gathers:
+            if self.loop.is_closed():
                 self._values.clear()
-                return
+                return False
             self._is_waking = True
             self._wake()
+        return True
+
+    def put_quietly(self, value: T) -> None:
+        """Hand ``value`` over without waking the loop: it comes with the next value, by `wake`, or by `empty`."""
+        self._values.append(value)
+
+    def gather(self) -> None:
+        """Let everything that is put from now on wait for `wake`; where only one thread puts."""
+        self._gathers = True
+
+    def wake(self) -> None:
+        """Wake the loop for what was gathered or put quietly."""
+        self._gathers = False
+        if self._values and not self._is_waking and not self.loop.is_closed():
+            self._is_waking = True
+            self._wake()
+
+    def empty(self) -> None:
+        """Take what is there; on the loop's thread."""
+        if self._values:
+            self._empty()
+
+    def __len__(self) -> int:
+        return len(self._values)
 
     def close(self) -> None:
         """Take nothing any more; on the loop's thread, once nothing is put any more."""
         if self._descriptor >= 0:
-            self._loop.remove_reader(self._descriptor)
+            self.loop.remove_reader(self._descriptor)
 
     def _wake_by_loop(self) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._empty)
+            self.loop.call_soon_threadsafe(self._empty)
         except RuntimeError:  # the loop is closed: the process ends
             self._values.clear()
 

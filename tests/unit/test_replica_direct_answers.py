@@ -1,0 +1,195 @@
+"""Answers that leave from the user's thread: what may, what may not, and who hears of it when."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from serve_common.threads.mailbox import Mailbox
+from serve_common.wires.frames import (
+    Kind,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_replica_host.replica.bus_side import BusSide
+from serve_replica_host.replica.direct_answers import FRAME_BYTES_MAX, DirectAnswers
+from serve_replica_host.replica.exchange import Answered, Exchange
+from tests.unit.replica_rig import NoMetrics
+
+
+class Wire:
+    """Takes what is written, as the bus would."""
+
+    def __init__(self) -> None:
+        self.can_write_shared = True
+        self.takes = True
+        self.messages: list[tuple[bytes, ResponseHead, bytes]] = []
+        self.writes = 0
+
+    def write_shared(self, messages: bytes) -> bool:
+        if not self.takes:
+            return False
+        self.writes += 1
+        for subject, frame in _split(messages):
+            head, body = decode_frame(frame)
+            assert type(head) is ResponseHead
+            self.messages.append((subject, head, bytes(body)))
+        return True
+
+
+def _split(messages: bytes) -> list[tuple[bytes, bytes]]:
+    found = []
+    while messages:
+        line, _, rest = messages.partition(b"\r\n")
+        _, subject, size = line.split(b" ")
+        found.append((subject, rest[: int(size)]))
+        messages = rest[int(size) + 2 :]
+    return found
+
+
+class Desk:
+    """A bus side that hands requests to nobody but the test."""
+
+    def __init__(self, max_concurrent_queries: int = 4) -> None:
+        loop = asyncio.get_running_loop()
+        self.wire = Wire()
+        self.metrics = NoMetrics()
+        self.metrics.count_refused = lambda reason: None  # type: ignore[method-assign]
+        self.sent: list[tuple[bytes, Any]] = []
+        self.begun: list[Exchange] = []
+        self.bus_side = BusSide(
+            publish=lambda subject, frame: self.sent.append((subject, decode_frame(frame)[0])),
+            to_user=lambda item: self.begun.append(item) if type(item) is Exchange else None,
+            now=time.monotonic,
+            metrics=self.metrics,
+            max_concurrent_queries=max_concurrent_queries,
+        )
+        self.to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.take_outcome)
+        self.bus_side.hear_user = self.to_bus.empty
+        self.direct = DirectAnswers(self.wire, self.to_bus, self.bus_side, time.monotonic)
+
+    def ask(self, reply: bytes, *, patient: bool = False) -> None:
+        head = RequestHead(Kind.HTTP, "GET", "/", "/", "", [], 5.0, 0, "echo", "id", patient=patient)
+        self.bus_side.take_frame(b"subject", reply, encode_frame(head), None)
+
+    def answer(self, body: bytes = b"done", status: int = 200) -> None:
+        self.direct.send(Answered(self.begun.pop(0), status, [], body))
+
+
+@pytest.fixture
+async def desk() -> Desk:
+    return Desk()
+
+
+async def test_the_answers_of_one_turn_leave_together_and_the_bus_side_hears_when_it_must_know(
+    desk: Desk,
+) -> None:
+    for reply in (b"r1", b"r2", b"r3"):
+        desk.ask(reply)
+    desk.answer()
+    desk.answer(b"teapot", 418)
+    await asyncio.sleep(0)
+    assert [(reply, head.status, body) for reply, head, body in desk.wire.messages] == [
+        (b"r1", 200, b"done"),
+        (b"r2", 418, b"teapot"),
+    ]
+    assert desk.wire.writes == 1
+    assert [head.in_flight for _, head, _ in desk.wire.messages] == [2, 1]
+    assert desk.bus_side.in_flight == 3  # nobody was woken for it
+    desk.ask(b"r4")
+    assert desk.bus_side.in_flight == 2
+    assert desk.metrics.answered == [200, 418]
+
+
+async def test_a_slot_is_free_for_the_request_that_follows_the_answer(desk: Desk) -> None:
+    desk.bus_side.max_concurrent_queries = 1
+    for number in range(5):
+        desk.ask(b"r%d" % number)
+        desk.answer()
+        await asyncio.sleep(0)
+    assert len(desk.wire.messages) == 5
+    assert desk.sent == []  # nobody was refused
+
+
+async def test_a_request_that_waits_for_a_slot_gets_it_at_once(desk: Desk) -> None:
+    desk.bus_side.max_concurrent_queries = 1
+    desk.ask(b"r1")
+    desk.ask(b"r2", patient=True)
+    assert len(desk.begun) == 1
+    desk.answer()
+    await asyncio.sleep(0.01)
+    assert desk.begun[0].reply == b"r2"
+
+
+async def test_a_drain_ends_when_the_last_answer_has_left(desk: Desk) -> None:
+    desk.ask(b"r1")
+    desk.bus_side.begin_drain()
+    desk.answer()
+    async with asyncio.timeout(1):
+        await desk.bus_side.wait_idle()
+    assert len(desk.wire.messages) == 1
+
+
+async def test_a_drain_knows_what_was_answered_before_it(desk: Desk) -> None:
+    desk.ask(b"r1")
+    desk.answer()
+    await asyncio.sleep(0)
+    desk.bus_side.begin_drain()
+    async with asyncio.timeout(1):
+        await desk.bus_side.wait_idle()
+
+
+async def test_a_router_that_asks_for_a_lost_answer_is_told_it(desk: Desk) -> None:
+    desk.wire.takes = False  # the connection is lost in this moment
+    desk.ask(b"r1")
+    desk.answer()
+    await asyncio.sleep(0)
+    desk.wire.can_write_shared = False
+    probe = encode_frame(ProbeHead())
+    desk.bus_side.take_frame(b"subject", b"r1", probe, None)
+    ((reply, head),) = desk.sent
+    assert reply == b"r1"
+    assert type(head) is ResponseHead
+    assert head.status == 200
+
+
+@pytest.mark.parametrize("why", ["large", "large head", "disconnected", "dropped"])
+async def test_all_else_is_left_to_the_bus_side(desk: Desk, why: str) -> None:
+    desk.ask(b"r1")
+    exchange = desk.begun.pop()
+    headers = []
+    body = b"done"
+    if why == "large":
+        body = bytes(FRAME_BYTES_MAX + 1)
+    elif why == "large head":
+        headers = [(b"x", b"y" * FRAME_BYTES_MAX)]
+    elif why == "disconnected":
+        desk.wire.can_write_shared = False
+    else:
+        desk.bus_side._answers.drop(exchange, 499)
+    desk.direct.send(Answered(exchange, 200, headers, body))
+    async with asyncio.timeout(1):
+        await desk.bus_side.wait_idle()
+    assert desk.wire.messages == []
+    assert len(desk.sent) == (0 if why == "dropped" else 1)
+    assert desk.metrics.answered == [499 if why == "dropped" else 200]
+
+
+async def test_an_answer_that_comes_with_its_deadline_frees_the_slot_once(desk: Desk) -> None:
+    desk.ask(b"r1")
+    exchange = desk.begun[0]
+    desk.answer()
+    exchange.deadline = 0.0
+    desk.bus_side.sweep()  # hears of the answer first
+    assert desk.sent == []
+    assert desk.bus_side.in_flight == 0
+    assert desk.metrics.answered == [200]
+    desk.bus_side.take_frame(b"subject", b"r1", encode_frame(ProbeHead()), None)
+    assert type(desk.sent[0][1]) is not RefusedHead
