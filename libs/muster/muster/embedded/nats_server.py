@@ -7,6 +7,7 @@ import signal
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from muster.embedded.errors import StackFailed
 from muster.embedded.options import StackOptions, StatePaths
@@ -15,6 +16,9 @@ from muster.embedded.process import ProcessSpec
 from muster.secrets import NATS_INCLUDE, Secrets
 
 NATS = "nats"
+MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
+"""Its heap is small and what passes through is large: by default it collects garbage hundreds of times a second.
+Measured with bodies of 1 MiB: half of its CPU. As in compose."""
 
 
 def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> None:
@@ -42,7 +46,7 @@ def nats_spec(paths: StatePaths, ports: Mapping[str, int], environment: Mapping[
             *("--addr", "127.0.0.1", "--port", str(ports["nats"]), "--http_port", str(ports["nats_monitor"])),
             *("--store_dir", str(paths.nats / "jetstream")),
         ],
-        env=environment,
+        env={**MEMORY_ENVIRONMENT, **environment},
         cwd=paths.nats,
         log_path=paths.log(NATS),
         ready=http_probe(ports["nats_monitor"], "/healthz"),

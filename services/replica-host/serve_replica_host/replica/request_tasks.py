@@ -34,7 +34,7 @@ class RequestTasks:
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
-        if asyncio.current_task() is not None:
+        if asyncio.current_task(loop) is not None:
             # A task cannot step inside another one's step.
             task = asyncio.Task(coro, loop=loop, name=_TASK_NAME)
             return self._hold(task)
