@@ -18,10 +18,10 @@ from typing import Final, final
 
 import structlog
 
-from muster.handles.adapters.bucket import Bucket
 from muster.handles.calls import HandleCall
 from muster.handles.location import find_bus, find_outside
 from muster.handles.router import BUCKET_WAIT_S, HandleRouter
+from serve_common.adapters.bucket_connection import BucketConnection
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
@@ -78,7 +78,7 @@ class _Parts:
         shadows = Shadows(dispatcher, chance.random, loop.time)
         self.router = HandleRouter(dispatcher, routes, shadows)
         self.mailbox: Mailbox[HandleCall] = Mailbox(loop, self.router.take)
-        self._bucket = Bucket(
+        self._bucket = BucketConnection(
             settings, name=f"{name} routes", listener=self.router, on_closed=self._bucket_closed
         )
         models = ModelHolders(routes, subjects, loop.time)

@@ -1,4 +1,8 @@
-"""The routing state for handles, kept up by nats-py: a connection of its own that only watches the bucket."""
+"""A router's connection to the control plane: nats-py, and the watch of the bucket of snapshots.
+
+Why it tries for ever: a router may come up before NATS does, and must then serve as soon as it can, without anybody's
+help.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +22,39 @@ from serve_common.subjects import Subjects
 _log = structlog.get_logger(__name__)
 
 _CONNECT_ROUND_S: Final = 10.0
+"""After so many seconds of trying, a log line says so and it goes on."""
 
 
 @final
-class Bucket:
+class BucketConnection:
     """Tells a listener what the bucket of snapshots holds, for as long as it is open."""
 
     def __init__(
-        self, settings: BusSettings, *, name: str, listener: SnapshotListener, on_closed: Callable[[], None]
+        self,
+        settings: BusSettings,
+        *,
+        name: str,
+        listener: SnapshotListener,
+        on_closed: Callable[[], None],
+        on_reconnect: Callable[[], None] | None = None,
     ) -> None:
         """``on_closed``: the connection is gone for good."""
+        self.client: Client | None = None
+        """None until it is connected for the first time."""
+        self.reconnects = 0
         self._settings = settings
         self._name = name
         self._listener = listener
         self._on_closed = on_closed
-        self._client: Client | None = None
+        self._on_reconnect = on_reconnect
         self._watch: SnapshotWatch | None = None
         self._is_closing = False
 
-    async def open(self) -> None:
+    async def open(self) -> Client:
         """Connect, however long that takes, and begin to watch. Raises `BusAuthorizationFailed`."""
-        while self._client is None:
+        while self.client is None:
             try:
-                self._client = await connect_nats(
+                self.client = await connect_nats(
                     self._settings,
                     name=self._name,
                     deadline_s=_CONNECT_ROUND_S,
@@ -49,22 +63,25 @@ class Bucket:
                 )
             except BusUnavailable as error:
                 _log.warning("nats_unavailable", reason=str(error))
-        self._watch = SnapshotWatch(
-            self._client, Subjects(self._settings.subject_prefix).bucket, self._listener
-        )
+        bucket = Subjects(self._settings.subject_prefix).bucket
+        self._watch = SnapshotWatch(self.client, bucket, self._listener)
         self._watch.start()
+        return self.client
 
     async def close(self) -> None:
         """Stop watching and disconnect."""
         self._is_closing = True
         if self._watch is not None:
             await self._watch.close()
-        if self._client is not None and not self._client.is_closed:
-            await close_nats(self._client)
+        if self.client is not None and not self.client.is_closed:
+            await close_nats(self.client)
 
     def _reconnected(self) -> None:
+        self.reconnects += 1
         if self._watch is not None:
             self._watch.reopen()
+        if self._on_reconnect is not None:
+            self._on_reconnect()
 
     def _closed(self) -> None:
         if not self._is_closing:

@@ -1,3 +1,0 @@
-"""What touches the driver of NATS."""
-
-from __future__ import annotations
