@@ -4,11 +4,11 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-quick check format simulate bench bench-lifecycle bench-peers bench-scale compose-up \
-	compose-down secrets lock clean
+.PHONY: help install run test test-quick check format simulate bench bench-lifecycle bench-peers bench-wires bench-leaks \
+	bench-chaos bench-scale compose-up compose-down secrets lock clean
 
 help: ## Show this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
 	python3 -m venv .venv
@@ -50,8 +50,18 @@ bench-lifecycle: $(STAMP) ## Measure deploy, update, scaling and delete next to 
 	.venv/bin/uv pip install --quiet --python .bench-peers/bin/python 'ray[serve]==2.60.0'
 	touch $@
 
-bench-peers: .bench-peers/.installed ## The same beside Ray Serve 2.60, in a virtual environment of its own
+bench-peers: .bench-peers/.installed ## Both of these beside Ray Serve 2.60, which has a virtual environment of its own
+	$(PY) -m tests.bench --peers
 	$(PY) -m tests.bench.lifecycle --peers
+
+bench-wires: $(STAMP) ## Measure the data plane's NATS connection next to nats-py
+	$(PY) -m tests.bench.wires
+
+bench-leaks: $(STAMP) ## Send 100,000 requests of which 30 % are cancelled, and look for what stays behind
+	$(PY) -m tests.bench.leaks --requests 100000
+
+bench-chaos: $(STAMP) ## Kill a replica every 2 s for a minute under load, and count what fails
+	$(PY) -m tests.bench.chaos
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
 	$(PY) -m tests.bench.scale
