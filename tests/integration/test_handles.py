@@ -168,7 +168,7 @@ async def until_counted(leaf: DeploymentHandle, started: int, cancelled: int) ->
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("method", ["hold", "hold_unawaited"])
+@pytest.mark.parametrize("method", ["hold", "hold_unawaited", "hold_plain"])
 async def test_cancelling_goes_down_the_chain_at_once(
     leaf: DeploymentHandle, middle: DeploymentHandle, method: str
 ) -> None:
@@ -197,6 +197,16 @@ async def test_a_deadline_goes_down_the_chain(leaf: DeploymentHandle, middle: De
     outer_id, (inner_id, left_s, _) = await response
     assert (outer_id, inner_id) == ("r-chain", "r-chain")
     assert 3 < left_s <= 5
+
+
+async def test_what_a_call_further_down_ended_with_is_told_by_its_own_kind(
+    middle: DeploymentHandle, importable_app: None
+) -> None:
+    with pytest.raises(DeadlineExceeded) as late:
+        await middle.impatient.remote()
+    with pytest.raises(ValueError, match="no such digit"):
+        await middle.known.remote()
+    assert late.value.is_of_call
 
 
 async def test_leaving_a_stream_ends_its_generator(leaf: DeploymentHandle) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,8 +14,11 @@ import pytest
 from aiohttp import WSMsgType
 
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
+from serve_common.replica_context import set_replica_context
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
 from serve_proxy.adapters import http_sockets
+from serve_replica_host.replica.process import ReplicaProcess
+from tests.integration.bare_runner import RunOrder, start_order
 from tests.integration.fake_replica import FakeReplica, Held
 from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
 
@@ -320,3 +325,70 @@ async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: 
         await asyncio.sleep(0.1)
         await ws.send_str("after")
         assert await ws.receive_str(timeout=5) == "after"
+
+
+class NoMetrics:
+    def count_answered(self, status: int, seconds: float) -> None:
+        pass
+
+    def count_refused(self, reason: str) -> None:
+        pass
+
+    def write(self, in_flight: int) -> None:
+        pass
+
+
+SOCKET_APP = """
+from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
+
+said_goodbye = []
+
+async def echo(socket):
+    await socket.accept()
+    while (message := await socket.receive())["type"] != "websocket.disconnect":
+        await socket.send_text(message["text"])
+    said_goodbye.append(message["code"])
+
+app = Starlette(routes=[WebSocketRoute("/ws", echo)])
+"""
+
+
+@pytest.fixture
+async def replica(server: NatsServer, tmp_path: Path) -> AsyncIterator[ReplicaProcess]:
+    """A real one, in this process; draining it is the test's."""
+    (tmp_path / "socket_app.py").write_text(SOCKET_APP)
+    order = start_order(server.url, R0, RunOrder(import_path="socket_app:app", app_dir=str(tmp_path)))
+    process = ReplicaProcess(order, NoMetrics())
+    assert await asyncio.to_thread(process.start) is None
+    yield process
+    set_replica_context(None)
+    sys.modules.pop("socket_app", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_lets_the_others_talk(
+    stack: Stack, replica: ReplicaProcess
+) -> None:
+    await stack.serve()
+    await stack.applied(await stack.put_backend(R0))
+    url = stack.url + "/echo/ws"
+    async with stack.session.ws_connect(url) as quiet, stack.session.ws_connect(url) as busy:
+        for ws in (quiet, busy):
+            await ws.send_str("x")
+            assert await ws.receive_str() == "x"
+        drain = asyncio.get_running_loop().create_task(asyncio.to_thread(replica.drain))
+        began_at = time.monotonic()
+        closing = asyncio.get_running_loop().create_task(quiet.receive(timeout=5))
+        while not closing.done() or time.monotonic() - began_at < 1.5:
+            await busy.send_str("still")
+            assert await busy.receive_str() == "still"
+            await asyncio.sleep(0.1)
+        message = await closing
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1012)
+        assert message.extra == "the replica is being replaced"
+        assert not drain.done()
+        message = await busy.receive(timeout=5)
+        assert (message.type, message.data) == (WSMsgType.CLOSE, 1012)
+    await asyncio.wait_for(drain, 3)
+    assert sys.modules["socket_app"].said_goodbye == [1012, 1012]

@@ -72,6 +72,40 @@ async def test_a_replicas_own_refusals_keep_their_kind(
         await response
 
 
+@pytest.mark.parametrize(
+    ("code", "is_of_call"),
+    [("deadline_exceeded", True), ("no_replica_available", True), ("user_code_raised", False)],
+)
+async def test_an_error_tells_whether_the_call_failed_or_the_deployments_code(
+    world: World, code: str, *, is_of_call: bool
+) -> None:
+    responses = call(world.handle()), stream(world.handle())
+    body = msgspec.msgpack.encode(Raised(pickle.dumps(DeadlineExceeded("late")), ""))
+    for _ in responses:
+        (await world.sent()).say(ErrorHead(code, 504, "late", 0), body)
+    for failing in (responses[0], anext(responses[1])):
+        with pytest.raises(DeadlineExceeded) as caught:
+            await failing
+        assert caught.value.is_of_call == is_of_call
+
+
+async def test_a_call_that_cannot_be_made_says_so_too_but_not_one_that_was_cancelled(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = call(world.handle())
+    response.cancel()
+    with pytest.raises(RequestCancelled) as caught:
+        await response
+    assert not caught.value.is_of_call
+    monkeypatch.setattr("muster.handles.pickles.BODY_BYTES_MAX", 1000)
+    with pytest.raises(LimitReached) as large:
+        world.handle().remote(bytes(2000))
+    assert large.value.is_of_call
+    with pytest.raises(DeadlineExceeded) as late:
+        await call(world.handle().options(timeout_s=1e-9))
+    assert late.value.is_of_call
+
+
 async def test_overload_is_what_users_of_ray_serve_know(world: World) -> None:
     response = call(world.handle())
     (await world.sent()).say(RefusedHead("busy", 100))

@@ -129,6 +129,9 @@ def test_admission_names_the_path_and_the_allowed_methods() -> None:
         (ReplicaDied("x"), 502, "replica_died", False),
         (ReplicaError("user_code_raised", 500, "x"), 500, "user_code_raised", False),
         (ReplicaError("user_code_raised", 200, "x"), 500, "user_code_raised", False),
+        (ReplicaError("no_replica_available", 503, "x"), 503, "no_replica_available", True),
+        (ReplicaError("queue_full", 429, "x"), 429, "queue_full", True),
+        (ReplicaError("deadline_exceeded", 504, "x"), 504, "deadline_exceeded", False),
     ],
 )
 def test_each_error_has_its_status_and_code(

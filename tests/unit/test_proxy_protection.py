@@ -200,6 +200,20 @@ async def test_errors_of_user_code_count_by_their_status(world: World, status: i
     assert not world.routes.routers[BACKEND].circuit.is_open
 
 
+@pytest.mark.parametrize(("waited_s", "is_open"), [(TIMEOUT_S / 2, False), (TIMEOUT_S, True)])
+async def test_a_deadline_that_a_replica_tells_of_too_soon_was_anothers(
+    world: World, monkeypatch, waited_s: float, *, is_open: bool
+) -> None:
+    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: world.now)
+    world.put(R0, circuit_breaker=CircuitBreaker(requests_min=1, failure_percent=1))
+    task = await world.ask(timeout_s=TIMEOUT_S)
+    reply = world.take(RequestHead)[1]
+    world.now += waited_s
+    world.answer(reply, ErrorHead("deadline_exceeded", 504, "a call was late", 0))
+    assert isinstance(await failure(task), ReplicaError)
+    assert world.routes.routers[BACKEND].circuit.is_open == is_open
+
+
 async def test_silence_until_the_deadline_counts_but_not_a_client_that_cannot_wait(
     world: World, monkeypatch
 ) -> None:

@@ -10,11 +10,13 @@ from typing import Any, ClassVar
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from serve_common.dispatch.errors import QueueIsFull
-from serve_common.errors import BadField, NoReplicaAvailable, UserCodeRaised
+from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
 from serve_common.names import BackendTag
 from serve_common.request_context import RequestContext, request_context
+from serve_common.values import BackpressureConfig
 from serve_common.wires.frames import CallHead, Kind, Raised, RequestHead
 from serve_common.wires.snapshots import BackendProtection
 from serve_replica_host.replica import python_calls
@@ -188,6 +190,21 @@ async def test_an_error_of_a_call_further_down_keeps_its_kind(code: UserCode) ->
     restored = pickle.loads(raised.pickled)
     assert type(restored) is NoReplicaAvailable
     assert str(restored) == str(full)
+
+
+async def test_what_a_call_further_down_ended_with_is_told_with_its_own_status(code: UserCode) -> None:
+    config = BackpressureConfig(status_code=429, retry_after_s=7.0)
+    full = QueueIsFull(BackendTag("d/b"), 5, BackendProtection(backpressure_config=config))
+    full.is_of_call = True
+    with capture_logs() as logs:
+        failed, raised = failure(await call(code, "fail", Opaque(full)))
+    assert (failed.error_code, failed.status, failed.message) == ("queue_full", 429, str(full))
+    assert [line["log_level"] for line in logs] == ["warning"]
+    restored = pickle.loads(raised.pickled)
+    assert (restored.status, restored.retry_after_s) == (429, 7.0)
+    with capture_logs():
+        failed, _ = failure(await call(code, "fail", DeadlineExceeded("by the code itself")))
+    assert (failed.error_code, failed.status) == ("user_code_raised", 500)
 
 
 async def test_leaving_the_process_is_an_error_like_any_other(code: UserCode) -> None:

@@ -22,9 +22,10 @@ from serve_common.wires.frames import (
     Headers,
     Kind,
     MessageHead,
+    ProbeHead,
     ResponseHead,
 )
-from serve_replica_host.replica import sockets
+from serve_replica_host.replica import quiet_sockets, sockets
 from tests.unit.replica_rig import Request, Rig
 
 
@@ -329,3 +330,178 @@ async def test_the_deadline_does_not_end_an_open_socket_and_credit_for_nothing_d
     assert await request.frame() == (MessageHead(1, True, True), b"still here")
     request.send(CloseHead(1000, ""))
     await rig.idle()
+
+
+began_at = 1_000_000.0
+"""Of the drains, by the replica's clock."""
+
+
+def drain_for(rig: Rig, monkeypatch: pytest.MonkeyPatch, *times_s: float) -> None:
+    """Let the drain look at its sockets at these times."""
+    for time_s in times_s:
+        monkeypatch.setattr(rig.bus_side, "_now", lambda time_s=time_s: began_at + time_s)
+        rig.bus_side.sweep()
+
+
+def a_drain(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.bus_side, "_now", lambda: began_at)
+    for exchange in rig.bus_side._exchanges.values():
+        exchange.heard_at = began_at
+        exchange.deadline = began_at + 60
+    rig.bus_side.begin_drain()
+    rig.bus_side.sweep()
+
+
+async def test_a_drain_closes_a_socket_that_has_been_quiet_for_a_second_and_both_ends_hear_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        told.append(await socket.receive())
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+
+    drain_for(rig, monkeypatch, 0.9)
+    assert request.is_silent
+    drain_for(rig, monkeypatch, quiet_sockets.QUIET_S)
+
+    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    await rig.idle()
+    assert told == [{"type": "websocket.disconnect", "code": 1012, "reason": "the replica is being replaced"}]
+    assert rig.metrics.answered == [101]
+
+
+async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_that_are_not_open_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    says = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        if socket.query_params.get("waits"):
+            await socket.receive()
+            await asyncio.Event().wait()
+        await socket.accept()
+        if socket.query_params.get("listens"):
+            while True:
+                await socket.receive_text()
+        while True:
+            await says.wait()
+            says.clear()
+            await socket.send_text("tick")
+
+    rig = rig_of(endpoint)
+    requests = [
+        rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET", query=query)
+        for query in ("", "listens=1", "waits=1")
+    ]
+    talks, listens, waits = requests
+    for request in (talks, listens):
+        assert isinstance((await request.frame())[0], ResponseHead)
+    a_drain(rig, monkeypatch)
+
+    for second in range(1, 4):
+        says.set()
+        assert await talks.frame() == (MessageHead(second, True, True), b"tick")
+        listens.send(MessageHead(second, True, True), b"tock")
+        drain_for(rig, monkeypatch, second * 0.9)
+    assert all(request.is_silent for request in requests)
+
+    drain_for(rig, monkeypatch, 10.0)
+    closed = CloseHead(1012, "the replica is being replaced")
+    assert await talks.frame() == (closed, b"")
+    assert listens.is_silent  # its client spoke last, and may wait for an answer
+    assert waits.is_silent
+    for request in requests:
+        request.send(CancelHead())
+    await rig.user_side.close()
+    await rig.idle()
+
+
+async def test_a_socket_whose_client_waits_for_an_answer_is_not_quiet_until_it_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_thought = asyncio.Event()
+
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        while True:
+            question = await socket.receive_text()
+            await has_thought.wait()
+            await socket.send_text(question + "!")
+
+    rig = rig_of(endpoint)
+    request = await connect(rig)
+    request.send(MessageHead(1, True, True), b"well")
+    a_drain(rig, monkeypatch)
+    drain_for(rig, monkeypatch, 1.5, 3.0, 10.0)
+    assert request.is_silent
+
+    has_thought.set()
+    assert await request.frame() == (MessageHead(1, True, True), b"well!")
+    drain_for(rig, monkeypatch, 11.0, 11.9)
+    assert request.is_silent
+    drain_for(rig, monkeypatch, 12.1)
+    assert await request.frame() == (CloseHead(1012, "the replica is being replaced"), b"")
+    await rig.idle()
+
+
+async def test_a_socket_whose_client_has_not_taken_all_yet_is_not_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def endpoint(socket: WebSocket) -> None:
+        await socket.accept()
+        for _ in range(WINDOW_MESSAGES + 1):
+            await socket.send_text("x")
+        await socket.receive()
+
+    rig = rig_of(endpoint)
+    request = await connect(rig, gives_credit=False)
+    for _ in range(WINDOW_MESSAGES):
+        await request.frame()
+    a_drain(rig, monkeypatch)
+
+    drain_for(rig, monkeypatch, 2.0, 4.0)
+    assert request.is_silent
+    request.allow(WINDOW_MESSAGES)
+    assert await request.frame() == (MessageHead(WINDOW_MESSAGES + 1, True, True), b"x")
+    drain_for(rig, monkeypatch, 4.1, 5.2)
+
+    assert isinstance((await request.frame())[0], CloseHead)
+    await rig.idle()
+
+
+async def test_a_drain_that_is_cut_off_from_nats_closes_no_socket_until_it_is_back_for_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+    rig.bus_side.bus_lost()
+    drain_for(rig, monkeypatch, 2.0, 4.0)
+    rig.bus_side.bus_joined()
+    drain_for(rig, monkeypatch, 4.1, 5.0)
+    assert request.is_silent
+
+    drain_for(rig, monkeypatch, 5.2)
+
+    assert isinstance((await request.frame())[0], CloseHead)
+    await rig.idle()
+
+
+async def test_a_router_that_missed_the_close_of_a_drain_is_told_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = rig_of(echo)
+    request = await connect(rig)
+    a_drain(rig, monkeypatch)
+    drain_for(rig, monkeypatch, 1.0)
+    closed = await request.frame()
+    request.send(ProbeHead())
+    assert await request.frame() == closed
+    await rig.idle()
+    request.send(ProbeHead())
+    assert await request.frame() == closed

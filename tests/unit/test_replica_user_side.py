@@ -14,6 +14,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from structlog.testing import capture_logs
 
+from serve_common.errors import (
+    BadField,
+    BusUnavailable,
+    DeadlineExceeded,
+    LimitReached,
+    NoReplicaAvailable,
+    NotFound,
+    ReplicaDied,
+    ServeError,
+)
 from serve_common.wires.frames import Kind, RequestHead
 from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, to_answer
 from serve_replica_host.replica.exchange import (
@@ -173,6 +183,41 @@ async def test_an_http_exception_is_its_status() -> None:
     assert isinstance(outcome, Answered)
     assert (outcome.status, outcome.body) == (404, b"nothing here")
     assert (b"x-why", b"so") in outcome.headers
+
+
+async def raised_by(error: Exception, **head: Any) -> tuple[str, int]:
+    async def handler(request: Any) -> None:
+        raise error
+
+    with capture_logs():
+        outcome = await Bench(handler).serve(exchange(**head))
+    assert isinstance(outcome, Failed)
+    return outcome.error_code, outcome.status
+
+
+def of_call(error: ServeError) -> ServeError:
+    error.is_of_call = True
+    return error
+
+
+@pytest.mark.parametrize("kind", [Kind.HTTP, Kind.CALL])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (of_call(DeadlineExceeded("late")), ("deadline_exceeded", 504)),
+        (of_call(NoReplicaAvailable("full")), ("no_replica_available", 503)),
+        (of_call(LimitReached("much")), ("limit_reached", 429)),
+        (of_call(ReplicaDied("gone")), ("replica_died", 502)),
+        (of_call(BusUnavailable("away")), ("bus_unavailable", 503)),
+        (of_call(NotFound("no deployment")), ("user_code_raised", 500)),
+        (of_call(BadField("arguments", "odd")), ("bad_field", 400)),
+        (DeadlineExceeded("of the code's own"), ("user_code_raised", 500)),
+    ],
+)
+async def test_what_a_call_by_handle_ended_with_keeps_its_status_and_what_code_raises_does_not(
+    kind: Kind, error: ServeError, told: tuple[str, int]
+) -> None:
+    assert await raised_by(error, kind=kind) == told
 
 
 async def test_a_stream_waits_while_the_network_is_slower() -> None:

@@ -16,6 +16,8 @@ class ServeError(Exception):
     """Stable word that scripts may compare."""
     status_hint: ClassVar[int] = 500
     """The HTTP status that says the same; also the number in ``Nats-Service-Error-Code``."""
+    is_of_call: bool = False
+    """A call by handle has ended with it; who lets it through fails with the same status towards its own caller."""
 
 
 class CommandRefused(ServeError):

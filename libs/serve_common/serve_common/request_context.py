@@ -23,6 +23,8 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """By `time.monotonic` of this process; what is called for this request must be answered by then."""
     model_id: str = ""
     """The multiplexed model that the request is for; empty for none."""
+    key: bytes = b""
+    """Of this one request in this process, for `departures`; empty where nobody tells when its caller leaves."""
 
 
 request_context: Final[ContextVar[RequestContext | None]] = ContextVar("muster_request", default=None)

@@ -113,6 +113,12 @@ class Middle:
     async def hold(self):
         return await self.leaf.hold.remote()
 
+    async def impatient(self):
+        return await self.leaf.options(timeout_s=0.1).hold.remote()
+
+    def hold_plain(self):
+        return self.leaf.hold.remote().result()
+
     async def hold_unawaited(self):
         self.leaf.hold.remote()
         await asyncio.sleep(60)

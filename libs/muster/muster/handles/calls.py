@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, final
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import msgspec
 from muster.handles.pickles import Sent, join_arguments
 from muster.handles.streams import ItemStream
 from muster.handles.wakeups import Waker, Wakers
+from serve_common.departures import departures
 from serve_common.dispatch.calls import Call
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
@@ -57,11 +59,11 @@ class HandleCall:
         "code_versions",
         "deadline",
         "endpoint",
-        "family",
         "head",
         "is_cancelled",
         "is_repeatable",
         "items",
+        "on_done",
         "outcome",
         "post",
         "request_id",
@@ -106,8 +108,8 @@ class HandleCall:
         self.post: Final = post
         self.items: Final = ItemStream(lambda: post(self)) if head.stream else None
         self.wakers: Final = Wakers()
-        self.family: set[HandleCall] | None = None
-        """The calls under way of the task that made it."""
+        self.on_done: Callable[[HandleCall], object] | None = None
+        """Takes it from the calls under way of its request."""
         self.is_cancelled = False
         """Set by any thread; the outcome follows."""
         self.outcome: Outcome | None = None
@@ -145,8 +147,8 @@ class HandleCall:
         self.outcome = outcome
         self.body = b""
         self.sources = self.routed = self.work = None
-        if self.family is not None:
-            self.family.discard(self)
+        if self.on_done is not None:
+            self.on_done(self)
         if self.items is not None:
             self.items.end(outcome.failure)
         self.wakers.wake()
@@ -160,12 +162,20 @@ _families: Final[WeakKeyDictionary[asyncio.Task[object], set[HandleCall]]] = Wea
 
 
 def bind_to_request(call: HandleCall) -> None:
-    """When the running task works on a request, cancelling it cancels ``call`` too, awaited or not."""
-    if request_context.get() is None:
+    """When the running task works on a request, cancelling it cancels ``call`` too, awaited or not.
+
+    In a thread that works on one, its caller's leaving does.
+    """
+    context = request_context.get()
+    if context is None:
         return
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a plain function's thread
+        key = context.key
+        if key:
+            call.on_done = partial(departures.forget, key)
+            departures.watch(key, call)
         return
     if task is None:
         return
@@ -174,7 +184,7 @@ def bind_to_request(call: HandleCall) -> None:
         family = _families[task] = set()
         task.add_done_callback(_leave)
     family.add(call)
-    call.family = family
+    call.on_done = family.discard
 
 
 def _leave(task: asyncio.Task[object]) -> None:

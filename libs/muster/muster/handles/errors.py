@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_common.dispatch.tallies import CLIENT_GONE
-from serve_common.errors import NoReplicaAvailable, RequestFailed
+from serve_common.errors import LimitReached, NoReplicaAvailable, RequestFailed
 
 
 class RequestCancelled(RequestFailed):
@@ -11,6 +11,13 @@ class RequestCancelled(RequestFailed):
 
     error_code = "request_cancelled"
     status_hint = CLIENT_GONE
+
+
+class ArgumentsTooLarge(LimitReached):
+    """What a call was to carry is more than a replica takes."""
+
+    status_hint = 413
+    is_of_call = True
 
 
 BackPressureError = NoReplicaAvailable

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
+from muster.handles.errors import ArgumentsTooLarge, RequestCancelled
 from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
 from serve_common.errors import (
     BadField,
@@ -74,7 +75,9 @@ def join_arguments(args: Sequence[Sent], kwargs: Mapping[str, Sent]) -> bytes:
 
 def _limited(body: bytes) -> bytes:
     if len(body) > BODY_BYTES_MAX:
-        raise LimitReached(f"the arguments have {len(body)} bytes; a call takes at most {BODY_BYTES_MAX}")
+        raise ArgumentsTooLarge(
+            f"the arguments have {len(body)} bytes; a call takes at most {BODY_BYTES_MAX}"
+        )
     return body
 
 
@@ -89,9 +92,22 @@ def unpickle(data: bytes | memoryview) -> Any:
 
 
 def to_exception(error: ServeError) -> Exception:
-    """What the caller is to see: the user's own exception where it travelled, with its remote traceback as a note."""
-    if not isinstance(error, ReplicaError):
-        return error
+    """What the caller is to see: the user's own exception where it travelled, with its remote traceback as a note.
+
+    What the deployment's code raised, and what the caller did itself, is not `ServeError.is_of_call`.
+    """
+    if isinstance(error, ReplicaError):
+        exception = _of_replica(error)
+        is_own = error.code == UserCodeRaised.error_code
+    else:
+        exception = error
+        is_own = isinstance(error, RequestCancelled)
+    if isinstance(exception, ServeError):
+        exception.is_of_call = not is_own
+    return exception
+
+
+def _of_replica(error: ReplicaError) -> Exception:
     raised = _read_raised(error.raised)
     exception = None if raised is None else _restore(raised.pickled)
     if exception is None:

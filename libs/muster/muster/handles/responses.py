@@ -11,7 +11,8 @@ from muster.handles.errors import RequestCancelled
 from muster.handles.pickles import to_exception, unpickle
 from muster.handles.streams import NO_MORE, NOTHING_YET, ItemStream
 from muster.handles.wakeups import refuse_on_loop, wait_in_thread, waiter_here
-from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.errors import ServeError
 
 
 class _Response:
@@ -102,7 +103,7 @@ class DeploymentResponse(_Response):
         try:
             self._value = unpickle(outcome.body)
         except AnswerUnusable as error:
-            self._error = error
+            self._error = to_exception(error)
 
 
 @final
@@ -157,7 +158,7 @@ class DeploymentResponseGenerator(_Response):
     def _next(self) -> Any:
         try:
             return self._items.next_item()
-        except ReplicaError as error:
+        except ServeError as error:
             raise to_exception(error) from None
 
     def __del__(self) -> None:

@@ -195,7 +195,7 @@ class Dispatcher:
             return  # whoever was told of another call's end has given this one up
         router = self._remove(call)
         if router is not None:
-            freed = _leave(router, call.key, error, self._loop.time())
+            freed = _leave(router, call, error, self._loop.time())
             if freed:
                 self.perform(router, freed)
         if call.answer is not None:
@@ -327,10 +327,12 @@ class Dispatcher:
         return call.key in self.calls
 
 
-def _leave(router: Router, request: RequestKey, error: ServeError, now: float) -> Sequence[Dispatch]:
-    """Let ``request`` leave its router, which draws its conclusions about the replica from ``error``."""
+def _leave(router: Router, call: Call, error: ServeError, now: float) -> Sequence[Dispatch]:
+    """Let ``call`` leave its router, which draws its conclusions about the replica from ``error``."""
+    request = call.key
     if isinstance(error, ReplicaError):
-        if error.code == DeadlineExceeded.error_code:
+        # Before the deadline it was another deployment, called by this one, that did not answer in time.
+        if error.code == DeadlineExceeded.error_code and now >= call.ask.deadline:
             return router.unanswered(request, now)
         return router.failed(request, now) if error.status >= 500 else router.finished(request)
     if isinstance(error, ReplicaTimedOut):

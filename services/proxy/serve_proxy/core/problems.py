@@ -12,9 +12,10 @@ from typing import Final
 
 import msgspec
 
-from serve_common.dispatch.errors import MethodNotAllowed, ReplicaError
+from serve_common.dispatch.errors import CircuitOpen, MethodNotAllowed, QueueIsFull, ReplicaError
 from serve_common.errors import (
     BadField,
+    BusUnavailable,
     DeadlineExceeded,
     LimitReached,
     NoReplicaAvailable,
@@ -23,6 +24,10 @@ from serve_common.errors import (
 )
 
 RETRY_AFTER_S: Final = 1
+_WORTH_A_RETRY: Final = frozenset(
+    kind.error_code for kind in (NoReplicaAvailable, QueueIsFull, CircuitOpen, TransientError, BusUnavailable)
+)
+"""Of what a replica says: its code has called a deployment that had no room, or could not be reached."""
 
 
 class BodyTooLarge(LimitReached):
@@ -112,9 +117,11 @@ CONTENT_TYPE: Final = "application/problem+json"
 
 def problem_of(error: ServeError) -> Problem:
     """What the client is told of ``error``."""
-    if isinstance(error, ReplicaError):
-        return Problem(status=error.status, code=error.code, message=str(error))
     headers: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, ReplicaError):
+        if error.code in _WORTH_A_RETRY:
+            headers = (("Retry-After", str(RETRY_AFTER_S)),)
+        return Problem(status=error.status, code=error.code, message=str(error), headers=headers)
     status = error.status_hint
     if isinstance(error, MethodNotAllowed):
         headers = (("Allow", error.allowed),)

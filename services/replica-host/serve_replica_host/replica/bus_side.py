@@ -47,6 +47,8 @@ from serve_replica_host.replica.exchange import (
 )
 from serve_replica_host.replica.frame_sender import FrameSender, Publish
 from serve_replica_host.replica.incoming import IncomingFrames, Order
+from serve_replica_host.replica.outgoing import OutgoingMessages
+from serve_replica_host.replica.quiet_sockets import SERVICE_RESTART, WHY_CLOSED, QuietSockets
 from serve_replica_host.replica.slots import Slots
 
 _log = structlog.get_logger(__name__)
@@ -97,6 +99,7 @@ class BusSide:
         self._exchanges = self._slots.held
         self._frames = FrameSender(publish, now)
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
+        self._quiet_sockets = QuietSockets()
         self._bad_frames = QuietLog(_log.warning)
         self.hear_user = _nothing
         """Called before what depends on a slot: takes what the user's side said without waking this one."""
@@ -334,6 +337,8 @@ class BusSide:
             return
         order = incoming.take(head.sequence)
         if order is Order.NEXT:
+            outgoing = exchange.outgoing
+            exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
             self._to_user(Heard(exchange, bytes(body), head.is_text, head.last))
         elif order is not Order.DOUBLED:
             self._refuse_body(exchange, "a message was lost")
@@ -364,6 +369,14 @@ class BusSide:
                 self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
             elif not self._is_cut_off and now - max(exchange.heard_at, self._joined_at) >= ROUTER_SILENT_S:
                 self._answers.drop(exchange, STATUS_CANCELLED)
+        if self.is_draining:
+            watched = () if self._is_cut_off else self._exchanges.values()
+            for exchange in self._quiet_sockets.find(watched, now):
+                # For a router that misses it and asks.
+                exchange.last_frame = self._frames.send(
+                    exchange.reply, CloseHead(SERVICE_RESTART, WHY_CLOSED)
+                )
+                self._answers.drop(exchange, exchange.answer_status, SERVICE_RESTART, WHY_CLOSED)
 
     # -- what the user's side says --------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ def enter_request(exchange: Exchange) -> None:
             route=head.route,
             deadline=exchange.deadline,
             model_id=call.model_id,
+            key=exchange.reply,
         )
     )
 

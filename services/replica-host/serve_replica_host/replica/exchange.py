@@ -57,6 +57,8 @@ class Exchange:
     outgoing: OutgoingBody | OutgoingMessages | None = None
     sent_bytes: int = 0
     """Of a streamed answer: what has left. The writer compares it with what it wrote."""
+    sent_before: int | None = None
+    """Of a WebSocket: how many frames had left when its client's last message came; None before the first one."""
     is_body_streamed: bool = False
     """The user's side has it although its body is not whole."""
     # Both sides':

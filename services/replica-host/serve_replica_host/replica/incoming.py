@@ -56,6 +56,11 @@ class IncomingFrames:
         """The first piece travelled with the request's head."""
         self._held_frames += 1
 
+    @property
+    def taken_frames(self) -> int:
+        """Frames that have come, a request's first one not counted."""
+        return self._next_sequence - 1
+
     def take(self, sequence: int) -> Order:
         """A frame came."""
         if sequence != self._next_sequence:

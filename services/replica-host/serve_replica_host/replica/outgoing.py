@@ -113,6 +113,16 @@ class OutgoingMessages:
         """True while a frame may leave."""
         return self._credit > 0
 
+    @property
+    def sent_frames(self) -> int:
+        """Frames that have left."""
+        return self._sequence - 1
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while something waits for credit."""
+        return bool(self._messages)
+
     def add(self, data: bytes, *, is_text: bool) -> None:
         """Append a whole message; nothing may be added after `close`."""
         assert self._close is None, "the socket is closed"

@@ -56,7 +56,8 @@ class PlainThreads:
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What ``function`` returns, called in a thread with the context of the caller; raises what it raises.
 
-        Cancelling cannot stop a thread: then this ends when the function does. Raises RuntimeError after `close`.
+        Cancelling cannot stop a thread: then this ends when the function does, which `departures` make happen soon
+        where it waits for a call by handle. Raises RuntimeError after `close`.
         """
         if self._is_closed:
             raise RuntimeError("the replica has stopped")

@@ -18,6 +18,7 @@ import structlog
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
 from serve_replica_host.replica.exchange import Answered, Exchange, Failed, ToBus
+from serve_replica_host.replica.passed_on import failed_by, is_passed_on
 from serve_replica_host.replica.python_streams import send_items
 from serve_replica_host.replica.tracebacks import error_line, user_traceback
 from serve_replica_host.replica.user_code import UserCode
@@ -29,6 +30,8 @@ ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
 _RAISED_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX // 2
 """Of a pickled exception: with its traceback it travels in one frame."""
 _PLAIN_CALL: Final = CallHead()
+_KEPT: Final = ("status", "retry_after_s")
+"""Of an error whose own kind cannot travel: how callers are told."""
 _SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 """Where cloudpickle could do no better than pickle, which is several times faster."""
 
@@ -107,6 +110,10 @@ def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
     is_ours = isinstance(error, AnswerUnfit)
     line = str(error) if is_ours else error_line(error)
     told = user_traceback(error)
+    pickled = _pickled(error) if head.is_pickled and not is_ours else b""
+    body = msgspec.msgpack.encode(Raised(pickled, told))
+    if isinstance(error, ServeError) and is_passed_on(error):
+        return failed_by(exchange, error, body)
     _log.error(
         "user_code_raised",
         request_id=exchange.head.request_id,
@@ -114,8 +121,6 @@ def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
         error=line,
         traceback=told,
     )
-    pickled = _pickled(error) if head.is_pickled and not is_ours else b""
-    body = msgspec.msgpack.encode(Raised(pickled, told))
     return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
 
 
@@ -135,7 +140,10 @@ def _pickled(error: BaseException) -> bytes:
 def _plainer(error: ServeError) -> ServeError:
     """The same as the nearest of its kinds that is made of a message alone: a caller may still tell what it was."""
     kinds = (kind for kind in type(error).__mro__ if issubclass(kind, ServeError))
-    return next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
+    plainer = next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
+    kept = {name: value for name, value in vars(error).items() if name in _KEPT}
+    vars(plainer).update(kept)
+    return plainer
 
 
 def _as_plain(value: Any) -> Any:

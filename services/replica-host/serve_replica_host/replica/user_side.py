@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, final
+from typing import Any, Final, final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse
 
-from serve_common.errors import BadField, UserCodeRaised
+from serve_common.departures import departures
+from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.wires.frames import Kind
 from serve_replica_host.replica.asgi_http import CallerGone
 from serve_replica_host.replica.contexts import enter_request
@@ -31,6 +32,7 @@ from serve_replica_host.replica.exchange import (
     ToBus,
     ToUser,
 )
+from serve_replica_host.replica.passed_on import failed_by, is_passed_on
 from serve_replica_host.replica.request_kinds import RequestKinds, log_raised, make_reader
 from serve_replica_host.replica.request_tasks import RequestTasks
 from serve_replica_host.replica.sockets import LEAVE_S, Socket
@@ -105,9 +107,9 @@ class UserSide:
         if isinstance(exchange.socket, Socket) and exchange.has_begun:
             # An application hears of it as ASGI has it, and then has some time to end by itself.
             exchange.socket.leave(drop.close_code, drop.reason)
-            asyncio.get_running_loop().call_later(LEAVE_S, work.cancel)
+            asyncio.get_running_loop().call_later(LEAVE_S, _cancel, exchange.reply, work)
             return
-        work.cancel()
+        _cancel(exchange.reply, work)
         if not exchange.has_begun:  # then `_serve` never runs, and cannot say that it ended
             self._end(Ended(exchange))
 
@@ -128,11 +130,14 @@ class UserSide:
         except BadField as error:
             outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
-            if not (exchange.is_dropped and isinstance(error, CallerGone | ClientDisconnect)):
-                log_raised(exchange, error)
-            outcome = Failed(
-                exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error)
-            )
+            if isinstance(error, ServeError) and is_passed_on(error):
+                outcome = failed_by(exchange, error)
+            else:
+                if not (exchange.is_dropped and isinstance(error, CallerGone | ClientDisconnect)):
+                    log_raised(exchange, error)
+                outcome = Failed(
+                    exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error)
+                )
         finally:
             self._end(outcome)
 
@@ -144,3 +149,10 @@ class UserSide:
             self._direct.send(outcome)
         else:
             self._to_bus(outcome)
+
+
+def _cancel(key: bytes, work: asyncio.Task[Any]) -> None:
+    """End the work on a request: its task, and what its threads wait for."""
+    if not work.done():
+        departures.leave(key)
+        work.cancel()
