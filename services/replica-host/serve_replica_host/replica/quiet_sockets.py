@@ -1,8 +1,8 @@
 """The WebSockets that a drain may close: those on which nobody says anything.
 
-Why a drain closes them: a socket may stay open for days, and its client can connect to another replica at any time. One
-that is in use goes on, for what is being said would be lost: one on which messages pass, and one whose client spoke last, for
-the application may be working on its answer.
+Why a drain closes them: a socket may stay open for days, and its client can connect to another replica at any time.
+What is in use goes on, for what is being said would be lost: a socket on which messages pass, and one whose client
+spoke last, for the application may be working on its answer.
 
 Why counts are compared and no times kept: while nothing drains, a message costs nothing here.
 """
