@@ -51,39 +51,39 @@ async def connect(limit_bytes: int = PENDING_BYTES_MAX) -> Ends:
 async def ends() -> AsyncIterator[Ends]:
     ends = await connect()
     yield ends
-    ends.shared.close()
+    ends.shared.shut_down()
     ends.transport.abort()
     ends.far.close()
 
 
 async def test_what_another_thread_writes_leaves_without_the_loop(ends: Ends) -> None:
     ends.far.setblocking(True)
-    assert ends.shared.write(b"abc")
+    assert ends.shared.write([b"ab", b"c"])
     assert ends.far.recv(10) == b"abc"  # this loop has not turned since
 
 
 async def test_what_the_socket_does_not_take_follows_in_order(ends: Ends) -> None:
     large = os.urandom(1_000_000)
-    assert ends.shared.write(large)
-    assert ends.shared.write(b"second")
+    assert ends.shared.write([large])
+    assert ends.shared.write([b"second"])
     ends.shared.write_on_loop([b"th", b"ird"])
     assert await ends.read(len(large) + 11) == large + b"secondthird"
     await asyncio.sleep(0.01)
     ends.far.setblocking(True)
-    assert ends.shared.write(b"x")  # left to the loop, which finds nothing waiting any more
+    assert ends.shared.write([b"x"])  # left to the loop, which finds nothing waiting any more
     await asyncio.sleep(0.01)
     assert ends.far.recv(10) == b"x"
-    assert ends.shared.write(b"y")
+    assert ends.shared.write([b"y"])
     assert ends.far.recv(10) == b"y"
 
 
 async def test_it_takes_no_more_than_its_limit_while_the_peer_does_not_read() -> None:
     ends = await connect(limit_bytes=100_000)
     large = bytes(300_000)
-    assert ends.shared.write(large)
-    assert not ends.shared.write(b"one too many")
+    assert ends.shared.write([large])
+    assert not ends.shared.write([b"one too many"])
     assert await ends.read(len(large)) == large
-    ends.shared.close()
+    ends.shared.shut_down()
     ends.transport.abort()
     ends.far.close()
 
@@ -91,11 +91,11 @@ async def test_it_takes_no_more_than_its_limit_while_the_peer_does_not_read() ->
 async def test_a_closed_one_writes_nothing_even_when_its_descriptor_belongs_to_somebody_else(
     ends: Ends,
 ) -> None:
-    ends.shared.close()
-    ends.shared.close()
+    ends.shared.shut_down()
+    ends.shared.shut_down()
     one, two = socket.socketpair()
     with one, two:
-        assert not ends.shared.write(b"not for you")
+        assert not ends.shared.write([b"not for you"])
         two.setblocking(False)
         with pytest.raises(BlockingIOError):
             two.recv(10)
@@ -121,7 +121,7 @@ async def write_from_everywhere(seed: int) -> None:
 
     def write(writer: str) -> None:
         for message in messages[writer]:
-            assert ends.shared.write(message + b"\n")
+            assert ends.shared.write([message, b"\n"])
 
     async def write_on_loop() -> None:
         for message in messages["l"]:
@@ -140,6 +140,6 @@ async def write_from_everywhere(seed: int) -> None:
     assert len(lines) == sum(counts.values())
     for writer, expected in messages.items():
         assert [line for line in lines if line.startswith(writer.encode())] == expected
-    ends.shared.close()
+    ends.shared.shut_down()
     ends.transport.abort()
     ends.far.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -378,11 +380,14 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
     desk = Desk()
     await desk.side.wait_idle()
     exchange = desk.begin()
-    assert not desk.side._slots._idle.is_set()
+    waiting = asyncio.ensure_future(desk.side.wait_idle())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
 
     desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
 
-    await desk.side.wait_idle()
+    async with asyncio.timeout(1):
+        await waiting
 
 
 async def test_an_answer_that_may_be_lost_is_said_again_when_its_router_asks() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Final, final
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, final
 
 import structlog
 
@@ -59,6 +59,16 @@ class Subscription:
         await self._connection.drain_subscription(self, timeout_s)
 
 
+class LinkReader(Protocol):
+    """Who reads from links in another thread."""
+
+    def attach(self, link: Link) -> None:
+        """Read from ``link`` from now on, if it lends itself."""
+
+    def detach(self) -> None:
+        """Read no more from the link of the last `attach`."""
+
+
 @final
 class BusConnection:
     """One connection to the bus, for use from one event loop.
@@ -74,6 +84,8 @@ class BusConnection:
         self.on_disconnected: Final[list[Callable[[], None]]] = []
         self.after_messages: Callable[[], None] | None = None
         """Called in the read path when all messages that came at once were handed over."""
+        self.reader: LinkReader | None = None
+        """Reads in the loop's stead, where links can be shared."""
         self.reconnects = 0
         """How often the connection came back."""
         self.callback_failures = 0
@@ -129,6 +141,8 @@ class BusConnection:
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         self._subscriptions.clear()
         link, self._link = self._link, None
+        if self.reader is not None:
+            self.reader.detach()
         if link is not None:
             await link.close(_CLOSE_TIMEOUT_S)
 
@@ -175,8 +189,8 @@ class BusConnection:
         link = self._link
         return link is not None and link.is_shared
 
-    def write_shared(self, messages: bytes) -> bool:
-        """Send whole messages, made by `encode_pub`, from any thread. False when nothing was sent."""
+    def write_shared(self, messages: Sequence[bytes]) -> bool:
+        """Send whole messages, in pieces as of `encode_pub`, from any thread. False when nothing was sent."""
         link = self._link
         return link is not None and link.write_shared(messages)
 
@@ -269,6 +283,8 @@ class BusConnection:
         if link is not self._link:
             return
         self._link = None
+        if self.reader is not None:
+            self.reader.detach()
         self._log.warning("bus_disconnected", server=link.server, reason=str(link.failure))
         self._link_ended.set()
         self._tell(self.on_disconnected, "on_disconnected")
@@ -290,14 +306,16 @@ class BusConnection:
             self._adopt(link)
 
     def _adopt(self, link: Link) -> None:
-        self._link = link
-        self._linked_at_s = asyncio.get_running_loop().time()
         if self._options.is_shared:
             link.share()
+        self._link = link
+        self._linked_at_s = asyncio.get_running_loop().time()
         for subscription in self._subscriptions.values():
             if not subscription.is_ending:
                 link.write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
         self._log.info("bus_connected", server=link.server, reconnects=self.reconnects)
+        if self.reader is not None:
+            self.reader.attach(link)
         self._tell(self.on_connected, "on_connected")
 
     async def _flush_quietly(self, timeout_s: float) -> None:

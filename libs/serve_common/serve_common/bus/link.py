@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Protocol, cast, final
 
 from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge, ProtocolError
@@ -117,7 +118,32 @@ class Link(asyncio.Protocol):
                 self._take_control(op)
         self._owner.take_pause()
 
+    def take_data(self, data: bytes) -> None:
+        """What another thread has read; calls of this must not overlap. It was an end when ``data`` is empty."""
+        if self.failure is not None:
+            return
+        failure: Exception = BusUnavailable(
+            f"connection lost: {self._last_server_error or _CLOSED_WORDLESSLY}"
+        )
+        if data:
+            self._has_heard = True
+            try:
+                ops = self._parser.feed(data)
+            except ProtocolError as error:
+                failure = error
+            else:
+                take_message = self._take_message
+                for op in ops:
+                    if type(op) is Message:
+                        take_message(op)
+                    else:
+                        self._loop.call_soon_threadsafe(self._take_control, op)
+                return
+        self._loop.call_soon_threadsafe(self.end, failure)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._shared is not None:
+            self._shared.shut_down()
         reason = self._last_server_error or str(exc or _CLOSED_WORDLESSLY)
         self.end(BusUnavailable(f"connection lost: {reason}"))
         self._closed.set()
@@ -221,9 +247,16 @@ class Link(asyncio.Protocol):
         """Whether `write_shared` is possible."""
         return self._shared is not None and self.failure is None
 
-    def write_shared(self, messages: bytes) -> bool:
-        """Send whole messages from any thread. False when that is not possible (now)."""
+    def write_shared(self, messages: Sequence[bytes]) -> bool:
+        """Send whole messages, in pieces, from any thread. False when that is not possible (now)."""
         return self._shared is not None and self._shared.write(messages)
+
+    def lend(self) -> SharedSocket | None:
+        """Leave reading to others, who hand everything to `take_data`; None where the socket is not shared."""
+        if self._shared is None or self._transport is None or self.failure is not None:
+            return None
+        self._transport.pause_reading()
+        return self._shared
 
     def write(self, line: bytes) -> None:
         """Put a line of the protocol into this iteration's batch; after the end, do nothing."""

@@ -1,6 +1,6 @@
-"""A link's socket, written to by more than its loop's thread.
+"""A link's socket, used by more than its loop's thread.
 
-Why: an answer that is made in another thread would otherwise wait until the loop's thread has been woken. Why not the
+Why: what another thread sends or waits for would otherwise wait until the loop's thread has been woken. Why not the
 transport: it belongs to its loop. Who writes here makes the system call itself; only what the socket does not take goes
 to the transport, and everything after it, so that bytes stay in order.
 """
@@ -8,9 +8,12 @@ to the transport, and everything after it, so that bytes stay in order.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, final
 
 _PIECES_MAX: Final = 1024
@@ -38,6 +41,7 @@ class SharedSocket:
         self._on_behind = on_behind
         # A descriptor of its own: the transport's may be closed and given to something else at any moment.
         self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        self._is_closed = False
         self._lock = threading.Lock()
         self._is_behind = False
         """The transport writes, until it has nothing left."""
@@ -45,27 +49,48 @@ class SharedSocket:
         """What the loop's thread has yet to give to the transport."""
         self._rest_bytes = 0
 
+    def reader(self) -> socket.socket:
+        """The same connection for another thread to read from, which closes what it gets."""
+        return socket.socket(fileno=os.dup(self._descriptor))
+
     def close(self) -> None:
-        """Write nothing any more; may be called twice."""
+        """Write nothing any more."""
         with self._lock:
+            self._is_closed = True
+
+    def shut_down(self) -> None:
+        """End the connection, whoever has descriptors of it. For when the transport is closed; may be called twice."""
+        with self._lock:
+            self._is_closed = True
             if self._descriptor >= 0:
-                os.close(self._descriptor)
+                with socket.socket(fileno=self._descriptor) as own, contextlib.suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)  # raises where the other end was faster
                 self._descriptor = -1
 
-    def write(self, data: bytes) -> bool:
-        """Send ``data`` soon, from any thread. False when it will not be: the link has ended, or too much waits."""
+    def is_readable(self) -> bool:
+        """Whether something has come that nobody has read yet; also when the connection has ended."""
         with self._lock:
             if self._descriptor < 0:
                 return False
+            look = select.poll()
+            look.register(self._descriptor, select.POLLIN)
+            return bool(look.poll(0))
+
+    def write(self, pieces: Sequence[bytes]) -> bool:
+        """Send ``pieces`` soon, from any thread. False when they will not be: it is closed, or too much waits."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            size_bytes = sum(map(len, pieces))
             if self._is_behind:
-                if self._rest_bytes + len(data) > self._pending_bytes_max:
+                if self._rest_bytes + size_bytes > self._pending_bytes_max:
                     return False
-                self._leave(data)
+                self._leave(b"".join(pieces))
                 return True
-            written_bytes = self._try((data,))
-            if written_bytes < len(data):
+            written_bytes = self._try(pieces)
+            if written_bytes < size_bytes:
                 self._is_behind = True
-                self._leave(data[written_bytes:])
+                self._leave(b"".join(pieces)[written_bytes:])
             return True
 
     def write_on_loop(self, pieces: list[bytes]) -> None:
@@ -74,7 +99,7 @@ class SharedSocket:
             if self._is_behind:
                 pieces = [*self._rest, *pieces]
                 self._rest, self._rest_bytes = [], 0
-                if self._descriptor < 0 or self._transport.get_write_buffer_size():
+                if self._is_closed or self._transport.get_write_buffer_size():
                     self._transport.writelines(pieces)
                     return
             written_bytes = self._try(pieces) if pieces else 0
@@ -89,7 +114,7 @@ class SharedSocket:
         self._rest.append(data)
         self._rest_bytes += len(data)
 
-    def _try(self, pieces: list[bytes] | tuple[bytes]) -> int:
+    def _try(self, pieces: Sequence[bytes]) -> int:
         """How many bytes the socket took. None of a broken one: its transport finds that out and says so."""
         try:
             if len(pieces) == 1:

@@ -48,7 +48,7 @@ STATUS_SWITCHING: Final = 101
 
 @final
 class AnswerFrames:
-    """Speaks to routers; all methods run on the bus loop."""
+    """Speaks to routers; all methods are called under the lock of its `BusSide`."""
 
     def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
         self._slots = slots

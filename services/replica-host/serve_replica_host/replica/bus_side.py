@@ -1,7 +1,7 @@
 """The bus side of a replica: frames in, frames out, and the count of what is in flight.
 
 Why it never waits and never calls user code: cancel, probe and drain must be seen at once, whatever the user's code
-does. It runs in the bus connection's read path.
+does. It runs in the bus connection's read path, in either thread, and so under a lock.
 
 What is in flight is the set of exchanges in `Slots`. Each leaves it at exactly one place: when its answer has left,
 or, if nobody wants the answer any more, when its work has ended.
@@ -69,13 +69,9 @@ STATUS_CANCELLED: Final = 499
 """In metrics only: the caller went away."""
 
 
-def _nothing() -> None:
-    """Until the user's side is there."""
-
-
 @final
 class BusSide:
-    """Hears routers; all methods run on the bus loop."""
+    """Hears routers. All methods but `wait_idle` are called under one lock, by either thread."""
 
     def __init__(
         self,
@@ -101,10 +97,6 @@ class BusSide:
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
         self._quiet_sockets = QuietSockets()
         self._bad_frames = QuietLog(_log.warning)
-        self.hear_user = _nothing
-        """Called before what depends on a slot: takes what the user's side said without waking this one."""
-        self.before_frame = _nothing
-        """Called before each message: what it brings to the user's side may wait for others that come with it."""
         self._is_cut_off = False
         self._reconnects = 0
         self._drains_since = float("-inf")
@@ -112,13 +104,8 @@ class BusSide:
 
     @property
     def in_flight(self) -> int:
-        """Requests that hold a slot, as far as `hear_user` has told."""
+        """Requests that hold a slot."""
         return len(self._exchanges)
-
-    @property
-    def awaits_slots(self) -> bool:
-        """Whether something waits for a slot, or for the end of all requests; for the user's thread."""
-        return self.is_draining or bool(self._waiting)
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
@@ -155,8 +142,6 @@ class BusSide:
         if not reply:
             self._bad_frames.log(self._now(), "frame_without_reply", kind=type(head).__name__)
             return
-        self.before_frame()
-        self.hear_user()
         if type(head) is RequestHead:
             self._begin(reply, head, body)
             return
@@ -198,7 +183,6 @@ class BusSide:
                 exchange = Exchange(reply, head, self._now())
                 exchange.body = bytes(body)
                 self._waiting.add(exchange)
-                self.hear_user()  # what was said just before it could be seen that something waits
                 return
             reason = "draining" if self.is_draining else "busy"
             self._metrics.count_refused(reason)
@@ -244,7 +228,6 @@ class BusSide:
     def begin_drain(self) -> None:
         """Refuse everything that has not begun."""
         self.is_draining = True
-        self.hear_user()
         self._drains_since = self._now()
         for exchange in self._waiting.take_all():
             self._metrics.count_refused("draining")
@@ -355,7 +338,6 @@ class BusSide:
 
     def sweep(self) -> None:
         """Fail what is past its deadline; called several times a second while anything is in flight."""
-        self.hear_user()
         now = self._now()
         if self._waiting:
             for exchange in self._waiting.take_late(now):

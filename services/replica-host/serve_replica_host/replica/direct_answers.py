@@ -2,15 +2,12 @@
 
 Why only whole ones in one frame: of each of these exactly one frame goes out, so it cannot overtake another one of the
 same request. Everything else is the bus side's.
-
-Why the bus side may hear of them later: it looks here before it does anything that depends on a slot. Only where
-somebody waits for a slot, or for the end of all work, is it woken.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, final
 
 import structlog
@@ -18,7 +15,6 @@ import structlog
 from serve_common.bus.errors import InvalidSubject
 from serve_common.bus.protocol import encode_pub
 from serve_common.bus.quiet_log import QuietLog
-from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.frames import FrameUnreadable, ResponseHead, encode_frame
 from serve_replica_host.replica.exchange import Answered, Left, ToBus
 
@@ -28,18 +24,6 @@ FRAME_BYTES_MAX: Final = 8 * 1024
 """To copy a larger one costs more than a wake-up, and a server may not take it."""
 
 
-class Awaiting(Protocol):
-    """What the user's side asks of the bus side, from its own thread."""
-
-    @property
-    def awaits_slots(self) -> bool:
-        """Whether a slot that comes back must be known at once."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that hold a slot."""
-
-
 class Writer(Protocol):
     """A `BusConnection`, as far as other threads may use it."""
 
@@ -47,7 +31,7 @@ class Writer(Protocol):
     def can_write_shared(self) -> bool:
         """Whether writing is possible now."""
 
-    def write_shared(self, messages: bytes) -> bool:
+    def write_shared(self, messages: Sequence[bytes]) -> bool:
         """Send whole messages; False when nothing was sent."""
 
 
@@ -56,14 +40,23 @@ class DirectAnswers:
     """For one user loop, on its thread."""
 
     def __init__(
-        self, writer: Writer, to_bus: Mailbox[ToBus], bus_side: Awaiting, now: Callable[[], float]
+        self,
+        writer: Writer,
+        to_bus: Callable[[ToBus], object],
+        take_left: Callable[[Left], None],
+        in_flight: Callable[[], int],
+        now: Callable[[], float],
     ) -> None:
-        """``now`` is `time.monotonic`."""
+        """``to_bus``: what cannot leave here. ``take_left`` gives the slot back. ``in_flight``: requests that hold
+        a slot. ``now`` is `time.monotonic`.
+        """
         self._writer = writer
         self._to_bus = to_bus
-        self._bus_side = bus_side
+        self._take_left = take_left
+        self._in_flight = in_flight
         self._now = now
         self._batch: list[bytes] = []
+        self._is_held = False
         self._lost_answers = QuietLog(_log.warning)
 
     def send(self, answered: Answered) -> None:
@@ -75,35 +68,36 @@ class DirectAnswers:
             or len(body) > FRAME_BYTES_MAX
             or not self._writer.can_write_shared
         ):
-            self._to_bus.put(answered)
+            self._to_bus(answered)
             return
-        others = self._bus_side.in_flight - len(self._to_bus) - 1
+        head = ResponseHead(answered.status, answered.headers, last=True, in_flight=self._in_flight() - 1)
         try:
-            frame = encode_frame(
-                ResponseHead(answered.status, answered.headers, last=True, in_flight=max(0, others)), body
-            )
+            frame = encode_frame(head, body)
             message = encode_pub(exchange.reply, b"", frame)
         except (FrameUnreadable, InvalidSubject):
-            self._to_bus.put(answered)  # the bus side says what is wrong
+            self._to_bus(answered)  # the bus side says what is wrong
             return
         if len(frame) > FRAME_BYTES_MAX:
-            self._to_bus.put(answered)
+            self._to_bus(answered)
             return
         exchange.last_frame = frame
-        # Before it leaves: who has the answer may send the next request, and finds the slot free.
-        self._to_bus.put_quietly(Left(exchange, answered.status, self._now()))
-        if not self._batch:
+        if not self._batch and not self._is_held:
             asyncio.get_running_loop().call_soon(self.flush)
         self._batch.append(message)
+        # Before it leaves: who has the answer may send the next request, and finds the slot free.
+        self._take_left(Left(exchange, answered.status, self._now()))
+
+    def hold(self) -> None:
+        """Send nothing until `flush` is called, which is in a moment."""
+        self._is_held = True
 
     def flush(self) -> None:
         """Send what waits for the end of this turn."""
+        self._is_held = False
         batch = self._batch
         if not batch:
             return
         self._batch = []
-        if not self._writer.write_shared(b"".join(batch) if len(batch) > 1 else batch[0]):
+        if not self._writer.write_shared(batch if len(batch) == 1 else [b"".join(batch)]):
             # Their routers ask for them when the bus is back, as for all that a lost connection took along.
             self._lost_answers.log(self._now(), "answers_lost", count=len(batch))
-        if self._bus_side.awaits_slots:
-            self._to_bus.wake()

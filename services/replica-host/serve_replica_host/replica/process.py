@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -22,22 +21,16 @@ from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.threads.loop_thread import LoopThread
-from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.ports import RequestMetrics
-from serve_replica_host.replica.bus_side import BusSide
-from serve_replica_host.replica.direct_answers import DirectAnswers
-from serve_replica_host.replica.exchange import ToBus, ToUser
+from serve_replica_host.replica.bus_desk import BusDesk
 from serve_replica_host.replica.held_models import HeldModels
 from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.tracebacks import user_traceback
 from serve_replica_host.replica.user_code import UserCode
-from serve_replica_host.replica.user_side import UserSide
 
 _log = structlog.get_logger(__name__)
 
-SWEEP_S: Final = 0.05
-"""How late a deadline may be noticed."""
 METRICS_S: Final = 0.5
 MODELS_EVERY_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
@@ -59,8 +52,7 @@ class ReplicaProcess:
         self._user = LoopThread("replica-user")
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
-        self._user_side: UserSide | None = None
-        self._bus_side: BusSide | None = None
+        self._desk: BusDesk | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
@@ -94,17 +86,17 @@ class ReplicaProcess:
 
     def reconfigure(self, goal: ReplicaGoal) -> str | None:
         """Apply ``goal``'s configuration in place. None, or the user's traceback; then nothing was applied."""
-        code, bus_side = self._code, self._bus_side
-        if code is None or bus_side is None:
+        code, desk = self._code, self._desk
+        if code is None or desk is None:
             return "the replica does not run"
         has_config = goal.user_config is not None
         if has_config and goal.user_config != self._order.goal.user_config:
             error = self._call_user(code.reconfigure, goal.user_config)
             if error is not None:
                 return error
-        if goal.max_concurrent_queries != bus_side.max_concurrent_queries:
+        if goal.max_concurrent_queries != desk.max_concurrent_queries:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
-            bus_side.max_concurrent_queries = goal.max_concurrent_queries
+            desk.max_concurrent_queries = goal.max_concurrent_queries
         self._order = StartOrder(goal=goal, bus=self._order.bus, app_dir=self._order.app_dir)
         context = current_replica()
         if context is not None:
@@ -119,14 +111,12 @@ class ReplicaProcess:
     @property
     def in_flight(self) -> int:
         """Requests that hold a slot."""
-        if self._bus_side is None:
-            return 0
-        return self._bus.submit(self._count_in_flight(self._bus_side)).result()
+        return 0 if self._desk is None else self._desk.in_flight
 
     def drain(self) -> None:
         """Refuse what is new, wait for what is in flight, and say goodbye to NATS and to the user's object."""
-        if self._bus_side is not None:
-            self._bus.submit(self._drain(self._bus_side)).result()
+        if self._desk is not None:
+            self._bus.submit(self._drain(self._desk)).result()
         if self._code is not None:
             error = self._call_user(self._stop, self._code)
             if error is not None:
@@ -162,49 +152,23 @@ class ReplicaProcess:
     # -- on the bus loop ------------------------------------------------------------------------------------------
 
     async def _serve(self, code: UserCode) -> None:
-        loop = asyncio.get_running_loop()
         options = _options(self._order.bus, self._order.goal.replica_tag)
         connection = BusConnection(options, random.SystemRandom())
-        to_user: Mailbox[ToUser] = Mailbox(self._user.loop, lambda item: user_side.take(item))  # noqa: PLW0108 - it is made below
-        bus_side = BusSide(
-            publish=connection.publish,
-            to_user=to_user.put,
-            now=time.monotonic,
-            metrics=self._metrics,
-            max_concurrent_queries=self._order.goal.max_concurrent_queries,
-            streams_bodies=code.streams_bodies,
-        )
-        connection.on_connected.append(bus_side.bus_joined)
-        connection.on_disconnected.append(bus_side.bus_lost)
-        to_bus: Mailbox[ToBus] = Mailbox(loop, bus_side.take_outcome)
-        bus_side.hear_user = to_bus.empty
-        bus_side.before_frame = to_user.gather
-        connection.after_messages = to_user.wake
-        direct = DirectAnswers(connection, to_bus, bus_side, time.monotonic)
-        user_side = UserSide(code, to_bus.put, direct)
+        limit = self._order.goal.max_concurrent_queries
+        desk = BusDesk(connection, code, self._user.loop, self._metrics, limit)
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
-        self._subscription = connection.subscribe(subject, bus_side.take_frame)
-        await _connect(connection)
-        self._connection, self._bus_side, self._user_side = connection, bus_side, user_side
+        self._subscription = desk.subscribe(subject)
         self._tasks = TaskOwner("replica")
-        self._tasks.start(self._sweep(bus_side), "sweep")
-        self._tasks.start(self._write_metrics(bus_side), "write_metrics")
+        desk.start(self._tasks)
+        self._connection, self._desk = connection, desk
+        await _connect(connection)
+        self._tasks.start(self._write_metrics(desk), "write_metrics")
         self._tasks.start(self._keep_telling_models(connection), "tell_models")
 
-    async def _sweep(self, bus_side: BusSide) -> None:
+    async def _write_metrics(self, desk: BusDesk) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
-            bus_side.sweep()
-
-    async def _write_metrics(self, bus_side: BusSide) -> None:
-        while True:
-            self._metrics.write(await self._count_in_flight(bus_side))
+            self._metrics.write(desk.in_flight)
             await asyncio.sleep(METRICS_S)
-
-    @staticmethod
-    async def _count_in_flight(bus_side: BusSide) -> int:
-        bus_side.hear_user()
-        return bus_side.in_flight
 
     async def _keep_telling_models(self, connection: BusConnection) -> None:
         """Routers that begin later learn what is held, and those that hear nothing forget it."""
@@ -219,13 +183,11 @@ class ReplicaProcess:
         except (NotConnected, OutboundFull):
             _log.debug("models_not_told")  # said again in a few seconds
 
-    async def _drain(self, bus_side: BusSide) -> None:
-        bus_side.begin_drain()
-        await bus_side.wait_idle()
-        if self._user_side is not None:
-            await asyncio.wrap_future(self._user.submit(self._user_side.wait_idle()))
+    async def _drain(self, desk: BusDesk) -> None:
+        await desk.drain()
+        await asyncio.wrap_future(self._user.submit(desk.user_side.wait_idle()))
         # Answers that left while the bus was away reached nobody; their routers are about to ask for them.
-        await asyncio.sleep(bus_side.seconds_until_asked())
+        await asyncio.sleep(desk.seconds_until_asked())
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)

@@ -14,10 +14,12 @@ from serve_replica_host.replica.exchange import Exchange
 from serve_replica_host.replica.recent_replies import RecentReplies
 from serve_replica_host.replica.waiting_room import WaitingRoom
 
+_LOOK_S: Final = 0.005
+
 
 @final
 class Slots:
-    """Holds the exchanges of one replica, on the bus loop."""
+    """Holds the exchanges of one replica, under the lock of its `BusSide`."""
 
     def __init__(
         self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]
@@ -31,13 +33,9 @@ class Slots:
         """Those that have given their slots back."""
         self._now = now
         self._metrics = metrics
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     def take(self, exchange: Exchange) -> None:
         """``exchange`` is in flight from now on."""
-        if not self.held:
-            self._idle.clear()
         self.held[exchange.reply] = exchange
 
     def release(self, exchange: Exchange, status: int, ended_at: float | None = None) -> None:
@@ -54,9 +52,9 @@ class Slots:
         self._metrics.count_answered(status, now - exchange.began_at)
         if self.waiting:
             self._on_free()
-        if not self.held:
-            self._idle.set()
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
-        await self._idle.wait()
+        # Whoever ends the last request may be another thread, which cannot set an event of this loop.
+        while self.held:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)

@@ -15,7 +15,7 @@ WAITING_MAX: Final = 1_000
 
 @final
 class WaitingRoom:
-    """By reply subject, in the order of arrival; all methods run on the bus loop."""
+    """By reply subject, in the order of arrival; all methods are called under the lock of its `BusSide`."""
 
     __slots__ = ("_held",)
 
