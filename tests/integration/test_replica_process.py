@@ -26,6 +26,7 @@ from serve_common.wires.frames import (
     ErrorHead,
     Head,
     Kind,
+    RefusedHead,
     RequestHead,
     ResponseHead,
     decode_frame,
@@ -73,6 +74,10 @@ class App:
             "traceparent": request.traceparent,
         }
 
+    async def block(self, seconds):
+        time.sleep(seconds)
+        return "blocked"
+
     def hold(self, models):
         current_replica().publish_models(models)
 
@@ -106,6 +111,28 @@ class Driver:
     def _take_models(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         tag = SUBJECTS.replica_of_models(subject.decode())
         self.models.put_nowait((tag, msgspec.msgpack.decode(payload, type=list[str])))
+
+    async def block_loop(self, seconds: float) -> tuple[Head, bytes]:
+        """Ask for something that keeps the user's loop from everything else."""
+        return await self.call(str(seconds).encode(), kind=Kind.CALL, method_name="block")
+
+    def send_call(self, body: bytes, *, method_name: str) -> None:
+        """Ask, and do not care for the answer."""
+        head = RequestHead(
+            Kind.CALL, "", "", "", "", [], 7.0, len(body), "default/app", "r8", call=CallHead(method_name)
+        )
+        _, reply = self.inbox.new_reply(lambda *_: None, lambda: None)
+        self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
+
+    async def ask_again_and_again(self, number: int) -> int:
+        """How many answers were as they must be."""
+        right = 0
+        for turn in range(60):
+            size_bytes = (0, 10, 5_000, 100_000)[(number + turn) % 4]
+            argument = msgspec.json.encode("x" * size_bytes)
+            _, body = await self.call(argument, kind=Kind.CALL, method_name="plain")
+            right += msgspec.json.decode(body)["argument"] == "x" * size_bytes
+        return right
 
     async def call(
         self, body: bytes = b"", *, kind: Kind = Kind.HTTP, method_name: str = "", model_id: str = ""
@@ -224,3 +251,46 @@ async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) 
     await driver.call(b"[]", kind=Kind.CALL, method_name="hold")
     assert await asyncio.wait_for(driver.models.get(), 5) == (TAG, [])
     assert current_replica() is not None
+
+
+async def test_what_comes_while_user_code_blocks_its_loop_is_heard_at_once(driver: Driver) -> None:
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        began_at = loop.time()
+        blocking = [tasks.create_task(driver.block_loop(0.8)) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        refused, _ = await driver.call()
+        assert loop.time() - began_at < 0.5, "it was read although the user's loop is blocked"
+    assert refused == RefusedHead("busy", 4)
+    assert [task.result()[1] for task in blocking] == [b"blocked"] * 4
+
+    refused_no_more, _ = await driver.call()
+    assert isinstance(refused_no_more, ResponseHead)
+
+
+async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
+    driver: Driver, nats: NatsServer
+) -> None:
+    for _ in range(2):
+        reconnects = driver.connection.reconnects
+        driver.send_call(b"0.5", method_name="block")
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(nats.kill)
+        await asyncio.to_thread(nats.start)
+        async with asyncio.timeout(10):
+            while driver.connection.reconnects == reconnects:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            while True:
+                try:
+                    head, _ = await asyncio.wait_for(driver.call(), 0.5)
+                except TimeoutError:
+                    continue  # the replica is not back yet
+                assert isinstance(head, ResponseHead)
+                break
+
+
+async def test_requests_and_long_bodies_of_many_callers_all_come_through(driver: Driver) -> None:
+    """Frames are read in one thread and answers written in both: none may be lost, doubled or torn."""
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        callers = [tasks.create_task(driver.ask_again_and_again(number)) for number in range(4)]
+    assert [task.result() for task in callers] == [60] * 4

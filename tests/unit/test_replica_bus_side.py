@@ -380,14 +380,12 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
     desk = Desk()
     await desk.side.wait_idle()
     exchange = desk.begin()
-    waiting = asyncio.ensure_future(desk.side.wait_idle())
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
+    async with asyncio.timeout(1), asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(desk.side.wait_idle())
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
 
-    desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
-
-    async with asyncio.timeout(1):
-        await waiting
+        desk.side.take_outcome(Failed(exchange, "user_code_raised", 500, "no"))
 
 
 async def test_an_answer_that_may_be_lost_is_said_again_when_its_router_asks() -> None:
