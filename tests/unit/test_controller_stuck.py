@@ -6,6 +6,7 @@ from serve_common.wires.commands import DeleteBackend, DeleteDeployment
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.replica_reports import (
+    RAN_RETRY_WAIT_MAX_S,
     RETRY_WAIT_MAX_S,
     SHORT_LIFE_S,
     STUCK_GRACE_S,
@@ -206,11 +207,28 @@ def test_a_replica_that_dies_young_counts_as_a_failed_start_and_an_old_one_does_
     assert loop.backend().start_failures == 0
 
 
+def test_replicas_that_are_killed_again_and_again_are_back_within_moments() -> None:
+    """The code can start: however often something kills what it serves, the backend does not stay away for long."""
+    loop = serving(num=2)
+    for _ in range(12):
+        for tag in loop.running():
+            loop.hosts[0].kill(tag)
+        loop.step()
+        waited_s = 0.0
+        while not loop.routed():
+            loop.step(0.2)
+            waited_s += 0.2
+            assert waited_s <= RAN_RETRY_WAIT_MAX_S + 1.0
+    assert loop.backend().start_failures >= 12
+
+
 def test_the_wait_after_failed_starts_doubles_up_to_a_limit() -> None:
     waits = [retry_wait_s(n) for n in range(1, 12)]
     assert waits[:4] == [0.0, 0.2, 0.4, 0.8]
     assert waits == sorted(waits)
     assert retry_wait_s(10**6) == RETRY_WAIT_MAX_S
+    assert retry_wait_s(3, had_run=True) == retry_wait_s(3)
+    assert retry_wait_s(10**6, had_run=True) == RAN_RETRY_WAIT_MAX_S
 
 
 def test_a_host_that_is_told_to_start_a_replica_and_does_not_is_not_asked_in_a_ring() -> None:

@@ -20,15 +20,22 @@ SHORT_LIFE_S = 10.0
 """A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
 RETRY_WAIT_MIN_S = 0.2
 RETRY_WAIT_MAX_S = 30.0
+RAN_RETRY_WAIT_MAX_S = 1.0
+"""Where it had served: the code can start, and whatever kills replicas (a bad request, memory, somebody) may go on for
+a while. A backend must not stay away for half a minute after that."""
 STUCK_GRACE_S = 15.0
 """Beyond the time that a start or a stop may take, for the host itself to end it and to say so."""
 
 
-def retry_wait_s(start_failures: int) -> float:
-    """How long to wait after so many failed starts in a row: none after the first, then doubling, bounded."""
+def retry_wait_s(start_failures: int, *, had_run: bool = False) -> float:
+    """How long to wait after so many failed starts in a row: none after the first, then doubling, bounded.
+
+    ``had_run``: the last of them had served before it ended.
+    """
     if start_failures <= 1:
         return 0.0
-    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures - 2, 20), RETRY_WAIT_MAX_S)
+    longest_s = RAN_RETRY_WAIT_MAX_S if had_run else RETRY_WAIT_MAX_S
+    return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures - 2, 20), longest_s)
 
 
 def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Replica | None:
@@ -181,10 +188,11 @@ def _follow_end(
     )
     had_run = replica.state is not ReplicaState.STARTING
     if wanted and not (had_run and now - replica.since >= SHORT_LIFE_S):
-        _count_failure(draft, replica, report.error or "the replica's process ended", now)
+        error = report.error or "the replica's process ended"
+        _count_failure(draft, replica, error, now, had_run=had_run)
 
 
-def _count_failure(draft: Draft, replica: Replica, error: str, now: float) -> None:
+def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, had_run: bool = False) -> None:
     """A start that failed delays the next one; that of another code version than the target's does not matter."""
     backend = draft.backends[replica.backend_tag]
     if replica.code_version != backend.target.code_version:
@@ -195,7 +203,7 @@ def _count_failure(draft: Draft, replica: Replica, error: str, now: float) -> No
             backend,
             start_failures=failures,
             last_error=error,
-            retry_at=now + retry_wait_s(failures),
+            retry_at=now + retry_wait_s(failures, had_run=had_run),
         )
     )
 
