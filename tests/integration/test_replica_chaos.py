@@ -19,8 +19,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asy
 REQUESTS_PER_S = 550
 REQUESTS_PER_S_MIN = 300
 """What must come through for the storm to count; on a quiet machine it is all of them."""
-GONE_MEANWHILE_MAX = 5
-"""Of some 3,000 requests, while every connection is cut three times in six seconds."""
 KILLED_FOR_S = 11.0
 SEED = 20_000
 
@@ -38,13 +36,7 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
     print(f"{storm.cuts} connections cut; {storm.load.line()}")
     # One gap is known: a replica that ends in the very moment in which a router is cut off from NATS cannot be asked
     # any more what became of a request that may not run twice.
-    unexplained = [
-        failure
-        for failure in storm.load.failures
-        if not (failure.is_allowed and "left the backend" in failure.answer)
-    ]
-    assert Counter(f"{failure.what}: {failure.answer}" for failure in unexplained) == {}
-    assert len(storm.load.failures) <= GONE_MEANWHILE_MAX
+    assert Counter(f"{failure.what}: {failure.answer}" for failure in storm.load.failures) == {}
     assert storm.cuts >= 3 * 4, "of two proxies and at least two replicas, three times"
     assert storm.load.rate >= REQUESTS_PER_S_MIN
 

@@ -438,6 +438,28 @@ async def test_what_may_have_ended_and_been_forgotten_is_unknown() -> None:
     assert desk.heads[3:] == [RefusedHead("unknown", 0)] * 3
 
 
+async def test_a_replica_that_is_cut_off_stays_for_its_routers_until_it_was_back_for_a_while() -> None:
+    desk = Desk()
+    assert desk.side.seconds_until_asked() == 0.0
+    desk.side.bus_joined()
+    exchange = desk.begin()
+    desk.side.bus_lost()
+    desk.side.take_outcome(Answered(exchange, 200, [], b"lost"))
+    desk.side.begin_drain()
+    desk.now += 100.0
+    assert desk.side.seconds_until_asked() == 2.0
+
+    desk.side.bus_joined()
+    desk.now += 0.5
+    assert desk.side.seconds_until_asked() == 1.5
+    desk.side.bus_lost()
+    desk.now += 1.5
+    assert desk.side.seconds_until_asked() == 2.0
+    desk.side.bus_joined()
+    desk.now += 2.0
+    assert desk.side.seconds_until_asked() == 0.0
+
+
 async def test_a_certain_refusal_that_was_lost_is_said_again() -> None:
     desk = Desk()
     desk.now += 10.0

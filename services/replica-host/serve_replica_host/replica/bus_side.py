@@ -122,8 +122,13 @@ class BusSide:
         self._joined_at = self._now()
 
     def seconds_until_asked(self) -> float:
-        """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours."""
+        """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours.
+
+        Longer when the connection is lost meanwhile: to be asked again.
+        """
         now = self._now()
+        if self._is_cut_off:
+            return _ROUTERS_ASK_WITHIN_S  # from when it is back
         until = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
         last_at = self._slots.recent.last_at
         if now - last_at < _IN_USE_S:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
@@ -39,6 +40,9 @@ _CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.1
 _STOP_TIMEOUT_S: Final = 1.0
+_ASKED_WITHIN_MAX_S: Final = 6.0
+"""So long does a drained replica stay for routers at most, however often NATS comes and goes."""
+_LOOK_S: Final = 0.05
 
 
 @final
@@ -187,7 +191,9 @@ class ReplicaProcess:
         await desk.drain()
         await asyncio.wrap_future(self._user.submit(desk.user_side.wait_idle()))
         # Answers that left while the bus was away reached nobody; their routers are about to ask for them.
-        await asyncio.sleep(desk.seconds_until_asked())
+        give_up_at = time.monotonic() + _ASKED_WITHIN_MAX_S
+        while (left_s := desk.seconds_until_asked()) > 0 and time.monotonic() < give_up_at:  # noqa: ASYNC110 - time is looked at
+            await asyncio.sleep(min(left_s, _LOOK_S))
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
