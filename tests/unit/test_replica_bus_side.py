@@ -24,7 +24,8 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, BusSide
+from serve_replica_host.replica.body_frames import REQUEST_BODY_BYTES_MAX
+from serve_replica_host.replica.bus_side import ROUTER_SILENT_S, BusSide
 from serve_replica_host.replica.exchange import (
     Answered,
     Drop,
@@ -219,7 +220,8 @@ async def test_a_streamed_answer_tells_the_user_side_what_has_left_and_ends_with
 
     desk.side.take_outcome(Opened(exchange, 200, [(b"a", b"b")]))
     desk.side.take_outcome(Piece(exchange, b"one", last=False))
-    assert desk.to_user[-1] == Room(exchange, 3)
+    assert desk.to_user[-1] == Room(exchange)
+    assert exchange.sent_bytes == 3
     desk.side.take_outcome(Piece(exchange, b"two", last=True))
     desk.side.take_outcome(Ended(exchange))
 

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from serve_common.wires.frames import WINDOW_FRAMES, BodyHead, CancelHead, ErrorHead, Kind
-from serve_replica_host.replica.bus_side import REQUEST_BODY_BYTES_MAX
+from serve_replica_host.replica.body_frames import REQUEST_BODY_BYTES_MAX
 from tests.unit.replica_rig import PIECE, UNKNOWN, Rig
 
 FRAMES = WINDOW_FRAMES * 5

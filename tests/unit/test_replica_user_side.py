@@ -247,7 +247,7 @@ async def test_a_stream_waits_while_the_network_is_slower() -> None:
             data += request.pieces.popleft()
         request.sent_bytes = len(data)
         if request.room is not None:
-            bench.side.take(Room(request, len(data)))
+            bench.side.take(Room(request))
         await asyncio.sleep(0)
 
     assert len(data) == 5 * (UNSENT_BYTES_MAX // 2 + 1)

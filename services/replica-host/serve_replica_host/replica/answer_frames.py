@@ -227,7 +227,7 @@ class AnswerFrames:
             return
         exchange.sent_bytes += sent_bytes
         if exchange.pieces is None or exchange.room is not None:
-            self._to_user(Room(exchange, sent_bytes))
+            self._to_user(Room(exchange))
 
     def _flush(self, exchange: Exchange) -> None:
         """What came before a failure is still the caller's."""

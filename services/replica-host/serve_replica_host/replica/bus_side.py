@@ -15,9 +15,8 @@ from typing import Final, final
 import structlog
 
 from serve_common.bus.quiet_log import QuietLog
-from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed
+from serve_common.errors import DeadlineExceeded
 from serve_common.wires.frames import (
-    WINDOW_FRAMES,
     WINDOW_MESSAGES,
     BodyHead,
     CancelHead,
@@ -36,25 +35,21 @@ from serve_common.wires.frames import (
 )
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.answer_frames import AnswerFrames
+from serve_replica_host.replica.body_frames import BodyFrames
 from serve_replica_host.replica.exchange import (
-    BodyPiece,
     Exchange,
-    Heard,
     Phase,
     Taken,
     ToBus,
     ToUser,
 )
 from serve_replica_host.replica.frame_sender import FrameSender, Publish
-from serve_replica_host.replica.incoming import IncomingFrames, Order
-from serve_replica_host.replica.outgoing import OutgoingMessages
+from serve_replica_host.replica.incoming import IncomingFrames
 from serve_replica_host.replica.quiet_sockets import SERVICE_RESTART, WHY_CLOSED, QuietSockets
 from serve_replica_host.replica.slots import Slots
 
 _log = structlog.get_logger(__name__)
 
-REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of a body that the user's code gets whole; a replica's own limit, proxies refuse far less."""
 ROUTER_SILENT_S: Final = 30.0
 """A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
 _ROUTERS_ASK_WITHIN_S: Final = 2.0
@@ -89,12 +84,12 @@ class BusSide:
         self._to_user = to_user
         self._now = now
         self._metrics = metrics
-        self._streams_bodies = streams_bodies
         self._slots = Slots(now, metrics, self._begin_waiting)
         self._waiting = self._slots.waiting
         self._exchanges = self._slots.held
         self._frames = FrameSender(publish, now)
         self._answers = AnswerFrames(self._slots, self._frames, to_user)
+        self._bodies = BodyFrames(self._answers, self._frames, to_user, now, streams_bodies=streams_bodies)
         self._quiet_sockets = QuietSockets()
         self._bad_frames = QuietLog(_log.warning)
         self._is_cut_off = False
@@ -163,9 +158,9 @@ class BusSide:
     def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
         match head:
             case BodyHead():
-                self._take_body(exchange, head, body)
+                self._bodies.take_body(exchange, head, body)
             case MessageHead():
-                self._take_message(exchange, head, body)
+                self._bodies.take_message(exchange, head, body)
             case CreditHead(frames):
                 self._answers.allow(exchange, frames)
             case CancelHead():
@@ -202,7 +197,7 @@ class BusSide:
             exchange.body = bytes(body)
             self._work_on(exchange)
         else:
-            self._begin_body(exchange, body)
+            self._bodies.begin(exchange, body)
 
     # -- requests that wait for a slot --
 
@@ -257,88 +252,6 @@ class BusSide:
         exchange.phase = Phase.WORKING
         self._to_user(exchange)
 
-    # -- bodies and messages that come in frames ------------------------------------------------------------------
-
-    def _begin_body(self, exchange: Exchange, first: memoryview) -> None:
-        incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
-        incoming.first()
-        if self._streams_bodies and exchange.head.kind is Kind.HTTP:
-            exchange.is_body_streamed = True
-            self._work_on(exchange)
-        self._add_piece(exchange, incoming, first, last=False)
-
-    def _take_body(self, exchange: Exchange, head: BodyHead, body: memoryview) -> None:
-        incoming = exchange.incoming
-        if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
-            return  # it was whole, or nobody reads it any more
-        order = incoming.take(head.sequence)
-        if order is Order.NEXT:
-            self._add_piece(exchange, incoming, body, last=head.last)
-        elif order is Order.LOST:
-            self._refuse_body(exchange, "a part of the body was lost")
-        elif order is Order.TOO_MANY:
-            self._refuse_body(exchange, "the router sends more of the body than it was allowed to")
-
-    def _add_piece(
-        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, last: bool
-    ) -> None:
-        incoming.add(len(piece))
-        is_whole = incoming.is_whole(last=last)
-        if is_whole is None:
-            expected_bytes = incoming.expected_bytes
-            self._refuse_body(
-                exchange, f"the body has {incoming.received_bytes} bytes instead of {expected_bytes}"
-            )
-        elif exchange.is_body_streamed:
-            if is_whole:
-                exchange.incoming = None
-            if piece or is_whole:
-                self._to_user(BodyPiece(exchange, bytes(piece), is_whole))
-            else:
-                self._give_credit(exchange, incoming, 1)
-        else:
-            self._gather(exchange, incoming, piece, is_whole=is_whole)
-
-    def _gather(
-        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
-    ) -> None:
-        """Keep a piece for code that wants its body whole."""
-        body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
-        if body_bytes > REQUEST_BODY_BYTES_MAX:
-            message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
-            self._answers.fail(exchange, LimitReached.error_code, 413, message)
-            return
-        incoming.pieces.append(bytes(piece))
-        if is_whole:
-            exchange.incoming = None
-            exchange.body = b"".join(incoming.pieces)
-            self._work_on(exchange)
-        else:
-            self._give_credit(exchange, incoming, 1)
-
-    def _take_message(self, exchange: Exchange, head: MessageHead, body: memoryview) -> None:
-        incoming = exchange.incoming
-        if incoming is None or exchange.head.kind is not Kind.WEBSOCKET:
-            self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
-            return
-        if exchange.is_dropped or exchange.phase is Phase.SENDING:
-            return
-        order = incoming.take(head.sequence)
-        if order is Order.NEXT:
-            outgoing = exchange.outgoing
-            exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
-            self._to_user(Heard(exchange, bytes(body), head.is_text, head.last))
-        elif order is not Order.DOUBLED:
-            self._refuse_body(exchange, "a message was lost")
-
-    def _refuse_body(self, exchange: Exchange, message: str) -> None:
-        self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
-
-    def _give_credit(self, exchange: Exchange, incoming: IncomingFrames, frames: int) -> None:
-        credit = incoming.release(frames)
-        if credit:
-            self._frames.send(exchange.reply, CreditHead(credit))
-
     # -- time -----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
@@ -374,4 +287,4 @@ class BusSide:
             return
         exchange = outcome.exchange
         if exchange.incoming is not None and not exchange.is_dropped:
-            self._give_credit(exchange, exchange.incoming, outcome.frames)
+            self._bodies.give_credit(exchange, exchange.incoming, outcome.frames)

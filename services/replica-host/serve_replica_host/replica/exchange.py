@@ -76,8 +76,6 @@ class Exchange:
     """Made when something reads the body or listens for the caller's leaving."""
     socket: Any = None
     """A `sockets.Socket`, for a WebSocket."""
-    unsent_bytes: int = 0
-    """Of an answer that is streamed as `Piece`s: what its writer has written and was not told to have left."""
     room: asyncio.Event | threading.Event | None = None
     """Set when the writer of a streamed answer may go on; None while it does not wait."""
 
@@ -107,10 +105,9 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Room(msgspec.Struct, frozen=True):
-    """So many bytes of a streamed answer have left; where they come from `Exchange.pieces`, only told to who waits."""
+    """Some of a streamed answer has left: its writer, who waits, may look again."""
 
     exchange: Exchange
-    sent_bytes: int
 
 
 class BodyPiece(msgspec.Struct, frozen=True):

@@ -68,7 +68,6 @@ class UserSide:
             if item.exchange.socket is not None:
                 item.exchange.socket.hear(item)
         elif type(item) is Room:
-            item.exchange.unsent_bytes -= item.sent_bytes
             if item.exchange.room is not None:
                 item.exchange.room.set()
         elif type(item) is Drop:
