@@ -292,7 +292,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         total = None if arguments.forever is not None else len(cases) * arguments.repeat
         bar = progress.add_task("asking", total=total)
 
+        has_begun = console.is_terminal or arguments.forever is None
+
         def on_done() -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                print("asking; Ctrl-C ends it", file=sys.stderr, flush=True)
             failed = tally.failures.total()
             progress.update(bar, advance=1, description=f"asking ({failed} failed)" if failed else "asking")
 

@@ -7,6 +7,7 @@ and act on it as a person would, with the CLI and the example's evaluation.
 from __future__ import annotations
 
 import json
+import select
 import signal
 import subprocess
 import sys
@@ -86,19 +87,15 @@ class Stack:
         """Evaluates without a pause inside the block; the dict is filled when the block ends."""
         result: dict[str, Any] = {}
         command = evaluation(self.http("/digits"), "--forever", "--concurrency", "4")
-        before = self._requests_seen()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
-                self._wait_until(lambda: self._requests_seen() > before, "the load has begun")
+                _wait_for_line(process, 60.0)  # it says so when the first request has ended
                 yield result
             finally:
                 process.send_signal(signal.SIGINT)  # as Ctrl-C: it says what it saw
                 said, complained = process.communicate(timeout=60.0)
         assert said, complained
         result.update(json.loads(said))
-
-    def _requests_seen(self) -> float:
-        return sum(value for _, value in self.query(DIGITS_REQUESTS))
 
     def status(self) -> dict[str, Any]:
         """What `muster status` knows."""
@@ -141,6 +138,14 @@ class Stack:
 def evaluation(url: str, *more: str) -> list[str]:
     """The command that evaluates the example at ``url``."""
     return [sys.executable, str(ROOT / "examples/digits/evaluate.py"), url, "--json", *more]
+
+
+def _wait_for_line(process: subprocess.Popen[str], timeout_s: float) -> None:
+    assert process.stderr is not None
+    ready, _, _ = select.select([process.stderr], [], [], timeout_s)
+    assert ready, f"nothing was said within {timeout_s} s"
+    line = process.stderr.readline()
+    assert line.startswith("asking"), line + process.stderr.read()
 
 
 def _run(command: list[str], timeout_s: float, *, check: bool = True) -> str:

@@ -210,3 +210,4 @@ async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Pa
     side.bus.publish_event("host", "h1", b"{}")
     await side.close()
     assert asyncio.get_running_loop().time() - begun < 10
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing tries to connect any more"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import structlog
 from nats.aio.client import Client
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
@@ -96,10 +98,34 @@ async def connect_nats(
         return client
 
 
+_TASK_NAMES: Final = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
+"""Of a client; the library has no other way to them."""
+
+
 async def close_nats(client: Client) -> None:
     """Close a client in bounded time. While NATS is away the library raises here, which says nothing new."""
+    subscriptions = list(client._subs.values())  # noqa: SLF001 - closing empties it
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await client.close()
     except (NatsError, OSError, TimeoutError) as error:
         _log.debug("nats_not_closed", error=repr(error))
+    await _end_tasks(client, subscriptions)
+
+
+async def _end_tasks(client: Client, subscriptions: Sequence[Subscription]) -> None:
+    """End what the library leaves behind when closing it raised.
+
+    Then its reconnecting would go on for ever, for it looks at nothing but its cancellation; and that can be lost: in
+    Python 3.11 `wait_for`, in which it connects, drops one that comes together with a result.
+    """
+    owned = [getattr(client, name, None) for name in _TASK_NAMES]
+    owned += [getattr(subscription, "_wait_for_msgs_task", None) for subscription in subscriptions]
+    left = {task for task in owned if task is not None and task is not asyncio.current_task()}
+    give_up_at = asyncio.get_running_loop().time() + _TIMEOUT_S
+    while left and asyncio.get_running_loop().time() < give_up_at:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.1)
+    if left:
+        _log.error("nats_tasks_left", count=len(left))
