@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from serve_common.adapters.nats_client import connect_nats
+from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
 from serve_common.settings import BusSettings
@@ -108,9 +108,9 @@ class ControlBus:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 if client.is_connected:
                     await client.flush()
-                await client.close()
         except (NatsError, OSError, TimeoutError) as error:
             _log.warning("nats_close_incomplete", error=str(error) or type(error).__name__)
+        await close_nats(client)
 
     async def _subscribe(self, client: Client) -> None:
         async def goal(message: Msg) -> None:
