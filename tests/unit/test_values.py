@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from serve_common.errors import BadField
+from serve_common.limits import NESTING_MAX, USER_CONFIG_BYTES_MAX
 from serve_common.values import (
-    NESTING_MAX,
-    USER_CONFIG_BYTES_MAX,
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,

@@ -16,8 +16,8 @@ from typing import NoReturn
 import msgspec
 
 from serve_common.errors import BadField
+from serve_common.limits import shown
 from serve_common.names import check_name
-from serve_common.values import shown
 
 
 class Environment:

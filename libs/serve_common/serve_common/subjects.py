@@ -76,6 +76,19 @@ class Subjects:
         *parts, ordinal = subject.removeprefix(f"{self.prefix}.models.").split(".")
         return ReplicaTag("/".join(parts) + "#" + ordinal)
 
+    def wake(self, backend_tag: BackendTag) -> str:
+        """Where a router says that requests wait for a backend that has no replica."""
+        return f"{self.prefix}.wake.{_tokens(backend_tag)}"
+
+    @property
+    def wakes(self) -> str:
+        """All backends' wake-ups."""
+        return f"{self.prefix}.wake.>"
+
+    def backend_of_wake(self, subject: str) -> BackendTag:
+        """The backend that a subject of `wake` names."""
+        return BackendTag(subject.removeprefix(f"{self.prefix}.wake.").replace(".", "/"))
+
     def host_goal(self, host_id: HostId) -> str:
         """Where one host hears its whole goal."""
         return f"{self.prefix}.host.{host_id}.goal"

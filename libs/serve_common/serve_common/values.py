@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from serve_common.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
 from serve_common.errors import BadField
+from serve_common.limits import check_between, check_import_path, check_size
 
-NUM_REPLICAS_MAX = 10_000
-USER_CONFIG_BYTES_MAX = 64 * 1024
-"""Of each value that users give as JSON: a whole host goal must fit into one NATS message (1 MiB by default)."""
+NUM_REPLICAS_MAX = REPLICAS_MAX
 
 
 class RayActorOptions(
@@ -116,6 +116,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How many replicas run and how they are treated. No change of it replaces a replica."""
 
     num_replicas: int = 1
+    """With an `autoscaling_config`, what it came to: it is set by the autoscaling from then on."""
+    autoscaling_config: AutoscalingConfig | None = None
+    """None: `num_replicas` stays as it is given."""
     max_concurrent_queries: int = 100
     """Requests that one replica works on at once; also the size of its thread pool for plain functions."""
     max_queued_requests: int = 1000
@@ -189,40 +192,29 @@ Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-def shown(value: float) -> str:
-    """A number for people; JSON's whole numbers may be larger than any float."""
-    try:
-        return f"{value:g}"
-    except OverflowError:
-        return "far too large" if value > 0 else "far too small"
-
-
-def _between(value: float, low: float, high: float, field: str) -> None:
-    if not low <= value <= high:  # False for NaN too
-        raise BadField(field, f"is {shown(value)}; it must be between {low:g} and {high:g}")
-
-
 def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    _between(config.num_replicas, 0, NUM_REPLICAS_MAX, f"{field}.num_replicas")
-    _between(config.max_concurrent_queries, 1, 100_000, f"{field}.max_concurrent_queries")
-    _between(config.max_queued_requests, -1, 1_000_000, f"{field}.max_queued_requests")
-    _between(config.graceful_shutdown_timeout_s, 0, 3600, f"{field}.graceful_shutdown_timeout_s")
-    _between(config.health_check_period_s, 0.1, 3600, f"{field}.health_check_period_s")
-    _between(config.health_check_timeout_s, 0.1, 3600, f"{field}.health_check_timeout_s")
-    _between(config.health_check_failure_threshold, 1, 1000, f"{field}.health_check_failure_threshold")
-    _between(config.start_timeout_s, 1, 86_400, f"{field}.start_timeout_s")
-    _between(config.max_constructor_retry_count, 1, 100, f"{field}.max_constructor_retry_count")
-    _between(config.max_surge_percent, 0, 100, f"{field}.max_surge_percent")
-    _between(config.max_unavailable_percent, 0, 100, f"{field}.max_unavailable_percent")
+    check_between(config.num_replicas, 0, NUM_REPLICAS_MAX, f"{field}.num_replicas")
+    check_between(config.max_concurrent_queries, 1, 100_000, f"{field}.max_concurrent_queries")
+    check_between(config.max_queued_requests, -1, 1_000_000, f"{field}.max_queued_requests")
+    check_between(config.graceful_shutdown_timeout_s, 0, 3600, f"{field}.graceful_shutdown_timeout_s")
+    check_between(config.health_check_period_s, 0.1, 3600, f"{field}.health_check_period_s")
+    check_between(config.health_check_timeout_s, 0.1, 3600, f"{field}.health_check_timeout_s")
+    check_between(config.health_check_failure_threshold, 1, 1000, f"{field}.health_check_failure_threshold")
+    check_between(config.start_timeout_s, 1, 86_400, f"{field}.start_timeout_s")
+    check_between(config.max_constructor_retry_count, 1, 100, f"{field}.max_constructor_retry_count")
+    check_between(config.max_surge_percent, 0, 100, f"{field}.max_surge_percent")
+    check_between(config.max_unavailable_percent, 0, 100, f"{field}.max_unavailable_percent")
     if config.max_surge_percent == 0 == config.max_unavailable_percent:
         raise BadField(f"{field}.max_surge_percent", "and max_unavailable_percent must not both be 0")
     if config.max_replicas_per_host is not None:
-        _between(config.max_replicas_per_host, 1, NUM_REPLICAS_MAX, f"{field}.max_replicas_per_host")
-    _between(config.packing_num, 1, 100_000, f"{field}.packing_num")
-    _between(config.retry_budget_percent, 0, 100, f"{field}.retry_budget_percent")
+        check_between(config.max_replicas_per_host, 1, NUM_REPLICAS_MAX, f"{field}.max_replicas_per_host")
+    check_between(config.packing_num, 1, 100_000, f"{field}.packing_num")
+    check_between(config.retry_budget_percent, 0, 100, f"{field}.retry_budget_percent")
     _check_protection(config, field)
-    _check_size(config.user_config, f"{field}.user_config")
+    if config.autoscaling_config is not None:
+        check_autoscaling_config(config.autoscaling_config, f"{field}.autoscaling_config")
+    check_size(config.user_config, f"{field}.user_config")
     return config
 
 
@@ -230,18 +222,18 @@ def _check_protection(config: BackendConfig, field: str) -> None:
     if config.backpressure_config.status_code not in (429, 503):
         raise BadField(f"{field}.backpressure_config.status_code", "must be 503 or 429")
     if config.backpressure_config.retry_after_s is not None:
-        _between(
+        check_between(
             config.backpressure_config.retry_after_s, 0, 3600, f"{field}.backpressure_config.retry_after_s"
         )
     ejection, at = config.outlier_ejection, f"{field}.outlier_ejection"
-    _between(ejection.consecutive_failures, 0, 1000, f"{at}.consecutive_failures")
-    _between(ejection.ejection_time_s, 0.1, 3600, f"{at}.ejection_time_s")
-    _between(ejection.max_ejected_percent, 0, 50, f"{at}.max_ejected_percent")
+    check_between(ejection.consecutive_failures, 0, 1000, f"{at}.consecutive_failures")
+    check_between(ejection.ejection_time_s, 0.1, 3600, f"{at}.ejection_time_s")
+    check_between(ejection.max_ejected_percent, 0, 50, f"{at}.max_ejected_percent")
     breaker, at = config.circuit_breaker, f"{field}.circuit_breaker"
-    _between(breaker.failure_percent, 0, 100, f"{at}.failure_percent")
-    _between(breaker.requests_min, 1, 100_000, f"{at}.requests_min")
-    _between(breaker.window_s, 1, 600, f"{at}.window_s")
-    _between(breaker.open_time_s, 0.1, 3600, f"{at}.open_time_s")
+    check_between(breaker.failure_percent, 0, 100, f"{at}.failure_percent")
+    check_between(breaker.requests_min, 1, 100_000, f"{at}.requests_min")
+    check_between(breaker.window_s, 1, 600, f"{at}.window_s")
+    check_between(breaker.open_time_s, 0.1, 3600, f"{at}.open_time_s")
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -254,7 +246,7 @@ def check_endpoint_options(options: EndpointOptions, field: str = "options") -> 
         if value and not _HEADER_NAME.fullmatch(value):
             raise BadField(f"{field}.{name}", f"{value[:80]!r} cannot be the name of a header")
     if options.relative_slo_ms is not None:
-        _between(options.relative_slo_ms, 1, 86_400_000, f"{field}.relative_slo_ms")
+        check_between(options.relative_slo_ms, 1, 86_400_000, f"{field}.relative_slo_ms")
     return options
 
 
@@ -286,44 +278,37 @@ def _within(known: Any, given: Any) -> Any:
 
 def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
     """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    _between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
-    _between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
-    _between(options.header_timeout_s, 0.1, 3600, f"{field}.header_timeout_s")
-    _between(options.body_rate_min, 0, 10**9, f"{field}.body_rate_min")
-    _between(options.keep_alive_timeout_s, 0.1, 3600, f"{field}.keep_alive_timeout_s")
+    check_between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
+    check_between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
+    check_between(options.header_timeout_s, 0.1, 3600, f"{field}.header_timeout_s")
+    check_between(options.body_rate_min, 0, 10**9, f"{field}.body_rate_min")
+    check_between(options.keep_alive_timeout_s, 0.1, 3600, f"{field}.keep_alive_timeout_s")
     if len(options.middlewares) > MIDDLEWARES_MAX:
         raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
     for index, path in enumerate(options.middlewares):
-        _check_import_path(path, f"{field}.middlewares[{index}]")
+        check_import_path(path, f"{field}.middlewares[{index}]")
     return options
 
 
 def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
     """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
-    _check_import_path(config.import_path, f"{field}.import_path")
+    check_import_path(config.import_path, f"{field}.import_path")
     if len(config.app_dir) > 4096 or "\0" in config.app_dir:
         raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
     options, at = config.ray_actor_options, f"{field}.ray_actor_options"
-    _between(options.num_cpus, 0, 10_000, f"{at}.num_cpus")
-    _between(options.num_gpus, 0, 10_000, f"{at}.num_gpus")
-    _between(options.memory, 0, 2**50, f"{at}.memory")
+    check_between(options.num_cpus, 0, 10_000, f"{at}.num_cpus")
+    check_between(options.num_gpus, 0, 10_000, f"{at}.num_gpus")
+    check_between(options.memory, 0, 2**50, f"{at}.memory")
     if len(options.resources) > 32:
         raise BadField(f"{at}.resources", f"has {len(options.resources)} entries; at most 32 are allowed")
     for name, amount in options.resources.items():
         if not 0 < len(name) <= 63 or name in {"CPU", "GPU", "memory"}:
             raise BadField(f"{at}.resources", f"{name[:80]!r} is not a name for a custom resource")
-        _between(amount, 0, 10**9, f"{at}.resources.{name}")
+        check_between(amount, 0, 10**9, f"{at}.resources.{name}")
     _check_runtime_env(options.runtime_env, f"{at}.runtime_env")
-    _check_size(config.init_args, f"{field}.init_args")
-    _check_size(config.init_kwargs, f"{field}.init_kwargs")
+    check_size(config.init_args, f"{field}.init_args")
+    check_size(config.init_kwargs, f"{field}.init_kwargs")
     return config
-
-
-def _check_import_path(path: str, field: str) -> None:
-    module, colon, attribute = path.partition(":")
-    named = [*module.split("."), *attribute.split(".")]
-    if len(path) > 512 or not colon or not all(part.isidentifier() for part in named):
-        raise BadField(field, f"{path[:100]!r} must read module:attribute, such as digits:Digits")
 
 
 def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
@@ -338,29 +323,4 @@ def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
             raise BadField(f"{field}.env_vars", f"{str(name)[:80]!r} is not a name of a variable")
         if not isinstance(value, str) or "\0" in value:
             raise BadField(f"{field}.env_vars.{name[:80]}", "must be a string without NUL")
-    _check_size(runtime_env, field)
-
-
-NESTING_MAX = 64
-"""Of user values; deeper ones could pass here and then fail in another process' decoder."""
-
-
-def _check_nesting(value: Any, field: str) -> None:
-    level, depth = [value], 0
-    while level:
-        depth += 1
-        if depth > NESTING_MAX:
-            raise BadField(field, f"is nested deeper than {NESTING_MAX} levels")
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-
-
-def _check_size(value: Any, field: str) -> None:
-    _check_nesting(value, field)
-    size = len(msgspec.json.encode(value))
-    if size > USER_CONFIG_BYTES_MAX:
-        raise BadField(field, f"is {size} bytes as JSON; at most {USER_CONFIG_BYTES_MAX} are allowed")
+    check_size(runtime_env, field)

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from serve_common.names import ControllerId
+from serve_common.autoscaling import AutoscalingConfig, AutoscalingPolicy
+from serve_common.errors import ServeError
+from serve_common.names import BackendTag, ControllerId, HostId, ProxyId
 from serve_common.wires.host import HostGoal
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import EventView, HistoryView
+from serve_controller.core.autoscaling.values import Reading
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+
+
+class PolicyFailed(ServeError):
+    """A user's policy function raised, took too long, or gave no number."""
+
+
+class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user's policy function is given, as `muster.AutoscalingContext`; names as in Ray Serve."""
+
+    deployment_name: str
+    app_name: str
+    current_num_replicas: int
+    target_num_replicas: int
+    total_num_requests: float
+    total_queued_requests: float
+    capacity_adjusted_min_replicas: int
+    capacity_adjusted_max_replicas: int
+    policy_state: dict[str, Any]
+    last_scale_up_time: float | None
+    last_scale_down_time: float | None
+    current_time: float
+    readings: list[Reading]
+    """The latest ones, the oldest first."""
+
+
+class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a user's policy function said."""
+
+    num_replicas: int
+    policy_state: dict[str, Any] | None = None
+    """None: as it was."""
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +144,41 @@ class EventSink(Protocol):
 
     async def recent_events(self, limit: int) -> list[EventView]:
         """The newest events that are still kept, the oldest first; empty when they cannot be had within 2 s."""
+        ...
+
+
+class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose load is to be read, and who must have been heard for it to count."""
+
+    backend_tag: BackendTag
+    config: AutoscalingConfig
+    proxies: frozenset[ProxyId]
+    """Every live proxy: one that was not scraped may hold waiting requests."""
+    hosts: frozenset[HostId]
+    """Every host that runs a replica of it."""
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the services' metrics are, by what they say of themselves in their reports."""
+
+    urls: frozenset[str]
+
+
+class LoadSource(Protocol):
+    """Where loads are read."""
+
+    async def read(
+        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+    ) -> Mapping[BackendTag, Reading]:
+        """A reading for each of ``asks``; one that cannot be had says why. Takes a few seconds at most, never raises."""
+        ...
+
+
+class PolicyRunner(Protocol):
+    """Runs the users' policy functions, apart from the controller: one that hangs or crashes harms only its backend."""
+
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: PolicyContext) -> PolicyAnswer:
+        """What the function says. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
         ...
 
 

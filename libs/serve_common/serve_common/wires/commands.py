@@ -120,6 +120,29 @@ class UpdateBackendConfig(Command, frozen=True, kw_only=True, forbid_unknown_fie
     """Some fields of `BackendConfig`."""
 
 
+class Scale(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Make a backend have so many replicas; for people and for scalers of their own.
+
+    With autoscaling it must be within min_replicas and max_replicas, and autoscaling pauses until `ResumeAutoscaling`,
+    so that what was asked stays.
+    """
+
+    backend_tag: str
+    num_replicas: int
+
+
+class PauseAutoscaling(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Leave a backend's number of replicas as it is. One that is paused is a success; without autoscaling: refused."""
+
+    backend_tag: str
+
+
+class ResumeAutoscaling(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Let a backend's number of replicas follow its load again. One that does is a success."""
+
+    backend_tag: str
+
+
 class CreateEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Make an endpoint. The same again makes no new goal; another one under the same name is refused."""
 
@@ -210,6 +233,9 @@ AnyCommand = (
     | CreateBackend
     | DeleteBackend
     | UpdateBackendConfig
+    | Scale
+    | PauseAutoscaling
+    | ResumeAutoscaling
     | CreateEndpoint
     | DeleteEndpoint
     | SetTraffic

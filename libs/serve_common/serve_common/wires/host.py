@@ -99,5 +99,7 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     resources: dict[str, float]
     """Whole resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
     replicas: list[ReplicaReport]
+    metrics_url: str = ""
+    """As in `ProxyReport`: its own and its replicas' metrics."""
     leaving: bool = False
     """The host was asked to stop and drains everything by itself."""

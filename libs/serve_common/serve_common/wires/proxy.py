@@ -26,6 +26,9 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why the newest `HttpSnapshot` is not in force (a middleware cannot be imported); empty when it is."""
     http_error_snapshot_id: int = 0
     """Of that snapshot; 0 for none."""
+    metrics_url: str = ""
+    """Where the controller scrapes it when there is no Prometheus, such as ``http://10.0.0.7:9102/metrics``; proxies
+    that share a port tell the same. Empty: it cannot be scraped."""
     leaving: bool = False
     """It drains and takes no new requests; goals no longer wait for it."""
 

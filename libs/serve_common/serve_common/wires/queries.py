@@ -79,6 +79,14 @@ class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """False leaves out the deployments: `ListDeployments` tells them in pages."""
 
 
+class GetAutoscaling(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the autoscaling of each backend that has one saw last, and why it moved or held."""
+
+
+class GetLoad(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Scrape all services now and sum up what they bear."""
+
+
 class GetSnapshot(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every deployment in short, also those that are gone."""
 
@@ -140,6 +148,8 @@ AnyQuery = (
     | GetHttpProxies
     | GetHosts
     | GetStatus
+    | GetAutoscaling
+    | GetLoad
     | GetSnapshot
     | GetEvents
     | GetHistory

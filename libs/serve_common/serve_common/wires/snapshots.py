@@ -55,6 +55,8 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     max_concurrent_queries: int
     max_queued_requests: int
     protection: BackendProtection = BackendProtection()
+    can_wake: bool = False
+    """It was scaled to zero: a request that waits for it should wake it (`wires.wake`)."""
     code_versions: dict[ReplicaTag, int] = {}
     """Of each replica while more than one version runs; empty when all run the same one."""
 

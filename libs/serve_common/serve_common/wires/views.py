@@ -253,3 +253,56 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[PlannedReplica]
     notes: list[str]
     """What else would change, and what is in the way, for people."""
+
+
+class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaling of one backend saw last, and why it moved or held."""
+
+    backend_tag: str
+    paused: str = ""
+    """By what; empty while it is on."""
+    verdict: str = ""
+    """See `core.autoscaling.values.Verdict`; empty before the first decision of this leader."""
+    seen: float | None = None
+    """Requests worked on and waiting, or what the query gave; None: not known."""
+    wanted: float | None = None
+    """Replicas that this comes to, before limits and delays."""
+    num_replicas: int
+    """As decided."""
+    why: str = ""
+    source: str = ""
+    """``prometheus``, ``scrape`` or empty."""
+    decided_at: float | None = None
+    """Seconds since 1970."""
+    data_age_s: float | None = None
+    """Of the newest reading that could be used."""
+
+
+class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one endpoint over all proxies, since each of them began: two of these make a rate."""
+
+    endpoint_tag: str
+    requests: float
+    errors: float
+    """Of these, answered with status 500 and above."""
+    seconds_buckets: dict[str, float]
+    """Requests answered within each upper bound of seconds, as Prometheus has them; ``+Inf`` is all."""
+
+
+class BackendLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What one backend bears now."""
+
+    backend_tag: str
+    in_flight: float
+    queued: float
+
+
+class LoadView(msgspec.Struct, frozen=True, kw_only=True):
+    """One scrape of all services, summed up."""
+
+    at: float
+    """Seconds since 1970."""
+    endpoints: list[EndpointLoad]
+    backends: list[BackendLoad]
+    unreachable: list[str]
+    """Addresses that did not answer in time."""

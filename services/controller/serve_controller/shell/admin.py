@@ -12,9 +12,9 @@ from typing import Final, Protocol
 import msgspec
 
 from serve_common.errors import BadField, FencedOut, NotLeading
+from serve_common.limits import shown
 from serve_common.names import GoalId, deployment_tag
 from serve_common.ports import Clock
-from serve_common.values import shown
 from serve_common.wires import queries as q
 from serve_common.wires.admin import COMMANDS, WHO_LENGTH_MAX
 from serve_common.wires.commands import AnyCommand, CommandReply, Request

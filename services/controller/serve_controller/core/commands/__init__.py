@@ -17,7 +17,10 @@ from serve_common.wires.commands import (
     Deploy,
     DeployApplication,
     DrainHost,
+    PauseAutoscaling,
+    ResumeAutoscaling,
     Rollback,
+    Scale,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -67,6 +70,8 @@ def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:
             return delete_backend(checkpoint, command, now)
         case UpdateBackendConfig():
             return update_backend_config(checkpoint, command, now)
+        case Scale() | PauseAutoscaling() | ResumeAutoscaling():
+            raise NotImplementedError
         case CreateEndpoint():
             return create_endpoint(checkpoint, command, now)
         case DeleteEndpoint():

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_common.limits import shown
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.subjects import endpoint_key
-from serve_common.values import check_endpoint_options, merged, shown
+from serve_common.values import check_endpoint_options, merged
 from serve_common.wires.commands import (
     CreateEndpoint,
     DeleteEndpoint,

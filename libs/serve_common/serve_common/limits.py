@@ -1,0 +1,61 @@
+"""Checks that all configured values share.
+
+Why apart from the values: each group of values has a file of its own, and all of them say alike what is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from serve_common.errors import BadField
+
+USER_CONFIG_BYTES_MAX: Final = 64 * 1024
+"""Of each value that users give as JSON: a whole host goal must fit into one NATS message (1 MiB by default)."""
+NESTING_MAX: Final = 64
+"""Of user values; deeper ones could pass here and then fail in another process' decoder."""
+
+
+def shown(value: float) -> str:
+    """A number for people; JSON's whole numbers may be larger than any float."""
+    try:
+        return f"{value:g}"
+    except OverflowError:
+        return "far too large" if value > 0 else "far too small"
+
+
+def check_between(value: float, low: float, high: float, field: str) -> None:
+    """Raise `BadField` unless ``low <= value <= high``."""
+    if not low <= value <= high:  # False for NaN too
+        raise BadField(field, f"is {shown(value)}; it must be between {low:g} and {high:g}")
+
+
+def check_import_path(path: str, field: str) -> None:
+    """Raise `BadField` unless ``path`` reads ``module:attribute``."""
+    module, colon, attribute = path.partition(":")
+    named = [*module.split("."), *attribute.split(".")]
+    if len(path) > 512 or not colon or not all(part.isidentifier() for part in named):
+        raise BadField(field, f"{path[:100]!r} must read module:attribute, such as digits:Digits")
+
+
+def check_size(value: Any, field: str) -> None:
+    """Raise `BadField` for a user's value that is too large or nested too deep."""
+    _check_nesting(value, field)
+    size = len(msgspec.json.encode(value))
+    if size > USER_CONFIG_BYTES_MAX:
+        raise BadField(field, f"is {size} bytes as JSON; at most {USER_CONFIG_BYTES_MAX} are allowed")
+
+
+def _check_nesting(value: Any, field: str) -> None:
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > NESTING_MAX:
+            raise BadField(field, f"is nested deeper than {NESTING_MAX} levels")
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]

@@ -1,0 +1,98 @@
+"""What the autoscaling policy sees, remembers and says.
+
+Why a state that is passed through: delays and panics need a memory, and a policy that keeps its own could not be
+simulated, compared or begun anew after a change of leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from serve_common.autoscaling import AutoscalingConfig
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """The load of one backend, as one look at a source found it."""
+
+    at: float
+    """Of the newest sample in it, seconds since 1970."""
+    seen: float | None
+    """Requests that replicas work on plus those that wait, over `look_back_period_s` by `aggregation_function`; or
+    what the query gave. None: not known, and `missing` says why."""
+    burst: float | None = None
+    """The same, averaged over `panic_window_s`; None where that is not known (a query has none)."""
+    queued: float = 0.0
+    """Of `seen`: those that waited in routers."""
+    source: str = ""
+    """``prometheus`` or ``scrape``."""
+    missing: str = ""
+    """Why `seen` is None, for people: what was not scraped, is stale, or gave no number."""
+
+
+Series = Sequence[Reading]
+"""The latest readings, the oldest first; never empty when a policy is asked. At least those of the look-back period."""
+
+
+class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy remembers between two decisions. Soft: a new leader begins with an empty one, which only delays."""
+
+    up_since: float | None = None
+    """Since when more have been wanted without a break; None while not."""
+    down_since: float | None = None
+    zero_since: float | None = None
+    """Since when the last replica has not been wanted."""
+    panic_until: float | None = None
+    last_up_at: float | None = None
+    """When it last decided on more."""
+    last_down_at: float | None = None
+    policy_state: dict[str, Any] = {}
+    """Of the user's function."""
+
+
+class Verdict(Enum):
+    """What a decision came to."""
+
+    STEADY = "steady"
+    """As many as are wanted."""
+    WAITS_UP = "waits_up"
+    """More are wanted; `upscale_delay_s` is not over."""
+    WAITS_DOWN = "waits_down"
+    UP = "up"
+    DOWN = "down"
+    PANIC = "panic"
+    """Added at once, because the load is a multiple of what the replicas bear."""
+    HELD = "held"
+    """Nothing is done because the load is not known, or because a panic is not over."""
+    WOKEN = "woken"
+    """From zero, by a request that waits."""
+
+
+class ScalingInput(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a backend that a decision depends on, but its load and the time."""
+
+    config: AutoscalingConfig
+    num_replicas: int
+    """As it was decided last."""
+    num_running: int
+    """Replicas that take requests now."""
+    asked: int | None = None
+    """What the user's function said; None for the default policy."""
+    asked_state: dict[str, Any] | None = None
+    """And what it wants to be given next time."""
+
+
+class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there shall be, and why."""
+
+    target: int
+    state: ScalingState
+    verdict: Verdict
+    seen: float | None
+    wanted: float | None
+    """What the load alone comes to, before limits, factors and delays; None where it is not known."""
+    why: str
+    """For people, in one line: what was seen and why it moved or held."""
