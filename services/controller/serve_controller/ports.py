@@ -170,7 +170,7 @@ class LoadSource(Protocol):
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
     ) -> Mapping[BackendTag, Reading]:
-        """A reading for each of ``asks``; one that cannot be had says why. Takes a few seconds at most, never raises."""
+        """A reading for each of ``asks``; one that cannot be had says why. Takes seconds at most, never raises."""
         ...
 
 

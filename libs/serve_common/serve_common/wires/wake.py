@@ -1,7 +1,7 @@
 """What a router says when requests wait for a backend that was scaled to zero.
 
 Why a message of its own: the load that scrapes show is seconds old, and the first request should not wait for it.
-It is said again every `AGAIN_S` while they wait, so a lost one costs a second; to the controller each is a wish, no fact.
+It is said again every `AGAIN_S` while they wait, so a lost one costs a second.
 """
 
 from __future__ import annotations
