@@ -19,6 +19,7 @@ import msgspec
 
 from muster.embedded import StackFailed
 from serve_common.errors import ServeError
+from tests.bench.counting import CountingCost, measure_counting
 from tests.bench.floors import running_floors
 from tests.bench.generators import Generators
 from tests.bench.loads import (
@@ -82,7 +83,9 @@ async def bench(options: argparse.Namespace) -> list[Line]:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="mb-", ignore_cleanup_errors=True))
         )
         systems = await _started(stack, directory, options)
-        samples = await _measured(systems, loads, Generators(wrk, directory), options)
+        generators = Generators(wrk, directory)
+        samples = await _measured(systems, loads, generators, options)
+        counting = await _counting(systems, generators, options)
         if any(sample.errors for sample in samples if sample.run.system.name == MUSTER):
             _say(logs_of(directory / "muster"))
         _say("stopping …")
@@ -91,6 +94,7 @@ async def bench(options: argparse.Namespace) -> list[Line]:
         samples,
         lines,
         conclude_processes(samples, PROCESSES_SHOWN_FOR),
+        counting,
         load_before=load_before,
         rounds=options.rounds,
         seconds=options.seconds,
@@ -132,6 +136,19 @@ async def _measured(
             f"{figures.rate:>10,.0f} {run.load.kind.value}{latency}{first}{errors}"
         )
     return samples
+
+
+async def _counting(
+    systems: list[System], generators: Generators, options: argparse.Namespace
+) -> CountingCost | None:
+    """None where it was not asked for, or cannot be measured."""
+    if (options.only or "") not in "metrics":
+        return None
+    for system in systems:
+        if Served.UNCOUNTED.value in system.urls:
+            _say("measuring what metrics cost …")
+            return await measure_counting(system, generators.run, system.metrics_urls)
+    return None
 
 
 def _say(text: str) -> None:

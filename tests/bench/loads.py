@@ -23,6 +23,8 @@ class Served(Enum):
     UPLOAD = "upload"
     TOKENS = "tokens"
     CHAIN = "chain"
+    UNCOUNTED = "uncounted"
+    """The no-op, without metrics."""
 
 
 class Kind(Enum):

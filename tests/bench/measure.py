@@ -24,6 +24,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     urls: dict[str, str]
     stack_id: str = ""
     """Mark of its processes; empty: they are not measured."""
+    metrics_urls: list[str] = []
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

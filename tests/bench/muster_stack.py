@@ -6,6 +6,7 @@ Why the embedded stack: the same processes, bus, passwords and permissions as us
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from serve_common.errors import ServeError
 from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
 from serve_common.wires.views import GoalStatus
+from tests.bench.counting import UNCOUNTED
 from tests.bench.loads import MIB, MUSTER, Served
 from tests.bench.measure import System
 from tests.bench.probes import answers_http
@@ -38,6 +40,7 @@ async def running_muster(state_dir: Path) -> AsyncIterator[System]:
 
     A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
+    os.environ["SERVE_UNCOUNTED"] = UNCOUNTED  # the stack inherits it
     async with EmbeddedStack(state_dir, _OPTIONS) as stack:
         record = stack.record
         routes = await _deploy_all(record)
@@ -48,6 +51,7 @@ async def running_muster(state_dir: Path) -> AsyncIterator[System]:
             name=MUSTER,
             urls={path: record.http_url + route for path, route in routes.items()},
             stack_id=record.stack_id,
+            metrics_urls=[f"{url}/metrics" for url in record.ops_urls.values()],
         )
 
 
@@ -94,7 +98,7 @@ async def _deploy(admin: AdminClient, path: Served) -> ChangeReply:
     return await admin.deploy(
         Deploy(
             name=path.value,
-            replica_config=_config(path.value.capitalize()),
+            replica_config=_config("Noop" if path is Served.UNCOUNTED else path.value.capitalize()),
             backend_config=BackendConfig(num_replicas=1),
             route_prefix=f"/{path.value}",
         )

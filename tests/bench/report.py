@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from serve_common.adapters.system_clock import SystemClock
+from tests.bench.counting import CONNECTIONS, PAIRS, CountingCost
 from tests.bench.measure import Line, ProcessLine, Sample
 
 _HEAD = ["load", "system", "rate", "(min-max)", "p50 ms", "p99 ms", "first ms", "ratio", "errors"]
@@ -30,6 +31,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: int
     taken_s: float
     lines: list[Line]
+    counting: CountingCost | None
     processes: list[ProcessLine]
     samples: list[Sample]
 
@@ -52,6 +54,7 @@ def make_report(
     samples: Sequence[Sample],
     lines: Sequence[Line],
     processes: Sequence[ProcessLine],
+    counting: CountingCost | None = None,
     *,
     load_before: float,
     rounds: int,
@@ -68,6 +71,7 @@ def make_report(
         seconds=seconds,
         taken_s=taken_s,
         lines=list(lines),
+        counting=counting,
         processes=list(processes),
         samples=list(samples),
     )
@@ -84,7 +88,18 @@ def render(report: Report) -> str:
     if report.processes:
         shown = [line for line in report.processes if not _is_idle(line)]
         tables.append(_table(_PROCESS_HEAD, [_process_cells(line) for line in shown], 3))
+    if report.counting is not None:
+        tables.append(_counting(report.counting))
     return "\n".join([heading, "\n\n".join(tables), f"\nthe whole took {report.taken_s:.0f} s"])
+
+
+def _counting(cost: CountingCost) -> str:
+    return (
+        f"metrics: with all of them, and a scrape each second, the no-op at c={CONNECTIONS} has {cost.ratio:.3f} of "
+        f"the rate without any (median of {PAIRS} pairs, {cost.ratio_min:.3f}-{cost.ratio_max:.3f}; "
+        f"{cost.rate:,.0f} req/s);\n"
+        f"CPU of all processes for a request: {cost.cpu_us:.1f} us with, {cost.cpu_us_without:.1f} us without"
+    )
 
 
 def _table(head: list[str], rows: list[list[str]], left_columns: int) -> str:

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import json
 import logging
+import os
 import sys
 from typing import Any
 
@@ -24,6 +25,7 @@ import uvloop
 
 from serve_common.names import BackendTag, ProxyId, ReplicaTag
 from serve_common.settings import BusSettings, OperationsSettings
+from serve_common.tracing.settings import read_tracing_settings
 from serve_common.values import HttpOptions, ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_proxy.settings import ProxySettings
@@ -61,6 +63,7 @@ def proxy_settings(url: str, proxy_id: str, order: RunOrder) -> ProxySettings:
         http=HttpOptions(request_timeout_s=order.request_timeout_s, body_bytes_max=order.body_bytes_max),
         drain_timeout_s=2.0,
         bus_wait_s=5.0,
+        tracing=read_tracing_settings(os.environ),
     )
 
 

@@ -33,7 +33,7 @@ from muster.client.admin import AdminClient
 from muster.client.connect import connect_stack
 from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.adapters.system_clock import SystemClock
-from serve_common.names import HostId, ProxyId, ReplicaTag
+from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.routing.snapshot_table import SnapshotTable
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
@@ -209,6 +209,12 @@ class NoMetrics:
     """The host's metrics, not kept."""
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
+        return
+
+    def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
+        return
+
+    def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
         return
 
     def retire_process(self, pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,9 @@ class HandleStack:
         self.nats = nats
         self.snapshot_id = 0
         self.processes: list[subprocess.Popen[str]] = []
+        self.metrics_dir = nats.directory / "metrics"
+        """What the replicas' processes count."""
+        self.metrics_dir.mkdir()
 
     def start(self, *orders: StartOrder) -> None:
         """Start a process with these replicas; see `wait_ready`."""
@@ -76,6 +80,7 @@ class HandleStack:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.metrics_dir)},
         )
         self.processes.append(process)
         assert process.stdin is not None
@@ -124,8 +129,12 @@ class HandleStack:
                 raise AssertionError("a replica did not start")
 
     async def write_bucket(
-        self, deployments: Mapping[str, Sequence[str]], versions: Mapping[str, int] | None = None
+        self,
+        deployments: Mapping[str, Sequence[str]],
+        versions: Mapping[str, int] | None = None,
+        routes: Mapping[str, str | None] | None = None,
     ) -> None:
+        """One without replicas is scaled to zero."""
         client = await connect_nats(self.nats.settings("controller"), name="test", deadline_s=5.0)
         try:
             bucket = await client.jetstream().create_key_value(KeyValueConfig(bucket=SUBJECTS.bucket))
@@ -133,8 +142,8 @@ class HandleStack:
                 backend_tag, endpoint_tag = BackendTag(deployment), EndpointTag(deployment)
                 endpoint = EndpointSnapshot(
                     endpoint_tag=endpoint_tag,
-                    route="/" if deployment.endswith("/middle") else None,
-                    methods=["POST"],
+                    route=(routes or {}).get(deployment, "/" if deployment.endswith("/middle") else None),
+                    methods=["GET", "POST"] if routes else ["POST"],
                     traffic={backend_tag: 1.0},
                 )
                 backend = BackendSnapshot(
@@ -143,6 +152,7 @@ class HandleStack:
                     draining=[],
                     max_concurrent_queries=100,
                     max_queued_requests=100,
+                    can_wake=not replicas,
                     code_versions={
                         ReplicaTag(tag): version
                         for tag, version in (versions or {}).items()

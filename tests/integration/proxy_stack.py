@@ -118,7 +118,13 @@ class Stack:
         return await self.put(endpoint_key(EndpointTag(tag)), content)
 
     async def put_backend(
-        self, *replicas: str, tag: str = TAG, draining=(), limit: int = 100, queue: int = 1000
+        self,
+        *replicas: str,
+        tag: str = TAG,
+        draining=(),
+        limit: int = 100,
+        queue: int = 1000,
+        can_wake: bool = False,
     ) -> int:
         content = BackendSnapshot(
             backend_tag=BackendTag(tag),
@@ -126,6 +132,7 @@ class Stack:
             draining=list(draining),
             max_concurrent_queries=limit,
             max_queued_requests=queue,
+            can_wake=can_wake,
         )
         return await self.put(backend_key(BackendTag(tag)), content)
 

@@ -19,6 +19,7 @@ from muster.handles import (
     get_deployment_handle,
 )
 from muster.handles import runtime as handle_runtime
+from serve_common.adapters.nats_client import connect_nats
 from serve_common.errors import (
     BusAuthorizationFailed,
     BusUnavailable,
@@ -29,7 +30,9 @@ from serve_common.errors import (
 from serve_common.names import BackendTag
 from serve_common.request_context import RequestContext, request_context
 from serve_common.settings import BusSettings
-from tests.integration.handle_stack import APP_DIR, GuardedNats, HandleStack
+from serve_common.wires.wake import Wake
+from serve_replica_host.adapters.metrics_files import MetricsFiles
+from tests.integration.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 
@@ -234,6 +237,41 @@ def elsewhere(stack: HandleStack) -> Iterator[Callable[[BusSettings], None]]:
     """Connects this process' handles in another way, for one test."""
     yield handle_runtime.use
     handle_runtime.use(stack.nats.settings("client"))
+
+
+async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_to_zero(
+    stack: HandleStack, leaf: DeploymentHandle, middle: DeploymentHandle
+) -> None:
+    controller = await connect_nats(stack.nats.settings("controller"), name="test", deadline_s=5.0)
+    said = await controller.subscribe(SUBJECTS.wakes)
+    await controller.flush()
+    await stack.write_bucket({LEAF: []})
+    wait_until(lambda: handle_runtime.runtime()._parts.router._routes.router(BackendTag(LEAF)).is_asleep)
+    outside = leaf.remote(1)
+    wake = msgspec.json.decode((await said.next_msg(5)).data, type=Wake)
+    assert wake == Wake(backend_tag=LEAF, waiting=1)
+    outside.cancel()
+    inside = middle.remote(2)
+    wake = msgspec.json.decode((await said.next_msg(5)).data, type=Wake)
+    assert wake == Wake(backend_tag=LEAF, waiting=1)
+    await said.next_msg(5)  # it is said again
+    await stack.write_bucket({LEAF: [f"{LEAF}#0"]})
+    assert await inside == [2]
+    await controller.close()
+
+    files = MetricsFiles(stack.metrics_dir)
+    wait_until(lambda: waited_s(files).get(LEAF, 0.0) >= 1.0, 5.0)
+    assert waited_s(files) == {LEAF: pytest.approx(1.0, abs=0.5), ROLLED: 0.0}
+
+
+def waited_s(files: MetricsFiles) -> dict[str, float]:
+    """What the replicas' processes say of the waiting of their own calls."""
+    return {
+        sample.labels["backend_tag"]: sample.value
+        for metric in files.collect()
+        for sample in metric.samples
+        if sample.name == "serve_router_queued_seconds_total"
+    }
 
 
 @pytest.mark.parametrize("wrong", [{"user": "admin"}, {"password": "wrong-one"}])

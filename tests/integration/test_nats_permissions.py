@@ -46,6 +46,8 @@ HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
 EVENT = SUBJECTS.event("goal", "g7")
+WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
+LOGGING = ("controller", "proxy", "host", "replica")
 
 Connect = Callable[[str], Awaitable[Client]]
 
@@ -205,6 +207,16 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.events),
     ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("admin", "SUB", "_INBOX.abc.*"),
+    # whoever routes says that a backend is waited for, and the controller hears it
+    *((role, "PUB", WAKE) for role in ("proxy", "replica", "client")),
+    ("controller", "SUB", SUBJECTS.wakes),
+    # all processes publish their log lines, also when they are asked for them; the admin hears them
+    *((kind, "PUB", SUBJECTS.log(kind, "shop/digits#7")) for kind in LOGGING),
+    *((kind, "PUB", SUBJECTS.recalled_log("t1", kind)) for kind in LOGGING),
+    *((kind, "SUB", SUBJECTS.log_recall) for kind in LOGGING),
+    ("admin", "PUB", SUBJECTS.log_recall),
+    ("admin", "SUB", SUBJECTS.logs()),
+    ("admin", "SUB", SUBJECTS.recalled_log("t1")),
     *(
         (role, "SUB", f"_INBOX_{role}.>")
         for role in ("controller", "proxy", "host", "replica", "client", "admin")
@@ -241,6 +253,19 @@ DENIED = [
     # nobody reports in another's name
     *((role, "PUB", HOST_REPORT) for role in ("proxy", "replica", "client", "admin", "controller")),
     *((role, "PUB", PROXY_REPORT) for role in ("host", "replica", "client", "admin", "controller")),
+    # nobody else wakes a backend, or hears who waits
+    *((role, "PUB", WAKE) for role in ("controller", "host", "admin")),
+    *((role, "SUB", SUBJECTS.wakes) for role in ("proxy", "host", "replica", "client", "admin")),
+    # nobody logs in another's name, reads what others log, or asks for it
+    *(
+        (role, "PUB", subject)
+        for role in (*LOGGING, "client", "admin")
+        for kind in LOGGING
+        for subject in (SUBJECTS.log(kind, "p1"), SUBJECTS.recalled_log("t1", kind))
+        if role != kind
+    ),
+    *((role, "SUB", SUBJECTS.logs()) for role in (*LOGGING, "client")),
+    *((role, "PUB", SUBJECTS.log_recall) for role in (*LOGGING, "client")),
     # requests are between proxies and replicas
     *((role, "PUB", REPLICA) for role in ("controller", "host", "admin")),
     *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "admin")),

@@ -17,6 +17,7 @@ from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
 from serve_common.replica_context import set_replica_context
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
 from serve_proxy.adapters import http_sockets
+from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.bare_runner import RunOrder, start_order
 from tests.integration.fake_replica import FakeReplica, Held
@@ -334,7 +335,10 @@ class NoMetrics:
     def count_refused(self, reason: str) -> None:
         pass
 
-    def write(self, in_flight: int) -> None:
+    def turn(self) -> None:
+        pass
+
+    def write(self, occupancy: Occupancy) -> None:
         pass
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from muster.secrets import NATS_INCLUDE, generate
 from serve_common.adapters.nats_client import connect_nats
@@ -864,6 +865,47 @@ async def test_metrics_keep_the_totals_of_ended_replicas(driver: Driver, stack: 
     assert "serve_replica_refused_total" in text
     await driver.run(driver.replica("Echo"))
     assert answered() == total
+
+
+async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack: Stack) -> None:
+    def samples(*kinds: str) -> dict[str, float]:
+        families = text_string_to_metric_families(stack.get("/metrics")[1])
+        return {
+            f"{sample.name}{sorted(sample.labels.items())}": sample.value
+            for family in families
+            if family.type in kinds
+            for sample in family.samples
+            if sample.name.startswith("serve_")
+        }
+
+    async def until(is_so: Callable[[dict[str, float]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not is_so(samples("counter", "gauge", "histogram")):
+                await asyncio.sleep(0.05)
+
+    echo = driver.replica("Echo")
+    await driver.run(echo)
+    backend = [("backend_tag", str(echo.backend_tag))]
+    ongoing, in_flight = (
+        f"serve_replica_{name}{backend}" for name in ("ongoing_seconds_total", "in_flight_requests")
+    )
+    await until(lambda shown: ongoing in shown)
+    at_first = samples("counter")[ongoing]
+    await driver.call(echo.replica_tag)
+    driver.request(echo.replica_tag, "/app/slow", query="s=60")
+    await until(lambda shown: shown[ongoing] >= at_first + 0.5 and shown[in_flight] == 1.0)
+    before = samples("counter", "histogram")
+
+    report = await driver.until(lambda report: bool(report.replicas and report.replicas[0].pid))
+    os.kill(report.replicas[0].pid, signal.SIGKILL)
+    await driver.until(lambda report: report.replicas[0].status is ReplicaStatus.DEAD)
+    await until(lambda shown: in_flight not in shown)
+    after = samples("counter", "histogram")
+
+    assert {name: after.get(name, -1.0) for name in before if after.get(name, -1.0) < before[name]} == {}
+    assert after[f"serve_replica_failures_total{[*backend, ('reason', 'death')]}"] >= 1.0
+    await driver.goal()
+    await driver.until(lambda report: not report.replicas)
 
 
 async def test_sigterm_drains_and_leaves_no_process_behind(driver: Driver, stack: Stack) -> None:

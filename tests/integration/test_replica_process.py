@@ -33,6 +33,7 @@ from serve_common.wires.frames import (
     encode_frame,
 )
 from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.nats_server import NatsServer
@@ -93,7 +94,10 @@ class NoMetrics:
     def count_refused(self, reason: str) -> None:
         pass
 
-    def write(self, in_flight: int) -> None:
+    def turn(self) -> None:
+        pass
+
+    def write(self, occupancy: Occupancy) -> None:
         pass
 
 

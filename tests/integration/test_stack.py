@@ -21,6 +21,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.integration.scraped_pages import contradictions, missing, scraped_names
+
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
 START_LIMIT_S = 90.0
@@ -353,12 +355,21 @@ async def test_every_process_serves_its_metrics(stack: Stack) -> None:
         "proxy": ["serve_proxy_requests_total{", "serve_proxy_request_seconds_bucket{"],
         "replica-host": ["serve_replica_requests_total{", "serve_host_replicas{"],
     }
+    pages = {}
     async with aiohttp.ClientSession() as session:
         for name, lines in wanted.items():
             async with session.get(f"{stack.record()['ops_urls'][name]}/metrics") as response:
-                text = await response.text()
+                text = pages[name] = await response.text()
             for line in lines:
                 assert line in text, f"{name} does not show {line}"
+    assert contradictions(pages) == []
+    assert missing(pages) == []
+    assert {"serve_controller_effects_total", "serve_controller_replicas_wanted"} <= scraped_names(
+        pages["controller"]
+    )
+    assert {"serve_replica_start_seconds_count", "process_resident_memory_bytes"} <= scraped_names(
+        pages["replica-host"]
+    )
 
 
 async def test_a_stopped_stack_brings_its_deployment_back_and_leaves_no_process_behind(stack: Stack) -> None:

@@ -58,7 +58,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**16))
     def make(self, seed):
-        self.router = Router(TAG, random.Random(seed).random)
+        self.router = Router(TAG, random.Random(seed).random, lambda: self.now)
         self.now = 0.0
         self.last_key = 0
         self.arrivals = 0
@@ -71,7 +71,10 @@ class RouterMachine(RuleBasedStateMachine):
         self.order: dict[RequestKey, tuple[float, int]] = {}
         self.answered = 0
         self.failed = 0
-        self.apply(["running", "running", "draining", "gone"], 2, 4, BackendProtection(), versions={})
+        self.waited_s = 0.0
+        self.apply(
+            ["running", "running", "draining", "gone"], 2, 4, BackendProtection(), versions={}, can_wake=False
+        )
 
     # -- helpers of the model --
 
@@ -191,8 +194,9 @@ class RouterMachine(RuleBasedStateMachine):
         queue_max=st.integers(0, 4),
         protection=protections,
         versions=st.dictionaries(replicas, st.integers(1, 2)),
+        can_wake=st.booleans(),
     )
-    def apply(self, states, limit, queue_max, protection, versions):
+    def apply(self, states, limit, queue_max, protection, versions, can_wake):
         by_state = {
             state: [r for r, s in zip(REPLICAS, states, strict=True) if s == state]
             for state in ("running", "draining", "gone")
@@ -209,9 +213,11 @@ class RouterMachine(RuleBasedStateMachine):
                 max_queued_requests=queue_max,
                 protection=protection,
                 code_versions=versions,
+                can_wake=can_wake,
             ),
             self.now,
         )
+        assert self.router.is_asleep == (can_wake and not self.running)
         self.sync_blocked()
         expected = {r for r, where in self.in_flight.items() if where not in self.running | self.draining}
         assert set(applied.lost) == expected
@@ -236,6 +242,7 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 6.0]))
     def pass_time(self, seconds):
         self.now += seconds
+        self.waited_s += seconds * len(self.waiting)
         due = {r for r, (deadline, _) in self.waiting.items() if deadline <= self.now}
         expired = self.router.expire(self.now)
         assert set(expired) == due
@@ -267,6 +274,13 @@ class RouterMachine(RuleBasedStateMachine):
         assert self.router.in_flight == len(self.in_flight)
         assert self.router.queue_depth == len(self.waiting)
         assert all(self.router.is_waiting(request) for request in self.waiting)
+
+    @precondition(lambda self: hasattr(self, "router"))
+    @invariant()
+    def all_waiting_is_counted_to_the_second(self):
+        assert abs(self.router.queued_seconds(self.now) - self.waited_s) < 1e-6
+        waited_on_s = self.router.queued_seconds(self.now + 0.5) - self.router.queued_seconds(self.now)
+        assert abs(waited_on_s - 0.5 * len(self.waiting)) < 1e-6
 
     @precondition(lambda self: hasattr(self, "router"))
     @invariant()

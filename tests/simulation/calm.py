@@ -14,7 +14,7 @@ from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from tests.simulation.check_budgets import wanted_of
 from tests.simulation.clients import Step
-from tests.simulation.sim_host import Code
+from tests.simulation.sim_host import BAD_CONFIG, Code
 from tests.simulation.stories import TOO_LARGE
 
 if TYPE_CHECKING:
@@ -30,7 +30,11 @@ def mending(world: World) -> list[Step]:
     asked = 0.0
     for tag, made in sorted(world.checks.reference.now.backends.items()):
         cpus = made.code.ray_actor_options.num_cpus
-        if made.code.import_path in (Code.DIES.value, Code.SICK.value) or cpus == TOO_LARGE:
+        is_bad = made.code.import_path in (Code.DIES.value, Code.SICK.value)
+        if made.config.autoscaling_config is not None:
+            # It may have been deployed with no replica at all: no goal tried its code or its configuration.
+            is_bad = made.code.import_path != Code.GOOD.value or made.config.user_config == BAD_CONFIG
+        if is_bad or cpus == TOO_LARGE:
             cpus = 0.5
             good = ReplicaConfig(
                 import_path=Code.GOOD.value, ray_actor_options=RayActorOptions(num_cpus=cpus)
@@ -38,11 +42,13 @@ def mending(world: World) -> list[Step]:
             steps.append(Step(_made_good(world, tag, good)))
         per_host = made.config.max_replicas_per_host
         # What may not be together finds no place where the hosts that are left are full.
-        fits = per_host is None or made.config.num_replicas <= 1
-        asked += made.config.num_replicas * cpus
+        num = world.store.checkpoint.backends[BackendTag(tag)].target.backend_config.num_replicas
+        fits = per_host is None or num <= 1
+        asked += num * cpus
         if asked > CPUS_MAX or not fits:
-            asked -= (made.config.num_replicas - 1) * cpus
-            steps.append(Step(c.UpdateBackendConfig(backend_tag=tag, config={"num_replicas": 1})))
+            asked -= (num - 1) * cpus
+            fewer = {"num_replicas": 1, "autoscaling_config": None}
+            steps.append(Step(c.UpdateBackendConfig(backend_tag=tag, config=fewer)))
     groups = world.checks.reference.now.groups
     moving = [name for name, group in sorted(groups.items()) if group.takes_over is not None]
     # While its route moves, the ingress is not changed by itself: the application is deployed anew instead.
@@ -61,7 +67,7 @@ def _application_made_good(world: World, name: str) -> c.AnyCommand:
     specs = []
     for tag in sorted(group.members):
         made = wishes.backends[tag]
-        config = msgspec.structs.replace(made.config, num_replicas=1)
+        config = msgspec.structs.replace(made.config, num_replicas=1, autoscaling_config=None)
         specs.append(
             c.DeploymentSpec(
                 name=tag.partition("/")[2], replica_config=good, backend_config=config, version="mended"
@@ -74,6 +80,10 @@ def _application_made_good(world: World, name: str) -> c.AnyCommand:
 def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.AnyCommand:
     wishes = world.checks.reference.now
     config = wishes.backends[tag].config
+    if config.autoscaling_config is not None:
+        user_config = None if config.user_config == BAD_CONFIG else config.user_config
+        # The number counts for nothing; the model keeps none.
+        config = msgspec.structs.replace(config, num_replicas=1, user_config=user_config)
     if tag.partition("/")[2] in ("x", "y"):
         return c.CreateBackend(backend_tag=tag, replica_config=good, backend_config=config)
     reach = wishes.endpoints[tag]

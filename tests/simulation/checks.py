@@ -32,6 +32,7 @@ from tests.simulation.check_routing import (
     RoutesAreLeftFirst,
     SnapshotsAreTrue,
 )
+from tests.simulation.check_scaling import UsersWinOverTheAutoscaler
 from tests.simulation.check_success import SuccessIsTrue
 from tests.simulation.reference import Reference
 
@@ -91,6 +92,7 @@ class Checks:
             self.reference,
             self.attention,
             VisibleIsDurable(world),
+            UsersWinOverTheAutoscaler(world),
         ]
         self._hooks: dict[str, list[Callable[..., None]]] = {
             hook: [getattr(check, hook) for check in self.all if hasattr(check, hook)] for hook in HOOKS

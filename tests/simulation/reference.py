@@ -21,7 +21,19 @@ from serve_controller.core.goals import backends_of, endpoints_of
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request
-from tests.simulation.wishes import Group, Made, Reach, Wishes, apply, join, move_route, put_reach
+from tests.simulation.wishes import (
+    ENDED,
+    LOADED,
+    Group,
+    Made,
+    Reach,
+    Wishes,
+    apply,
+    join,
+    modelled,
+    move_route,
+    put_reach,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
@@ -113,6 +125,11 @@ class Reference:
             return
         self._note_alone(command, before)
         apply(self.now, self.good, command)
+        for tag, made in list(self.now.backends.items()):
+            if made.config.num_replicas == ENDED:
+                number = after.backends[BackendTag(tag)].target.backend_config.num_replicas
+                config = msgspec.structs.replace(made.config, num_replicas=number)
+                self.now.backends[tag] = made._replace(config=config)
 
     def _note_alone(self, command: Any, before: Checkpoint) -> None:
         match command:
@@ -135,9 +152,10 @@ class Reference:
         tag = deployment_tag(command.name)
         present, had = self.now.backends[tag], self.successes.get(tag, [])
         made = after.backends[tag].target
-        new = Made(made.replica_config, made.backend_config, made.version)
-        want = present.config.num_replicas
-        self.world.check(new.config.num_replicas == want, f"a rollback scaled {tag} from {want}")
+        new = Made(made.replica_config, modelled(made.backend_config), made.version)
+        had_num, num = present.config.num_replicas, new.config.num_replicas
+        is_scaled = LOADED in (had_num, num)
+        self.world.check(is_scaled or num == had_num, f"a rollback scaled {tag} from {had_num} to {num}")
         if isinstance(command.to, str):
             fitting = [past for past in had if past[0].version == command.to][-1:]
         else:
@@ -146,12 +164,12 @@ class Reference:
             fitting = [
                 past
                 for number, past in enumerate(had)
-                if _but_scale(past[0], want) != present
+                if _but_scale(past[0], had_num) != present
                 or not _is_reached_alike(past[1], reached, is_newest=number == newest)
             ][-1:]
         if any(past[0].version is None for past in had) or isinstance(command.to, int):
             fitting = had  # which of several unversioned ones is meant cannot be told from outside
-        chosen = [past for past in fitting if _but_scale(past[0], want) == new]
+        chosen = [past for past in fitting if _but_scale(past[0], num) == new]
         self.world.check(chosen, lambda: f"a rollback of {tag} came to {new}, not to one of {fitting}")
         reach = chosen[-1][1]
         self.now.backends[tag] = new
@@ -256,7 +274,7 @@ class Reference:
                 check(wish is None or tag in leaving, f"{tag} was asked for and is not to be")
                 continue
             target = backend.target
-            made = Made(target.replica_config, target.backend_config, target.version)
+            made = Made(target.replica_config, modelled(target.backend_config), target.version)
             check(made == wish, lambda tag=tag, made=made, wish=wish: f"{tag} is to be {made}, not {wish}")
         for tag in sorted({*after.endpoints, *self.now.endpoints}):
             if tag in leaving:
@@ -292,4 +310,6 @@ def _is_reached_alike(past: Reach | None, now: Reach | None, *, is_newest: bool)
 
 
 def _but_scale(made: Made, num_replicas: int) -> Made:
+    if made.config.autoscaling_config is not None:
+        return made
     return made._replace(config=msgspec.structs.replace(made.config, num_replicas=num_replicas))

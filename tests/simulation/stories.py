@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
+from serve_common.autoscaling import AutoscalingConfig
 from serve_common.values import (
     BackendConfig,
     EndpointOptions,
@@ -52,7 +53,15 @@ def config(dice: random.Random) -> BackendConfig:
         max_unavailable_percent=unavailable,
         placement=dice.choice(list(Placement)),
         max_replicas_per_host=dice.choice([None, None, None, 1, 2]) if unavailable else None,
+        autoscaling_config=_autoscaling(dice) if dice.random() < 0.4 else None,
     )
+
+
+def _autoscaling(dice: random.Random) -> AutoscalingConfig:
+    low = dice.choice([0, 1, 2])
+    high = low + dice.choice([1, 2, 3])
+    initial = dice.choice([None, low, high])
+    return AutoscalingConfig(min_replicas=low, max_replicas=high, initial_replicas=initial)
 
 
 def _endpoint_options(dice: random.Random) -> EndpointOptions:
@@ -97,6 +106,9 @@ def _some_config(dice: random.Random) -> dict[str, Any]:
         "user_config": dice.choice([1, 2, 3, BAD_CONFIG]),
         "max_queued_requests": dice.choice([10, 1000]),
         "max_constructor_retry_count": dice.choice([1, 3]),
+        "autoscaling_config": dice.choice(
+            [None, {"min_replicas": 1, "max_replicas": 3}, {"max_replicas": 4}]
+        ),
         "num_replica": 1,
     }
     names = (
@@ -138,6 +150,20 @@ COMMANDS: Final[dict[str, tuple[int, Draw]]] = {
         lambda d, _: c.UpdateBackendConfig(
             backend_tag=d.choice([*DEPLOYMENTS, *BACKENDS]), config=_some_config(d)
         ),
+    ),
+    "scale": (
+        10,
+        lambda d, _: c.Scale(
+            backend_tag=d.choice([*DEPLOYMENTS, *BACKENDS]), num_replicas=d.choice([0, 1, 2, 3])
+        ),
+    ),
+    "pause_autoscaling": (
+        5,
+        lambda d, _: c.PauseAutoscaling(backend_tag=d.choice([*DEPLOYMENTS, *BACKENDS])),
+    ),
+    "resume_autoscaling": (
+        5,
+        lambda d, _: c.ResumeAutoscaling(backend_tag=d.choice([*DEPLOYMENTS, *BACKENDS])),
     ),
     "create_endpoint": (
         8,

@@ -8,7 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from serve_common.names import BackendTag
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -179,6 +182,29 @@ def _lose_bucket(world: World, dice: random.Random, at_s: float, until_s: float)
 def _litter(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     world.after(at_s, world.bus.litter)
 
+
+def move_load(world: World, dice: random.Random, until_s: float) -> None:
+    """Every leader's autoscaler is of a new opinion, again and again, within its limits or not."""
+    for _ in range(12):
+        tag, target = BackendTag(dice.choice(SCALED)), dice.randrange(6)
+        decision = ScalingDecision(
+            target=target,
+            state=ScalingState(),
+            verdict=Verdict.UP,
+            seen=None,
+            wanted=None,
+            why="the load moved",
+        )
+
+        def scale(tag: BackendTag = tag, decision: ScalingDecision = decision) -> None:
+            for controller in world.controllers:
+                if controller.term is not None:
+                    controller.term.scale({tag: decision})
+
+        world.after(dice.uniform(0.0, until_s), scale)
+
+
+SCALED: Final = ("default/a", "default/b", "shop/web", "shop/model", "default/x", "default/y")
 
 Mishap = Callable[["World", random.Random, float, float], None]
 

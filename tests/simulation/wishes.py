@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from serve_common import values
 from serve_common.names import HostId, deployment_tag
@@ -12,11 +14,17 @@ from serve_common.wires import commands as c
 
 
 class Made(NamedTuple):
-    """What a backend is to be."""
+    """What a backend is to be. Where the load decides how many run, no number is kept: see `modelled`."""
 
     code: ReplicaConfig
     config: BackendConfig
     version: str | None
+
+
+LOADED: Final = -1
+"""How many run where the load decides."""
+ENDED: Final = -2
+"""How many run where autoscaling was ended and nobody said how many: what the load came to last."""
 
 
 class Reach(NamedTuple):
@@ -36,6 +44,13 @@ class Group(NamedTuple):
     members: frozenset[str]
     takes_over: str | None = None
     """The route that the ingress gets once all of it runs; until then another one has it."""
+
+
+def modelled(config: BackendConfig) -> BackendConfig:
+    """``config`` without the number that the load decides."""
+    return (
+        config if config.autoscaling_config is None else msgspec.structs.replace(config, num_replicas=LOADED)
+    )
 
 
 @dataclass
@@ -79,7 +94,18 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
         case c.UpdateBackendConfig():
             tag = deployment_tag(command.backend_tag)
             made = now.backends[tag]
-            now.backends[tag] = made._replace(config=values.merged(made.config, command.config, "config"))
+            config = values.merged(made.config, command.config, "config")
+            if made.config.autoscaling_config is not None and config.autoscaling_config is None:
+                given = command.config.get("num_replicas", ENDED)
+                config = msgspec.structs.replace(config, num_replicas=given)
+            now.backends[tag] = made._replace(config=modelled(config))
+        case c.Scale():
+            tag = deployment_tag(command.backend_tag)
+            made = now.backends[tag]
+            config = msgspec.structs.replace(made.config, num_replicas=command.num_replicas)
+            now.backends[tag] = made._replace(config=modelled(config))
+        case c.PauseAutoscaling() | c.ResumeAutoscaling():
+            pass  # see `check_scaling`
         case c.DeleteDeployment():
             tag = deployment_tag(command.name)
             _delete(now, good, tag)
@@ -135,7 +161,7 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
 def _put(now: Wishes, good: Wishes, tag: str, made: Made) -> None:
     if tag not in now.backends:
         good.drop(tag)  # it is new, or was given up: should it fail, what was before must not come back
-    now.backends[tag] = made
+    now.backends[tag] = made._replace(config=modelled(made.config))
     now.leaving.pop(tag, None)
 
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from muster.handles import (
@@ -28,6 +29,7 @@ from serve_common.subjects import Subjects, backend_key, endpoint_key
 from serve_common.threads.mailbox import Mailbox
 from serve_common.wires.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.wires.wake import Wake
 
 
 class Sent:
@@ -70,6 +72,7 @@ class World:
         self._requests: asyncio.Queue[Sent] = asyncio.Queue()
         self.told: list[Head] = []
         """What was sent after the requests: credit, cancels, probes."""
+        self.wakes: list[Wake] = []
         self._tokens = 0
         self._snapshot_id = 0
         self.routes = Routes(lambda: 0.0)
@@ -86,6 +89,9 @@ class World:
     def publish(
         self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
     ) -> None:
+        if isinstance(subject, str) and subject.startswith("serve.wake."):
+            self.wakes.append(msgspec.json.decode(payload, type=Wake))
+            return
         head, body = decode_frame(payload)
         if isinstance(head, RequestHead):
             name = subject if isinstance(subject, str) else subject.decode()
@@ -110,7 +116,14 @@ class World:
 
     # -- a bucket --
 
-    def deploy(self, *names: str, whole: bool = True, route: str | None = None, replicas: int = 1) -> None:
+    def deploy(
+        self,
+        *names: str,
+        whole: bool = True,
+        route: str | None = None,
+        replicas: int = 1,
+        can_wake: bool = False,
+    ) -> None:
         snapshots: dict[str, Snapshot | None] = {}
         for name in names:
             endpoint_tag, backend_tag = EndpointTag(name), BackendTag(name)
@@ -122,7 +135,8 @@ class World:
                 replicas=[replica_tag(backend_tag, number) for number in range(replicas)],
                 draining=[],
                 max_concurrent_queries=100,
-                max_queued_requests=0,
+                max_queued_requests=10 if can_wake else 0,
+                can_wake=can_wake,
             )
             snapshots[endpoint_key(endpoint_tag)] = self._snapshot(endpoint)
             snapshots[backend_key(backend_tag)] = self._snapshot(backend)

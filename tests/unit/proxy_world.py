@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from serve_common.bus.errors import NotConnected, OutboundFull
@@ -23,6 +24,7 @@ from serve_common.wires.snapshots import (
     EndpointSnapshot,
     Snapshot,
 )
+from serve_common.wires.wake import Wake
 
 BACKEND = BackendTag("d/a")
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")
@@ -36,6 +38,7 @@ class Bus:
         self.is_connected = True
         self.is_full = False
         self.sent: list[tuple[str, bytes, object, bytes]] = []
+        self.wakes: list[Wake] = []
         self.receivers: dict[int, tuple] = {}
         self.tokens = 0
 
@@ -44,6 +47,11 @@ class Bus:
             raise NotConnected("away")
         if self.is_full:
             raise OutboundFull("full")
+        if isinstance(subject, str) and subject.startswith("serve.wake."):
+            wake = msgspec.json.decode(payload, type=Wake)
+            assert subject == Subjects().wake(wake.backend_tag)
+            self.wakes.append(wake)
+            return
         head, body = decode_frame(payload)
         self.sent.append((subject.decode(), reply, head, bytes(body)))
 
@@ -93,7 +101,13 @@ class World:
         )
 
     def put(
-        self, *replicas: ReplicaTag, draining=(), backend: BackendTag = BACKEND, versions=None, **protection
+        self,
+        *replicas: ReplicaTag,
+        draining=(),
+        backend: BackendTag = BACKEND,
+        versions=None,
+        can_wake: bool = False,
+        **protection,
     ) -> None:
         self._publish(
             backend_key(backend),
@@ -104,6 +118,7 @@ class World:
                 max_concurrent_queries=self.limit,
                 max_queued_requests=self.queue,
                 protection=BackendProtection(**protection),
+                can_wake=can_wake,
                 code_versions=versions or {},
             ),
         )

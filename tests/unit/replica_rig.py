@@ -27,6 +27,7 @@ from serve_common.wires.frames import (
     encode_frame,
     split_body,
 )
+from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.bus_side import BusSide
 from serve_replica_host.replica.lifespan import Lifespan
 from serve_replica_host.replica.user_code import UserCode
@@ -47,7 +48,10 @@ class NoMetrics:
     def count_refused(self, reason: str) -> None:
         raise AssertionError(reason)
 
-    def write(self, in_flight: int) -> None:
+    def turn(self) -> None:
+        raise AssertionError
+
+    def write(self, occupancy: Occupancy) -> None:
         raise AssertionError
 
 

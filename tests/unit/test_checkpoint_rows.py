@@ -64,7 +64,7 @@ HOST = dump(HostRecord(host_id=HostId("h1"), generation=3))
 
 
 TAG = BackendTag("default/digits")
-KINDS = {1: set(KINDS_V1), 2: set(Kind), SCHEMA_VERSION: set(Kind)}
+KINDS = {1: set(KINDS_V1), 2: set(Kind), 3: set(Kind), SCHEMA_VERSION: set(Kind)}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 
 from serve_common.errors import BadField, Conflict, FencedOut, LimitReached, NotFound, NotLeading
-from serve_common.names import GoalId, HostId
+from serve_common.names import BackendTag, GoalId, HostId
 from serve_common.wires import queries as q
 from serve_common.wires import views as v
 from serve_common.wires.admin import COMMANDS, QUERIES, VERBS
 from serve_common.wires.commands import AnyCommand, ChangeReply, CommandReply, DeleteDeployment, Deploy
+from serve_controller.core.autoscaling.values import ScalingStatus, Targets
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.events import audit_event
@@ -56,6 +57,7 @@ NEEDED = {
     "ingress": "d",
     "host_id": "h",
     "verb": "delete_deployment",
+    "num_replicas": 2,
 }
 
 
@@ -72,6 +74,7 @@ class FakeTerm:
         self.checkpoint = checkpoint
         self.observed = observed_hosts("host-1")
         self.is_store_available = True
+        self.autoscaling: dict[BackendTag, ScalingStatus] = {}
         self.events: deque[v.EventView] = deque(maxlen=10)
         self.executed: list[tuple[AnyCommand, bytes, str]] = []
         self.history_asked: list[tuple[int, str | None, int | None]] = []
@@ -105,6 +108,10 @@ class FakeBoundary:
         return await perform()
 
 
+async def read_load(targets: Targets, now: float) -> v.LoadView:
+    return v.LoadView(at=now, endpoints=[], backends=[], unreachable=sorted(targets.urls))
+
+
 class Desk:
     """An admin with what it stands on."""
 
@@ -112,7 +119,7 @@ class Desk:
         self.term: FakeTerm | None = FakeTerm(checkpoint_of(*values))
         self.led = self.term
         self.boundary = FakeBoundary()
-        self.admin = Admin("controller-1", FakeClock(), self.boundary, lambda: self.term)
+        self.admin = Admin("controller-1", FakeClock(), self.boundary, lambda: self.term, read_load)
 
     async def ask(self, verb: str, /, **fields: object) -> object:
         reply = await self.admin.answer(verb, msgspec.json.encode(fields), "me")

@@ -1,16 +1,13 @@
-"""What is deployed must name what exists: files, secrets, packages, ports and metrics.
+"""What is deployed must name what exists: files, secrets, packages and ports.
 
-Why: nothing else notices a dashboard that shows a metric of yesterday, or a secret that nobody generates, before a
-person looks at an empty panel at night.
+Why: nothing else notices a secret that nobody generates, or a port that nobody listens on, before a person does at
+night. Dashboards and alert rules have tests of their own.
 """
 
 from __future__ import annotations
 
-import ast
-import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,12 @@ import pytest
 import yaml
 
 from muster.secrets import NAMES, NATS_INCLUDE
+from serve_common.tracing.sampling import ALWAYS
+from serve_common.tracing.settings import read_tracing_settings
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("controller", "proxy", "replica-host")
 END_OF_BASE = "# --- end of base\n"
-METRIC = re.compile(r"serve_(?:controller|proxy|replica|host)_[a-z_]+")
-SERIES_ENDINGS = ("_total", "_bucket", "_sum", "_count", "_created")
 
 
 def load_yaml(path: str) -> Any:
@@ -42,73 +39,6 @@ def with_defaults(value: str) -> str:
 
 def dockerfile(service: str) -> str:
     return (ROOT / "services" / service / "Dockerfile").read_text()
-
-
-def family(series: str) -> str:
-    for ending in SERIES_ENDINGS:
-        series = series.removesuffix(ending)
-    return series
-
-
-def families_in(text: str) -> set[str]:
-    return {family(name) for name in METRIC.findall(text)}
-
-
-def families_in_the_code() -> set[str]:
-    found = set()
-    for file in [
-        *ROOT.glob("services/*/*/adapters/*metrics*.py"),
-        *ROOT.glob("libs/*/*/adapters/*metrics*.py"),
-    ]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-                name = node.args[0].value
-                if isinstance(name, str) and METRIC.fullmatch(name):
-                    found.add(family(name))
-    return found
-
-
-def queries(dashboard: dict[str, Any]) -> Iterator[str]:
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", []):
-            yield target["expr"]
-
-
-def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((ROOT / "deploy/grafana/dashboards/muster.json").read_text())
-    return loaded
-
-
-def test_the_dashboard_shows_every_metric_that_exists_and_none_that_does_not() -> None:
-    shown = families_in("\n".join(queries(dashboard())))
-    assert len(shown) > 10
-    assert shown == families_in_the_code()
-
-
-def test_alerts_watch_metrics_that_exist() -> None:
-    rules = [
-        rule["expr"]
-        for group in load_yaml("deploy/prometheus/rules.yml")["groups"]
-        for rule in group["rules"]
-    ]
-    watched = families_in("\n".join(rules))
-    assert watched
-    assert watched <= families_in_the_code()
-
-
-def test_every_panel_has_its_own_place_and_asks_the_provisioned_data_source() -> None:
-    panels = dashboard()["panels"]
-    uid = load_yaml("deploy/grafana/provisioning/datasources/prometheus.yaml")["datasources"][0]["uid"]
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {uid}
 
 
 def test_the_images_share_their_base_to_the_letter() -> None:
@@ -198,6 +128,32 @@ def test_prometheus_scrapes_the_operations_port_of_every_service(compose: dict[s
         port = compose["services"][service]["environment"]["SERVE_OPS_PORT"]
         assert str(discovery["port"]) == port
         assert f":{port}/readyz" in compose["services"][service]["healthcheck"]["test"][-1]
+
+
+def test_every_service_takes_tracing_from_one_variable_and_is_silent_without_it(
+    compose: dict[str, Any],
+) -> None:
+    for service in SERVICES:
+        environment = compose["services"][service]["environment"]
+        told = {name: with_defaults(value) for name, value in environment.items() if name.startswith("OTEL_")}
+        assert told["OTEL_EXPORTER_OTLP_ENDPOINT"] == ""
+        assert read_tracing_settings(told) is None
+        settings = read_tracing_settings({**told, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://jaeger:4318"})
+        assert settings is not None
+        assert (settings.sampler, settings.complaints) == (ALWAYS, [])
+
+
+def test_the_trace_viewer_listens_where_it_is_looked_for(compose: dict[str, Any]) -> None:
+    viewer = compose["services"]["jaeger"]
+    assert viewer["profiles"] == ["tracing"]
+    config = load_yaml("deploy/otel/jaeger.yaml")
+    assert config["receivers"]["otlp"]["protocols"]["http"]["endpoint"].endswith(":4318")
+    assert config["extensions"]["jaeger_query"]["http"]["endpoint"].endswith(":16686")
+    assert config["extensions"]["healthcheckv2"]["http"]["endpoint"] in viewer["healthcheck"]["test"][-1]
+    pipeline = config["service"]["pipelines"]["traces"]
+    for part, names in pipeline.items():
+        assert set(names) <= set(config[part])
+    assert set(config["service"]["extensions"]) == set(config["extensions"])
 
 
 def test_only_the_ingress_is_published_beyond_this_machine(compose: dict[str, Any]) -> None:

@@ -216,6 +216,20 @@ async def test_an_unknown_deployment_is_told_soon(world: World, monkeypatch: pyt
         await call(get_app_handle("nobody"))
 
 
+async def test_a_call_that_waited_for_the_bucket_does_not_wait_as_long_for_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = make_world(monkeypatch)
+    monkeypatch.setattr(router, "ENDPOINT_GRACE_S", 0.01)
+    response = call(world.handle("nobody"))
+    await world.settle()
+    world.deploy("default/a")
+    with pytest.raises(NotFound, match="default/nobody"):
+        async with asyncio.timeout(2):
+            await response
+
+
+
 async def test_a_bucket_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.01)
     world = make_world(monkeypatch)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
 from serve_replica_host.adapters.metrics_files import MetricsFiles
@@ -84,25 +85,33 @@ def test_cleaning_removes_what_an_earlier_life_left_and_makes_the_directory(tmp_
 
 _REPLICA = """
 from serve_replica_host.adapters.replica_metrics import make_replica_metrics
+from serve_replica_host.ports import Occupancy
 metrics = make_replica_metrics("default/app")
 for seconds in (0.0005, 0.02, 90.0):
     metrics.count_answered(200, seconds)
 metrics.count_answered(500, 0.02)
 metrics.count_refused("busy")
-metrics.write(4)
+metrics.turn()
+metrics.write(Occupancy(in_flight=4, ongoing_s=10.0))
 metrics.count_answered(200, 0.001)
-metrics.write(2)
+metrics.turn()
+metrics.write(Occupancy(in_flight=2, limit=8, waiting=1, streams=1, sockets=1, is_connected=True, ongoing_s=12.5))
 """
 _HOST = """
 import sys
 from pathlib import Path
 from prometheus_client import generate_latest
+from serve_common.loop_lag import LoopLag
 from serve_common.wires.host import ReplicaStatus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-metrics = PrometheusHostMetrics(MetricsFiles(Path(sys.argv[1])))
+metrics = PrometheusHostMetrics(
+    MetricsFiles(Path(sys.argv[1])), "host-1", LoopLag(), {"control": lambda: True}
+)
 metrics.show_replicas({ReplicaStatus.RUNNING: 2})
 metrics.count_reconnect()
+metrics.count_start("default/app", 0.2, was_spare=True)
+metrics.count_failure("default/app", ReplicaStatus.DEAD)
 sys.stdout.write(generate_latest(metrics.registry).decode())
 """
 
@@ -131,5 +140,118 @@ def test_the_host_serves_what_replicas_and_itself_counted(tmp_path: Path) -> Non
         'serve_host_replicas{status="running"} 2.0',
         'serve_host_replicas{status="dead"} 0.0',
         "serve_host_nats_reconnects_total 1.0",
+        'serve_replica_ongoing_seconds_total{backend_tag="default/app"} 12.5',
+        'serve_replica_in_flight_limit{backend_tag="default/app"} 8.0',
+        'serve_replica_waiting_requests{backend_tag="default/app"} 1.0',
+        'serve_replica_streams{backend_tag="default/app"} 1.0',
+        'serve_replica_websockets{backend_tag="default/app"} 1.0',
+        'serve_replica_bus_connected{backend_tag="default/app"} 1.0',
+        'serve_replica_nats_reconnects_total{backend_tag="default/app"} 0.0',
+        'serve_host_info{host_id="host-1"} 1.0',
+        'serve_bus_connected{connection="control"} 1.0',
+        'serve_replica_start_seconds_bucket{backend_tag="default/app",kind="spare",le="0.25"} 1.0',
+        'serve_replica_failures_total{backend_tag="default/app",reason="death"} 1.0',
     ):
         assert expected in lines, host.stdout
+
+
+def test_counters_never_fall_by_the_rounding_of_sums_in_another_order(tmp_path: Path) -> None:
+    files = MetricsFiles(tmp_path)
+    shown = 0.0
+    for pid in range(1, 30):
+        _write(tmp_path / f"counter_{pid}.db", "requests_total", {"200": pid * 0.1})
+        before = _values(files)[("requests_total", "200")]
+        assert before >= shown
+        files.retire(pid)
+        shown = _values(files)[("requests_total", "200")]
+        assert shown >= before
+
+
+def test_backends_that_ended_long_ago_are_forgotten_and_those_that_run_are_not(tmp_path: Path) -> None:
+    files = MetricsFiles(tmp_path, backends_max=10)
+    _backend_counter(tmp_path, 1000, "app/0")  # an old one that runs again
+    for number in range(25):
+        _backend_counter(tmp_path, number + 1, f"app/{number}")
+        files.retire(number + 1)
+
+    left = {
+        sample.labels["backend_tag"]: sample.value for metric in files.collect() for sample in metric.samples
+    }
+    assert left.pop("app/0") == 2.0
+    assert len(left) <= 10
+    assert {f"app/{number}" for number in range(20, 25)} <= set(left)
+
+
+def _backend_counter(directory: Path, pid: int, backend_tag: str) -> None:
+    stored = MmapedDict(str(directory / f"counter_{pid}.db"))
+    stored.write_value(mmap_key("a", "a_total", ["backend_tag"], [backend_tag], "Help"), 1.0, 0.0)
+    stored.close()
+
+
+_USERS_CODE = """
+from muster import metrics
+hits = metrics.Counter("hits", "Hits.", tag_keys=("model",))  # as a module does when it is imported
+sizes = metrics.Histogram("sizes", boundaries=[1, 10])
+depth, newest = metrics.Gauge("depth"), metrics.Gauge("newest", aggregate="latest")
+hits.inc(2, {"model": "a"})
+sizes.observe(5)
+depth.set(3)
+newest.set(1)
+from serve_replica_host.adapters.replica_metrics import make_replica_metrics
+from serve_replica_host.ports import Occupancy
+replica = make_replica_metrics("default/app")
+replica.write(Occupancy(ongoing_s=0.0))
+hits.inc(1, {"model": "a"})
+newest.set(7)
+replica.write(Occupancy(ongoing_s=1.5))
+import os
+print(os.getpid())
+"""
+
+
+def _replica_of_users(directory: Path) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", _USERS_CODE],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(directory)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return int(done.stdout)
+
+
+def _samples(files: MetricsFiles) -> dict[str, float]:
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for metric in files.collect()
+        for sample in metric.samples
+    }
+
+
+def test_users_metrics_bear_the_backend_and_outlive_their_replica(tmp_path: Path) -> None:
+    files = MetricsFiles(tmp_path)
+    pids = [_replica_of_users(tmp_path) for _ in range(2)]
+    backend = ("backend_tag", "default/app")
+    shown = _samples(files)
+    assert shown[f"hits_total{[backend, ('model', 'a')]}"] == 6.0
+    assert shown[f"sizes_bucket{[backend, ('le', '10.0')]}"] == 2.0
+    assert shown[f"sizes_sum{[backend]}"] == 10.0
+    assert shown[f"depth{[backend]}"] == 6.0
+    assert shown[f"newest{[backend]}"] == 7.0
+    assert shown[f"serve_replica_ongoing_seconds_total{[backend]}"] == 3.0
+
+    files.retire(pids[0])
+    after = _samples(files)
+    assert after[f"depth{[backend]}"] == 3.0
+    for name in ("hits_total", "sizes_", "serve_replica_ongoing_seconds_total"):
+        kept = {key: value for key, value in shown.items() if key.startswith(name)}
+        assert kept
+        assert kept == {key: value for key, value in after.items() if key.startswith(name)}
+
+
+def test_two_deployments_that_use_one_name_for_two_things_do_not_break_the_page(tmp_path: Path) -> None:
+    for pid, kind in enumerate(("counter", "histogram", "gauge_livesum"), start=1):
+        _write(tmp_path / f"{kind}_{pid}.db", "mine", {"200": 1.0})
+    registry = CollectorRegistry()
+    registry.register(MetricsFiles(tmp_path))
+    assert b"mine" in generate_latest(registry)

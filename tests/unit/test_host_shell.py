@@ -80,6 +80,15 @@ class Metrics:
     def __init__(self) -> None:
         self.shown: Mapping[ReplicaStatus, int] = {}
         self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.starts: list[tuple[str, bool]] = []
+        self.failures: list[tuple[str, ReplicaStatus]] = []
+
+    def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
+        assert seconds >= 0
+        self.starts.append((backend_tag, was_spare))
+
+    def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
+        self.failures.append((backend_tag, status))
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
         self.shown = dict(counts)
@@ -195,6 +204,25 @@ async def test_an_ended_process_has_its_metrics_retired(world: World) -> None:
     await world.reports.until(lambda r: r.replicas and r.replicas[0].status is ReplicaStatus.FAILED)
 
     assert await asyncio.to_thread(world.metrics.retired.get, timeout=5) == 42
+
+
+async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
+    one, two = replica(1), replica(2)
+    world.want(one, two, generation=1)
+    await world.reports.until(lambda r: r.generation == 1)
+    world.shell.take_event(Placed(one.replica_tag, 42, was_spare=True))
+    world.shell.take_event(Constructed(one.replica_tag, 1))
+    world.shell.take_event(Placed(two.replica_tag, 43))
+    world.shell.take_event(StartFailed(two.replica_tag, "no"))
+    await world.reports.until(
+        lambda r: {held.status for held in r.replicas} == {ReplicaStatus.RUNNING, ReplicaStatus.FAILED}
+    )
+    world.shell.take_event(ProcessEnded(two.replica_tag, "gone"))
+    world.shell.take_event(ProcessEnded(one.replica_tag, "killed"))
+    await world.reports.until(lambda r: any(held.status is ReplicaStatus.DEAD for held in r.replicas))
+
+    assert world.metrics.starts == [("default/a", True)]
+    assert world.metrics.failures == [("default/a", ReplicaStatus.FAILED), ("default/a", ReplicaStatus.DEAD)]
 
 
 async def test_leaving_drains_and_the_last_report_says_that_nothing_is_left() -> None:

@@ -21,8 +21,9 @@ from serve_common.errors import (
     ReplicaDied,
     ServeError,
 )
-from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
 from serve_common.routing.route_table import RouteTable
+from serve_common.routing.router import Router
 from serve_common.settings import Environment
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_proxy.adapters.metrics import register_metrics
@@ -193,6 +194,13 @@ def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
     assert suspicions.no_responders(R0, 12.0)
 
 
+class QuietBus:
+    """A data connection that is well."""
+
+    pending_bytes = 0
+    permission_violations = 0
+
+
 def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
     routes = Routes(lambda: 0.5)
     backend = BackendSnapshot(
@@ -219,7 +227,9 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
     routes.confirm("endpoints.d.a")
     routes.confirm("backends.d.a")
     registry = CollectorRegistry()
-    register_metrics(registry, routes, lambda: 3)
+    register_metrics(
+        registry, ProxyId("proxy-1"), routes, QuietBus(), reconnects=lambda: 3, connections=lambda: 2
+    )
     shown = generate_latest(registry).decode()
     for line in (
         'serve_proxy_requests_total{code="200",endpoint_tag="d/a",method="GET"} 1.0',
@@ -235,12 +245,42 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         'serve_proxy_refused_requests_total{backend_tag="d/a",reason="queue"} 0.0',
         'serve_proxy_shadow_requests_total{backend_tag="d/new",endpoint_tag="d/a",outcome="skipped"} 1.0',
         "serve_proxy_nats_reconnects_total 3.0",
+        'serve_proxy_info{proxy_id="proxy-1"} 1.0',
+        "serve_proxy_connections 2.0",
+        'serve_router_queued_seconds_total{backend_tag="d/a"} 0.0',
         "serve_proxy_applied_snapshot_id 2.0",
     ):
         assert line in shown
     gone = Snapshot(snapshot_id=3, epoch=1, content=None)
     routes.update({"endpoints.d.a": gone, "backends.d.a": gone}, whole=False)
     assert 'endpoint_tag="d/a"' not in generate_latest(registry).decode()
+
+
+def test_the_seconds_of_a_queue_never_fall_until_its_router_is_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes = Routes(lambda: 0.5)
+    told = iter((5.0, 4.9, 5.5, 0.25))
+    monkeypatch.setattr(Router, "queued_seconds", lambda _router, _now: next(told))
+    registry = CollectorRegistry()
+    register_metrics(
+        registry, ProxyId("proxy-1"), routes, QuietBus(), reconnects=lambda: 0, connections=lambda: 0
+    )
+    shown = []
+    for is_new in (True, False, False, True):
+        if is_new:
+            routes.routers.clear()
+            routes.router(BackendTag("d/a"))
+        shown.append(registry.get_sample_value("serve_router_queued_seconds_total", {"backend_tag": "d/a"}))
+    assert shown == [5.0, 5.0, 5.5, 0.25]
+
+
+def test_statuses_and_methods_that_are_none_are_counted_together() -> None:
+    tally = EndpointTally()
+    for method, status in (("GET", 200), ("GET", 200), ("BREW", 99_999), ("GET", -1), ("BREW", 200)):
+        tally.add(method, status, 0.1)
+    assert tally.counts == {("GET", 200): 2, ("other", 0): 1, ("GET", 0): 1, ("other", 200): 1}
+    assert sum(tally.bucket_counts) == 5
 
 
 def test_an_endpoint_that_changes_keeps_its_tally() -> None:

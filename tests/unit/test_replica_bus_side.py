@@ -24,6 +24,7 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
+from serve_replica_host.ports import Occupancy
 from serve_replica_host.replica.body_frames import REQUEST_BODY_BYTES_MAX
 from serve_replica_host.replica.bus_side import ROUTER_SILENT_S, BusSide
 from serve_replica_host.replica.exchange import (
@@ -55,7 +56,10 @@ class Tally:
     def count_refused(self, reason: str) -> None:
         self.refused.append(reason)
 
-    def write(self, in_flight: int) -> None:
+    def turn(self) -> None:
+        raise AssertionError
+
+    def write(self, occupancy: Occupancy) -> None:
         raise AssertionError
 
 

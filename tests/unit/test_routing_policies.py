@@ -25,7 +25,7 @@ class World:
     """A router with numbered requests."""
 
     def __init__(self, **backend: Any) -> None:
-        self.router = Router(TAG, random.Random(3).random)
+        self.router = Router(TAG, random.Random(3).random, lambda: 0.0)
         self.last = 0
         self.apply(**backend)
 

@@ -28,7 +28,7 @@ class World:
     """A router with numbered requests, each sent to the replica that has had none for the longest time."""
 
     def __init__(self, **backend: Any) -> None:
-        self.router = Router(TAG, random.Random(3).random)
+        self.router = Router(TAG, random.Random(3).random, lambda: 0.0)
         self.last = 0
         self.apply(**backend)
 

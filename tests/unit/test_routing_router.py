@@ -29,7 +29,7 @@ def backend(*replicas: ReplicaTag, draining: tuple[ReplicaTag, ...] = (), limit:
 @pytest.fixture
 def router() -> Router:
     draws = itertools.cycle([0.1, 0.6, 0.3, 0.9])
-    return Router(TAG, lambda: next(draws))
+    return Router(TAG, lambda: next(draws), lambda: 0.0)
 
 
 def key(number: int) -> RequestKey:

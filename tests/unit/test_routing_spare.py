@@ -18,7 +18,7 @@ R0, R1 = (ReplicaTag(f"d/a#{i}") for i in range(2))
 
 
 def router_with(*replicas: ReplicaTag, limit: int = 1, queue: int = 10) -> Router:
-    router = Router(TAG, random.Random(1).random)
+    router = Router(TAG, random.Random(1).random, lambda: 0.0)
     router.apply(
         BackendSnapshot(
             backend_tag=TAG,

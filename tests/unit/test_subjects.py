@@ -24,12 +24,14 @@ def test_the_subjects_are_those_of_the_contract() -> None:
     assert SUBJECTS.host_goal(HostId("h1")) == "serve.host.h1.goal"
     assert SUBJECTS.host_report(HostId("h1")) == "serve.report.host.h1"
     assert SUBJECTS.proxy_report(ProxyId("p1")) == "serve.report.proxy.p1"
+    assert SUBJECTS.wake(BackendTag("shop/digits")) == "serve.wake.shop.digits"
+    assert SUBJECTS.backend_of_wake("serve.wake.shop.digits") == "shop/digits"
     assert (SUBJECTS.leader, SUBJECTS.bucket) == ("serve.leader", "serve-snapshots")
 
 
 def test_two_instances_share_no_subject() -> None:
     other = Subjects("other")
-    for name in ("bucket", "admin_group", "calls", "leader", "host_reports", "proxy_reports"):
+    for name in ("bucket", "admin_group", "calls", "leader", "host_reports", "proxy_reports", "wakes"):
         assert getattr(SUBJECTS, name) != getattr(other, name)
         assert getattr(other, name).startswith("other")
 

@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from muster import metrics as metrics
     from muster.asgi import ingress
+    from muster.autoscaling_context import AutoscalingContext
     from muster.batching import BatchCancelled, WrongBatchResult, batch
     from muster.context import (
         NotInReplica,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from muster.multiplexing import multiplexed
 
 __all__ = [
+    "AutoscalingContext",
     "BackPressureError",
     "BatchCancelled",
     "DeploymentHandle",
@@ -60,6 +63,7 @@ __all__ = [
 
 _HOMES: Final = {
     "muster.asgi": ("ingress",),
+    "muster.autoscaling_context": ("AutoscalingContext",),
     "muster.batching": ("BatchCancelled", "WrongBatchResult", "batch"),
     "muster.context": (
         "NotInReplica",
@@ -84,10 +88,14 @@ _HOMES: Final = {
     "muster.multiplexing": ("multiplexed",),
 }
 """No module of this package may have the name of something in here: imported, it would take its place."""
+_MODULES: Final = ("metrics",)
+"""To be used as ``serve.metrics.Counter``, as in Ray Serve."""
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")  # which puts it here
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
@@ -97,4 +105,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

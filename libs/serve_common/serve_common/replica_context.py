@@ -5,12 +5,21 @@ Why a plain module variable: a replica is a process, and this is set once, befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.settings import BusSettings
+
+
+class HandleQueue(msgspec.Struct, frozen=True):
+    """What waits in the calls that this process makes to one backend."""
+
+    seconds: float
+    """That calls have waited so far, those that still wait included; begins at 0 when handles are connected anew."""
+    depth: int
+    """Calls that wait now."""
 
 
 class ReplicaContext(msgspec.Struct, kw_only=True):
@@ -27,6 +36,8 @@ class ReplicaContext(msgspec.Struct, kw_only=True):
     """The user's constructed object; None until the constructor has returned."""
     publish_models: Callable[[Sequence[str]], None] | None = None
     """Tells routers which multiplexed models this replica holds now; callable from any thread."""
+    handle_queues: Callable[[], Mapping[BackendTag, HandleQueue]] | None = None
+    """Of every backend that a handle of this process has called; callable from any thread. Set by the first call."""
 
 
 _current: ReplicaContext | None = None

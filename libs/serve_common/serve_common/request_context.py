@@ -11,12 +11,17 @@ from typing import Final
 
 import msgspec
 
+from serve_common.tracing.trace_context import trace_id_of
+
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What belongs to one request on its way through all replicas that work on it."""
 
     request_id: str = ""
     traceparent: str = ""
+    """Of the span that calls made for this request belong below; W3C's form."""
+    tracestate: str = ""
+    """W3C's, for requests that are traced; empty for all others."""
     endpoint_tag: str = ""
     route: str = ""
     deadline: float | None = None
@@ -25,6 +30,11 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The multiplexed model that the request is for; empty for none."""
     key: bytes = b""
     """Of this one request in this process, for `departures`; empty where nobody tells when its caller leaves."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits, whether or not the request is sampled; empty when it belongs to no trace."""
+        return trace_id_of(self.traceparent)
 
 
 request_context: Final[ContextVar[RequestContext | None]] = ContextVar("muster_request", default=None)

@@ -7,17 +7,20 @@ code path. A secret may come as ``NAME`` or as ``NAME_FILE``, the path of a file
 from __future__ import annotations
 
 import os
+import re
 import socket
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
 from serve_common.errors import BadField
 from serve_common.limits import shown
 from serve_common.names import check_name
+
+_ADVERTISED: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?|[0-9A-Fa-f:.]+")
 
 
 class Environment:
@@ -26,6 +29,11 @@ class Environment:
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         """``variables`` is given by tests; otherwise the process' own are read."""
         self._variables = os.environ if variables is None else variables
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """All of them, for what others define."""
+        return self._variables
 
     def text(self, name: str, default: str | None = None) -> str:
         """The value of ``name``; raises `BadField` when it is absent and has no default."""
@@ -106,6 +114,10 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int
+    advertise: str = ""
+    """How others reach it: ``host``, ``host:port`` or ``:port``. What is left out is found out, see `metrics_url`."""
+    unhealthy_after_s: float = 20.0
+    """How long the loop may stand still, or NATS leave a ping unanswered, before a restart would help."""
 
 
 def read_bus_settings(environment: Environment, role: str, prefix: str = "SERVE_NATS") -> BusSettings:
@@ -133,4 +145,14 @@ def read_operations_settings(environment: Environment, port_default: int) -> Ope
     return OperationsSettings(
         host=environment.text("SERVE_OPS_HOST", "127.0.0.1"),
         port=environment.integer("SERVE_OPS_PORT", port_default, 0, 65_535),
+        advertise=_advertised(environment),
+        unhealthy_after_s=environment.seconds("SERVE_UNHEALTHY_AFTER_S", 20.0, 0.1, 3_600),
     )
+
+
+def _advertised(environment: Environment) -> str:
+    text = environment.optional("SERVE_OPS_ADVERTISE") or ""
+    found = _ADVERTISED.fullmatch(text)
+    if found is None or int((found[2] or ":0")[1:]) > 65_535:
+        raise BadField("SERVE_OPS_ADVERTISE", f"{text[:100]!r} must read host, host:port or :port")
+    return text

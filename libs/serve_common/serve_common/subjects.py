@@ -20,6 +20,8 @@ GATEWAY_QUEUE: Final = "gateways"
 ENDPOINTS: Final = "endpoints"
 BACKENDS: Final = "backends"
 HTTP: Final = "http"
+RECALLED: Final = "recalled"
+"""In place of a kind of process, in subjects of log lines that were asked for."""
 HTTP_KEY: Final = "http.options"
 """The bucket key of what all proxies apply to every request."""
 
@@ -119,6 +121,30 @@ class Subjects:
     def events(self) -> str:
         """All events."""
         return f"{self.prefix}.event.>"
+
+    def log(self, kind: str, process_id: str) -> str:
+        """Where a process publishes its log lines: ``serve.log.replica.shop.digits.3``."""
+        return f"{self.prefix}.log.{kind}.{_tokens(process_id)}"
+
+    def logs(self, kind: str | None = None, process_id: str = "") -> str:
+        """The log lines of all processes, of a kind, of one process, or of all replicas of a backend."""
+        if kind is None:
+            return f"{self.prefix}.log.>"
+        # A backend's tag and a replica's are the same but for the last token.
+        return f"{self.prefix}.log.{kind}.{f'{_tokens(process_id)}.' if process_id else ''}>"
+
+    def kind_of_log(self, subject: str) -> str:
+        """The kind of process that a subject of `log` names; `RECALLED` for one of `recalled_log`."""
+        return subject.removeprefix(f"{self.prefix}.log.").partition(".")[0]
+
+    @property
+    def log_recall(self) -> str:
+        """Where all processes are asked for what they logged last."""
+        return f"{self.prefix}.log-recall"
+
+    def recalled_log(self, token: str, kind: str = "*") -> str:
+        """Where they answer, to the asker that chose ``token``."""
+        return f"{self.prefix}.log.{RECALLED}.{token}.{kind}"
 
     @property
     def proxy_reports(self) -> str:

@@ -17,12 +17,12 @@ from serve_controller.wiring import run
 
 def main() -> int:
     """Run until told to stop; the exit code is 0 then, and 1 when it could not run."""
-    configure_logs("controller")
+    logs = configure_logs("controller")
     failed = False
     try:
         settings = read_settings(Environment())
         structlog.contextvars.bind_contextvars(controller_id=settings.controller_id)
-        uvloop.run(run(settings))
+        uvloop.run(run(settings, logs))
     except* ServeError as group:
         for error in _leaves(group):
             structlog.get_logger().error("controller_failed", error=str(error))

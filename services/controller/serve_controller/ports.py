@@ -7,16 +7,33 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serve_common.autoscaling import AutoscalingConfig, AutoscalingPolicy
+from serve_common.autoscaling import AutoscalingPolicy
 from serve_common.errors import ServeError
-from serve_common.names import BackendTag, ControllerId, HostId, ProxyId
+from serve_common.names import BackendTag, ControllerId
 from serve_common.wires.host import HostGoal
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import EventView, HistoryView
-from serve_controller.core.autoscaling.values import Reading
+from serve_controller.core.autoscaling.values import LoadAsk, Reading, Targets
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+
+__all__ = [
+    "Bus",
+    "EventSink",
+    "HistoryEntry",
+    "HostLink",
+    "LoadAsk",
+    "LoadSource",
+    "PolicyAnswer",
+    "PolicyContext",
+    "PolicyFailed",
+    "PolicyRunner",
+    "Publisher",
+    "Reading",
+    "Store",
+    "Targets",
+]
 
 
 class PolicyFailed(ServeError):
@@ -145,23 +162,6 @@ class EventSink(Protocol):
     async def recent_events(self, limit: int) -> list[EventView]:
         """The newest events that are still kept, the oldest first; empty when they cannot be had within 2 s."""
         ...
-
-
-class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose load is to be read, and who must have been heard for it to count."""
-
-    backend_tag: BackendTag
-    config: AutoscalingConfig
-    proxies: frozenset[ProxyId]
-    """Every live proxy: one that was not scraped may hold waiting requests."""
-    hosts: frozenset[HostId]
-    """Every host that runs a replica of it."""
-
-
-class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the services' metrics are, by what they say of themselves in their reports."""
-
-    urls: frozenset[str]
 
 
 class LoadSource(Protocol):

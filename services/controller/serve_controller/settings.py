@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
 import msgspec
 
+from serve_common.errors import BadField
 from serve_common.names import ControllerId
 from serve_common.settings import (
     BusSettings,
@@ -12,7 +18,25 @@ from serve_common.settings import (
     read_bus_settings,
     read_operations_settings,
 )
+from serve_common.tracing.settings import TracingSettings, read_tracing_settings
 from serve_controller.shell.crash_mode import CrashMode, read_crash_mode
+
+_MATCHER: Final = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n]|\\.)*"'
+_SELECTOR: Final = re.compile(rf"\{{?\s*((?:{_MATCHER}\s*,\s*)*(?:{_MATCHER})?)\s*,?\s*\}}?")
+
+
+class PrometheusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The Prometheus server that loads are read from."""
+
+    url: str
+    """Where its HTTP API begins; may bear a user and a password, and a path."""
+    token: str | None = None
+    """A bearer's."""
+    selector: str = ""
+    """Label matchers that this instance's series have and others' have not; without braces."""
+
+    def __repr__(self) -> str:
+        return f"PrometheusSettings(selector={self.selector!r})"
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +48,12 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     postgres_password: str
     bus: BusSettings
     operations: OperationsSettings
+    tracing: TracingSettings | None = None
+    """None: nothing is traced."""
+    app_root: str
+    """Where the relative app_dir of a policy function begins."""
+    prometheus: PrometheusSettings | None = None
+    """None: loads are scraped from the services."""
     crash_mode: CrashMode | None = None
     """For tests only: where this process kills itself."""
 
@@ -39,5 +69,34 @@ def read_settings(environment: Environment) -> ControllerSettings:
         postgres_password=environment.secret("SERVE_POSTGRES_PASSWORD"),
         bus=read_bus_settings(environment, "controller"),
         operations=read_operations_settings(environment, 9101),
+        tracing=read_tracing_settings(environment.variables),
+        app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
+        prometheus=read_prometheus_settings(environment),
         crash_mode=read_crash_mode(environment),
     )
+
+
+def read_prometheus_settings(environment: Environment) -> PrometheusSettings | None:
+    """None when no server is named; raises `BadField` naming the variable."""
+    url = environment.optional("SERVE_PROMETHEUS_URL")
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise BadField("SERVE_PROMETHEUS_URL", "must be an address such as http://prometheus:9090")
+    has_token = any(environment.optional(f"SERVE_PROMETHEUS_TOKEN{way}") for way in ("", "_FILE"))
+    return PrometheusSettings(
+        url=url,
+        token=environment.secret("SERVE_PROMETHEUS_TOKEN") if has_token else None,
+        selector=check_selector(
+            environment.optional("SERVE_PROMETHEUS_SELECTOR") or "", "SERVE_PROMETHEUS_SELECTOR"
+        ),
+    )
+
+
+def check_selector(text: str, field: str) -> str:
+    """The label matchers of ``{cluster="a"}`` without their braces; raises `BadField` when they are none."""
+    matched = _SELECTOR.fullmatch(text.strip())
+    if matched is None:
+        raise BadField(field, f'{text[:100]!r} must be label matchers, such as {{cluster="a"}}')
+    return matched[1].strip().rstrip(",")

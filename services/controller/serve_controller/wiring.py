@@ -5,53 +5,93 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Awaitable, Callable
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.adapters.nats_logs import NatsLogOutlet
+from serve_common.adapters.nats_ping import ping_nats
 from serve_common.adapters.operations import OperationsServer
+from serve_common.adapters.otlp import open_tracing
+from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
+from serve_common.health import BusPulse
+from serve_common.logs.relay import LogRelay
+from serve_common.loop_lag import LoopLag
 from serve_common.subjects import Subjects
+from serve_common.tasks import TaskOwner
+from serve_controller.adapters.autoscaling_metrics import AutoscalingCollector
+from serve_controller.adapters.load_scrape import LoadScrape
+from serve_controller.adapters.load_sources import LoadSources
 from serve_controller.adapters.metrics import ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
+from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.adapters.postgres_store import PostgresStore
+from serve_controller.adapters.prometheus_api import PrometheusApi
+from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, OpenBoundary
 from serve_controller.shell.crash_mode import CrashingBoundary
-from serve_controller.shell.service import ControllerService
+from serve_controller.shell.service import ControllerService, ScalingParts
 
 _log = structlog.get_logger()
 VERSION = "0.1.0"
 _START_DEADLINE_S = 86_400.0
 """NATS may come up long after the controller; a supervisor sees from `/readyz` that it waits."""
+_TRACING_CLOSE_S = 2.0
 
 
-async def run(settings: ControllerSettings) -> None:
-    """Run one controller until SIGTERM or SIGINT."""
+async def run(settings: ControllerSettings, logs: LogRelay) -> None:
+    """Run one controller until SIGTERM or SIGINT; ``logs`` are published."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with asyncio.TaskGroup() as tasks:
-        serving = tasks.create_task(_serve(settings, stop), name="serve")
-        await stop.wait()
-        serving.cancel()
+    tracing = open_tracing(settings.tracing, "muster-controller", settings.controller_id)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(_serve(settings, stop, logs), name="serve")
+            await stop.wait()
+            serving.cancel()
+    finally:
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close, _TRACING_CLOSE_S)
     _log.info("controller_stopped")
 
 
-async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
+async def _serve(settings: ControllerSettings, stop: asyncio.Event, logs: LogRelay) -> None:
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None
     registry = CollectorRegistry()
-    metrics = ControllerMetrics(registry, lambda: None if service is None else service.term)
+    metrics = ControllerMetrics(
+        registry, lambda: None if service is None else service.term, SystemClock().now
+    )
+    registry.register(AutoscalingCollector(lambda: service, SystemClock()))
+    lag = LoopLag()
+    register_process_metrics(registry, lag, {"control": lambda: bus is not None and bus.is_connected})
 
     def why_not_ready() -> str | None:
-        return "NATS is not connected" if bus is None or not bus.is_connected else None
+        if bus is None or not bus.is_connected:
+            return "NATS is not connected"
+        term = None if service is None else service.term
+        if term is not None and not term.is_store_available:
+            return "this controller leads, but Postgres is away: it answers queries and refuses commands"
+        return None
 
-    operations = OperationsServer(settings.operations, registry, why_not_ready=why_not_ready)
+    pulse = BusPulse(
+        "control plane",
+        is_connected=lambda: bus is not None and bus.is_connected,
+        ping=lambda within_s: ping_nats(client, within_s),
+        silent_after_s=settings.operations.unhealthy_after_s,
+    )
+    operations = OperationsServer(
+        settings.operations, registry, why_not_ready=why_not_ready, why_not_healthy=pulse.why_not_healthy
+    )
     await operations.start()
+    _log.info("operations_port", host=settings.operations.host, port=operations.port)
 
     def reconnected() -> None:
         metrics.nats_reconnects.inc()
@@ -76,6 +116,7 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
         settings.postgres_dsn, settings.postgres_password, application_name=f"muster-{settings.controller_id}"
     )
     bus = NatsBus(client, subjects, VERSION)
+    scaling, close_scaling = _open_scaling(settings)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
         boundary = CrashingBoundary(boundary, settings.crash_mode)
@@ -86,12 +127,38 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event) -> None:
         clock=SystemClock(),
         boundary=boundary,
         telemetry=metrics,
+        scaling=scaling,
     )
+    watching = TaskOwner("controller")
+    log_outlet = NatsLogOutlet(logs, subjects, "controller", settings.controller_id)
     try:
+        await log_outlet.join(client)
+        watching.start(pulse.run(), "pulse")
+        watching.start(lag.run(), "loop_lag")
         await bus.start(service, service.admin)
         await service.run()
     finally:
+        await watching.close(timeout_s=1.0)
         await bus.close()
+        await log_outlet.close()
         await close_nats(client)
         await store.close()
+        await close_scaling()
         await operations.close()
+
+
+def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
+    """What autoscaling needs from outside, and what closes it."""
+    prometheus = None
+    if settings.prometheus is not None:
+        api = PrometheusApi(settings.prometheus.url, settings.prometheus.token)
+        prometheus = PrometheusSource(api, settings.prometheus.selector)
+    scrape = LoadScrape(time.monotonic)
+    loads = LoadSources(prometheus, scrape)
+    policies = SubprocessPolicies(settings.app_root)
+
+    async def close() -> None:
+        await loads.close()
+        await policies.close()
+
+    return ScalingParts(loads=loads, policies=policies, read_load=scrape.load_view), close

@@ -11,7 +11,9 @@ import structlog
 import uvloop
 
 from serve_common.adapters.logs import configure_logs
+from serve_common.adapters.otlp import import_ahead
 from serve_common.errors import BadField
+from serve_common.logs.relay import LogRelay
 from serve_common.settings import Environment
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.child_process import ParentLink
@@ -22,7 +24,7 @@ from serve_proxy.wiring import Proxy
 _log = structlog.get_logger(__name__)
 
 
-async def _run(settings: ProxySettings) -> int:
+async def _run(settings: ProxySettings, logs: LogRelay) -> int:
     """Run until a signal or a failure; the exit code."""
     should_drain, should_end = asyncio.Event(), asyncio.Event()
     has_failed = False
@@ -39,7 +41,7 @@ async def _run(settings: ProxySettings) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    proxy = Proxy(settings, on_failure=on_failure)
+    proxy = Proxy(settings, on_failure=on_failure, logs=logs)
     tasks = TaskOwner("main", on_failure=lambda _name, _error: on_failure())
 
     async def drain() -> None:
@@ -83,11 +85,12 @@ def main() -> int:
         configure_logs("proxy")
         _log.critical("bad_setting", field=error.field, reason=error.reason)
         return 2
-    configure_logs("proxy", proxy_id=settings.proxy_id)
+    logs = configure_logs("proxy", proxy_id=settings.proxy_id)
     if settings.processes == 1:
+        import_ahead(settings.tracing)
         _spare_the_collector()
     try:
-        return uvloop.run(_run(settings) if settings.processes == 1 else run_processes(settings))
+        return uvloop.run(_run(settings, logs) if settings.processes == 1 else run_processes(settings))
     except OSError as error:
         _log.critical("cannot_listen", reason=str(error))
         return 1

@@ -11,6 +11,7 @@ import signal
 
 import structlog
 
+from serve_common.adapters.metrics_address import advertised_for_children
 from serve_proxy.adapters.child_process import ChildProcess
 from serve_proxy.adapters.process_operations import ProcessOperations
 from serve_proxy.adapters.shared_port import held_port
@@ -27,7 +28,8 @@ async def run_processes(settings: ProxySettings) -> int:
     with held_port(settings.http_host, settings.http_port) as port:
 
         async def start(number: int) -> Child:
-            child = await ChildProcess.start(child_environment(settings, number, port))
+            environment = child_environment(settings, number, port, operations.port)
+            child = await ChildProcess.start(environment)
             _log.info("proxy_process_started", process=number, pid=child.pid)
             return child
 
@@ -50,7 +52,9 @@ async def run_processes(settings: ProxySettings) -> int:
             await operations.close()
 
 
-def child_environment(settings: ProxySettings, number: int, http_port: int) -> dict[str, str]:
+def child_environment(
+    settings: ProxySettings, number: int, http_port: int, operations_port: int
+) -> dict[str, str]:
     """What the child of that number is told: all that the parent was, and what makes it a proxy of its own."""
     return {
         **os.environ,
@@ -60,4 +64,5 @@ def child_environment(settings: ProxySettings, number: int, http_port: int) -> d
         # Asked by the parent alone, which knows the port that the system chooses.
         "SERVE_OPS_HOST": "127.0.0.1",
         "SERVE_OPS_PORT": "0",
+        "SERVE_OPS_ADVERTISE": advertised_for_children(settings.operations, operations_port),
     }

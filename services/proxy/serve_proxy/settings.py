@@ -12,6 +12,7 @@ from serve_common.settings import (
     read_bus_settings,
     read_operations_settings,
 )
+from serve_common.tracing.settings import TracingSettings, read_tracing_settings
 from serve_common.values import HttpOptions
 from serve_proxy.core.process_life import PARENT_FD, PROCESSES_MAX
 
@@ -35,8 +36,12 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Above 1, this process is the parent of so many proxies that listen together."""
     parent_fd: int | None = None
     """In a child: the socket that leads to its parent. It then shares the HTTP port with its siblings."""
+    tracing: TracingSettings | None = None
+    """None: nothing is traced."""
     middleware_dir: str | None = None
     """Directory put last on ``sys.path``, for middlewares."""
+    uncounted: frozenset[str] = frozenset()
+    """Endpoints whose requests are not counted: for measuring what counting costs."""
 
 
 def read_settings(environment: Environment) -> ProxySettings:
@@ -62,5 +67,7 @@ def read_settings(environment: Environment) -> ProxySettings:
         parent_fd=environment.integer(PARENT_FD, -1, 0, 1_000_000)
         if environment.optional(PARENT_FD)
         else None,
+        tracing=read_tracing_settings(environment.variables),
         middleware_dir=environment.optional("SERVE_MIDDLEWARE_DIR"),
+        uncounted=frozenset((environment.optional("SERVE_UNCOUNTED") or "").split()),
     )

@@ -11,7 +11,10 @@ from typing import Final, final
 import structlog
 from prometheus_client import CollectorRegistry
 
+from serve_common.adapters.metrics_address import metrics_url
 from serve_common.adapters.operations import OperationsServer
+from serve_common.adapters.otlp import open_tracing
+from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
@@ -23,6 +26,10 @@ from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable
+from serve_common.health import BusPulse, first_reason
+from serve_common.logs.bus_outlet import BusLogOutlet
+from serve_common.logs.relay import LogRelay
+from serve_common.loop_lag import LoopLag
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.control_plane import NatsControlPlane
@@ -35,6 +42,7 @@ from serve_proxy.shell.gateway import Gateway
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.live_options import LiveOptions
 from serve_proxy.shell.reports import Reports
+from serve_proxy.shell.request_traces import RequestTraces
 
 _log = structlog.get_logger(__name__)
 
@@ -53,17 +61,19 @@ _CLOSE_TIMEOUT_S: Final = 2.0
 class Proxy:
     """One proxy process' parts."""
 
-    def __init__(self, settings: ProxySettings, *, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: ProxySettings, *, on_failure: Callable[[], None], logs: LogRelay | None = None
+    ) -> None:
         """Makes everything and starts nothing; to be called on a running loop.
 
-        ``on_failure`` is called when the process cannot go on and should be started anew.
+        ``on_failure`` is called when the process cannot go on and should be started anew. ``logs`` are published.
         """
         self._settings = settings
         chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         subjects = Subjects(settings.bus.subject_prefix)
         self._bus = BusConnection(_bus_options(settings), chance)
         inbox = Inbox(self._bus, f"{settings.proxy_id}-{uuid.uuid4().hex[:12]}")
-        routes = Routes(chance.random)
+        routes = Routes(chance.random, uncounted=settings.uncounted)
         outgoing = Outgoing(self._bus, inbox, subjects)
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
         models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
@@ -101,7 +111,13 @@ class Proxy:
             started_at=SystemClock().now(),
             applied_snapshot_id=lambda: routes.applied_snapshot_id,
             http_refusal=lambda: (self._live.error, self._live.error_snapshot_id),
+            metrics_url=lambda: metrics_url(
+                settings.operations, self.operations.port, self._control_plane.local_host
+            ),
         )
+
+        self._tracing = open_tracing(settings.tracing, "muster-proxy", settings.proxy_id)
+        traces = None if self._tracing is None else RequestTraces(self._tracing.tracer)
 
         def new_request_id() -> str:
             return f"{chance.getrandbits(128):032x}"
@@ -113,17 +129,55 @@ class Proxy:
             request_timeout_s=lambda: self._live.options.request_timeout_s,
             new_request_id=new_request_id,
             wall_now=SystemClock().now,
+            traces=traces,
         )
-        requests = HttpRequests(self._ingress, settings.http, new_request_id=new_request_id)
+        requests = HttpRequests(self._ingress, settings.http, new_request_id=new_request_id, traces=traces)
         self._requests = requests
         self.http = HttpServer(requests, self._ingress)
         registry = CollectorRegistry()
-        register_metrics(registry, routes, lambda: self._bus.reconnects + self._control_plane.reconnects)
+        register_metrics(
+            registry,
+            settings.proxy_id,
+            routes,
+            self._bus,
+            reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
+            connections=lambda: self.http.connections,
+        )
+        self._lag = LoopLag()
+        register_process_metrics(
+            registry,
+            self._lag,
+            {
+                "data": lambda: self._bus.is_connected,
+                "control": lambda: self._control_plane.is_connected,
+            },
+        )
+        silent_after_s = settings.operations.unhealthy_after_s
+        self._pulses = (
+            BusPulse(
+                "data plane",
+                is_connected=lambda: self._bus.is_connected,
+                ping=self._bus.flush,
+                silent_after_s=silent_after_s,
+            ),
+            BusPulse(
+                "control plane",
+                is_connected=lambda: self._control_plane.is_connected,
+                ping=self._control_plane.ping,
+                silent_after_s=silent_after_s,
+            ),
+        )
         self.operations = OperationsServer(
-            settings.operations, registry, why_not_ready=self._ingress.why_not_ready
+            settings.operations,
+            registry,
+            why_not_ready=self._ingress.why_not_ready,
+            why_not_healthy=first_reason(*(pulse.why_not_healthy for pulse in self._pulses)),
         )
         self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
         self._bus.on_connected.append(self._dispatcher.bus_is_back)
+        self._log_outlet = (
+            None if logs is None else BusLogOutlet(logs, self._bus, subjects, "proxy", settings.proxy_id)
+        )
 
     async def start(self) -> str:
         """Listen, and connect in the background. Returns the address; raises OSError when a port is taken."""
@@ -137,6 +191,9 @@ class Proxy:
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
         self._tasks.start(self._reports.run(), name="reports")
         self._tasks.start(self._beat.run(), name="beat")
+        self._tasks.start(self._lag.run(), name="loop_lag")
+        for pulse in self._pulses:
+            self._tasks.start(pulse.run(), name="pulse")
         _log.info("proxy_listening", address=address, operations_port=self.operations.port)
         return address
 
@@ -177,7 +234,11 @@ class Proxy:
         await self._live.close(_CLOSE_TIMEOUT_S)
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._control_plane.close()
+        if self._log_outlet is not None:
+            await self._log_outlet.close()
         await self._bus.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close, _CLOSE_TIMEOUT_S)
         await self.operations.close()
 
     @property

@@ -27,11 +27,11 @@ def main() -> int:
     except (BadField, OSError) as error:
         sys.stderr.write(f"serve_replica_host: {error}\n")
         return 2
-    configure_logs("replica-host", host_id=settings.host_id)
+    logs = configure_logs("replica-host", host_id=settings.host_id)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = settings.metrics_dir
     from serve_replica_host.wiring import run_host  # noqa: PLC0415 - see above
 
-    return asyncio.run(run_host(settings))
+    return asyncio.run(run_host(settings, logs))
 
 
 def _end(status: int) -> NoReturn:

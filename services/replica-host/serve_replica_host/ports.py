@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from serve_common.names import ReplicaTag
+import msgspec
+
+from serve_common.names import BackendTag, ReplicaTag
+from serve_common.replica_context import ReplicaContext
 from serve_common.wires.host import ReplicaGoal, ReplicaStatus
 
 
@@ -65,13 +68,50 @@ class HostMetrics(Protocol):
         """Replicas by status."""
         ...
 
+    def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
+        """A replica was started, that many seconds after the order; ``was_spare``: in a process that waited."""
+        ...
+
+    def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
+        """A replica failed and is now FAILED, DEAD or UNHEALTHY."""
+        ...
+
     def retire_process(self, pid: int) -> None:
         """Keep the totals of an ended replica process without keeping its files. Blocks on files."""
         ...
 
 
+class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica has in it at a moment."""
+
+    ongoing_s: float
+    """How long requests have been in it so far, all together, those that still are included; never falls."""
+    in_flight: int = 0
+    """Requests that hold a slot."""
+    limit: int = 0
+    """How many may."""
+    waiting: int = 0
+    """Requests that wait for a slot."""
+    streams: int = 0
+    """Of those in flight: whose answer has begun."""
+    sockets: int = 0
+    """Of those in flight: WebSockets."""
+    is_connected: bool = False
+    """To NATS."""
+    reconnects: int = 0
+    """To NATS, so far."""
+
+
+class HandleMetrics(Protocol):
+    """What waits in the calls that a replica's own code makes."""
+
+    def write(self, replica: ReplicaContext) -> None:
+        """Make it visible; called a few times a second."""
+        ...
+
+
 class RequestMetrics(Protocol):
-    """What a replica counts; called for each request, so it must be cheap."""
+    """What a replica counts; called for each request, so it must be cheap. One call at a time, but for `write`."""
 
     def count_answered(self, status: int, seconds: float) -> None:
         """A request left: by its answer's status, after that many seconds."""
@@ -81,6 +121,10 @@ class RequestMetrics(Protocol):
         """A request was refused: ``busy`` or ``draining``."""
         ...
 
-    def write(self, in_flight: int) -> None:
-        """Make visible what was counted, and how many requests are in flight now."""
+    def turn(self) -> None:
+        """What is counted from now on is left for the `write` after the next one."""
+        ...
+
+    def write(self, occupancy: Occupancy) -> None:
+        """Make visible what was counted before `turn`, and what is in the replica now."""
         ...

@@ -17,6 +17,7 @@ from serve_common.settings import (
     read_bus_settings,
     read_operations_settings,
 )
+from serve_common.tracing.settings import TracingSettings, read_tracing_settings
 
 OPERATIONS_PORT: Final = 9103
 SPARE_REPLICAS: Final = 8
@@ -46,6 +47,8 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replica processes that a local runtime keeps started ahead, at the most; half of them while few replicas run."""
     drain_timeout_s: float
     """How long leaving may take."""
+    tracing: TracingSettings | None = None
+    """Of its replicas; None: nothing is traced."""
 
 
 def read_host_settings(environment: Environment) -> HostSettings:
@@ -72,4 +75,5 @@ def read_host_settings(environment: Environment) -> HostSettings:
         ),
         spare_replicas=environment.integer("SERVE_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
+        tracing=read_tracing_settings(environment.variables),
     )

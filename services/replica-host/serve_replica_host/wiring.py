@@ -15,12 +15,19 @@ from typing import Final
 
 import structlog
 
+from serve_common.adapters.metrics_address import metrics_url
+from serve_common.adapters.nats_logs import NatsLogOutlet
 from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.errors import ServeError
+from serve_common.health import BusPulse
+from serve_common.logs.relay import LogRelay
+from serve_common.loop_lag import LoopLag
+from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
+from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_runtime import RayRuntime
 from serve_replica_host.adapters.ray_session import RaySettings
@@ -32,13 +39,17 @@ _log = structlog.get_logger(__name__)
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
-async def run_host(settings: HostSettings) -> int:
-    """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure."""
+async def run_host(settings: HostSettings, logs: LogRelay) -> int:
+    """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure.
+
+    ``logs`` are published.
+    """
     loop = asyncio.get_running_loop()
     files = MetricsFiles(Path(settings.metrics_dir))
     files.clean()
-    metrics = PrometheusHostMetrics(files)
-    # Its files are open now. Ray's own processes would write theirs beside them if they inherited this.
+    lag = LoopLag()
+    metrics = PrometheusHostMetrics(files, settings.host_id, lag, {"control": lambda: bus.is_connected})
+    # Ray's own processes would write files beside the replicas' if they inherited this.
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     failures: list[str] = []
     stop = asyncio.Event()
@@ -59,7 +70,9 @@ async def run_host(settings: HostSettings) -> int:
         on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
         on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
         on_reconnect=reconnected,
+        logs=NatsLogOutlet(logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id),
     )
+    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id)
     shell = HostShell(
         settings.host_id,
         runtime=runtime,
@@ -68,6 +81,7 @@ async def run_host(settings: HostSettings) -> int:
         incarnation=uuid.uuid4().hex,
         started_at=SystemClock().now(),
         now=loop.time,
+        metrics_url=lambda: metrics_url(settings.operations, operations.port, bus.local_host),
     )
     is_ray_up = False
 
@@ -78,16 +92,30 @@ async def run_host(settings: HostSettings) -> int:
             return "the host leaves"
         return None if bus.is_connected else "NATS is not connected"
 
-    operations = OperationsServer(settings.operations, metrics.registry, why_not_ready=why_not_ready)
+    pulse = BusPulse(
+        "control plane",
+        is_connected=lambda: bus.is_connected,
+        ping=bus.ping,
+        silent_after_s=settings.operations.unhealthy_after_s,
+    )
+    operations = OperationsServer(
+        settings.operations,
+        metrics.registry,
+        why_not_ready=why_not_ready,
+        why_not_healthy=pulse.why_not_healthy,
+    )
     _listen_for_signals(stop)
     tasks = TaskOwner("host", on_failure=on_failure)
     try:
         await operations.start()
         _log.info("operations_port", host=settings.operations.host, port=operations.port)
+        log_socket.open()
         await runtime.open()
         _listen_for_signals(stop)  # Ray has put a handler of its own in place, which prints a stack trace
         is_ray_up = True
         tasks.start(bus.run(), "control_bus")
+        tasks.start(pulse.run(), "pulse")
+        tasks.start(lag.run(), "loop_lag")
         tasks.start(_leave_when(stop, shell, settings.drain_timeout_s), "leave")
         await shell.run()
     except (ServeError, OSError) as error:
@@ -97,6 +125,7 @@ async def run_host(settings: HostSettings) -> int:
         await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would connect again
         await bus.close()
         await runtime.close()
+        log_socket.close()
         await operations.close()
     _log.info("host_ended", failures=failures)
     return 1 if failures else 0
@@ -122,4 +151,5 @@ def _ray_settings(settings: HostSettings) -> RaySettings:
         app_root=settings.app_root,
         metrics_dir=settings.metrics_dir,
         spare_replicas=settings.spare_replicas,
+        tracing={} if settings.tracing is None else settings.tracing.variables,
     )

@@ -14,6 +14,7 @@ from muster.cli.config_options import BACKEND_CHANGES, BACKEND_OPTIONS, CODE_OPT
 from muster.cli.endpoint_options import ENDPOINT_CHANGES, ENDPOINT_OPTIONS
 from muster.cli.http_options import HTTP_CHANGES
 from muster.cli.values_given import group_text
+from serve_common.autoscaling import AggregationFunction, AutoscalingConfig
 from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
 from serve_common.names import GoalId
 from serve_common.values import (
@@ -41,8 +42,11 @@ from serve_common.wires.commands import (
     DeleteEndpoint,
     Deploy,
     DrainHost,
+    PauseAutoscaling,
     Request,
+    ResumeAutoscaling,
     Rollback,
+    Scale,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -66,8 +70,23 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
     ),
     (
         "scale digits 0",
-        UpdateBackendConfig(backend_tag="default/digits", config={"num_replicas": 0}),
+        Scale(backend_tag="default/digits", num_replicas=0),
         "digits is scaled to 0",
+    ),
+    (
+        "autoscaling pause digits",
+        PauseAutoscaling(backend_tag="default/digits"),
+        "digits keeps its number of replicas",
+    ),
+    (
+        "autoscaling resume shop/digits",
+        ResumeAutoscaling(backend_tag="shop/digits"),
+        "shop/digits follows its load again",
+    ),
+    (
+        "backend update v1 --autoscaling-config off",
+        UpdateBackendConfig(backend_tag=V1, config={"autoscaling_config": None}),
+        "backend v1 is updated",
     ),
     ("rollback digits", Rollback(name="default/digits"), "digits is rolled back to what it was before"),
     ("rollback digits --to 3", Rollback(name="default/digits", to="3"), "digits is rolled back to 3"),
@@ -455,6 +474,9 @@ def test_every_field_of_a_configuration_has_its_option(muster: Muster, controlle
 def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> None:
     config = BackendConfig(
         num_replicas=2,
+        autoscaling_config=AutoscalingConfig(
+            min_replicas=1, max_replicas=4, aggregation_function=AggregationFunction.MAX
+        ),
         max_concurrent_queries=3,
         max_queued_requests=-1,
         user_config={"a": [1]},
@@ -483,6 +505,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
     given = msgspec.to_builtins(config)
     given |= {"user_config": '{"a": [1]}', "on_failure": "go-back", "replica_policy": "round-robin"}
     given |= {
+        "autoscaling_config": msgspec.json.encode(config.autoscaling_config).decode(),
         "backpressure_config": "status_code=429, retry_after_s=1.5",
         "outlier_ejection": '{"consecutive_failures": 16, "ejection_time_s": 17, "max_ejected_percent": 18}',
         "circuit_breaker": "failure_percent=20,requests_min=21,window_s=22,open_time_s=23",

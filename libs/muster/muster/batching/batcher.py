@@ -23,6 +23,8 @@ from muster.batching.running import RunningBatch
 from muster.context import before_requests
 from serve_common.bus.quiet_log import QuietLog
 from serve_common.errors import DeadlineExceeded, LimitReached
+from serve_common.measures import measures
+from serve_common.metrics_catalogue.replicas import BATCH_SECONDS, BATCH_SIZE, BATCH_WAIT_SECONDS
 from serve_common.request_context import request_context
 from serve_common.tasks import TaskOwner
 
@@ -31,6 +33,12 @@ _log = structlog.get_logger(__name__)
 WAITING_MAX: Final = 10_000
 """Calls that may wait in one queue. A replica's limit of concurrent requests is far below it."""
 MISFIT_INTERVAL_S: Final = 60.0
+_FUNCTIONS_MAX: Final = 100
+"""That are measured one by one."""
+
+_SIZE: Final = measures.distribution(BATCH_SIZE, _FUNCTIONS_MAX)
+_WAIT: Final = measures.distribution(BATCH_WAIT_SECONDS, _FUNCTIONS_MAX)
+_SECONDS: Final = measures.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
 
 
 @final
@@ -40,6 +48,7 @@ class Batcher:
     def __init__(self, function: Callable[..., Any], arguments: Arguments, rules: BatchRules) -> None:
         self.loop = asyncio.get_running_loop()
         self._function = function
+        self._labels = (function.__qualname__,)
         self._arguments = arguments
         self._rules = rules
         self._queue: BatchQueue[BatchedCall] = BatchQueue(rules)
@@ -119,12 +128,16 @@ class Batcher:
         self._set_timer(decision.look_again_at)
 
     def _run(self, calls: list[BatchedCall]) -> None:
+        _SIZE.observe(len(calls), self._labels)
+        _WAIT.observe(time.monotonic() - calls[0].arrived_at, self._labels)
         batch = RunningBatch(self._function, self._arguments, calls, on_end=self._ended)
         self._running.add(batch)
         batch.start(self._tasks)
 
     def _ended(self, batch: RunningBatch) -> None:
         self._running.discard(batch)
+        if batch.began_at is not None:
+            _SECONDS.observe(time.monotonic() - batch.began_at, self._labels)
         if len(self._queue):
             self._look_later()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, final
@@ -17,9 +18,11 @@ import structlog
 from muster.batching.arguments import Arguments
 from muster.batching.calls import BatchedCall, SingleCall, StreamedCall
 from muster.batching.errors import BatchCancelled, WrongBatchResult
+from muster.batching.traces import begin_batch, below, end_batch
 from muster.context import batch_contexts
 from serve_common.request_context import RequestContext, request_context
 from serve_common.tasks import OwnedTask, TaskOwner
+from serve_common.tracing.spans import Span
 
 _log = structlog.get_logger(__name__)
 
@@ -38,6 +41,7 @@ class RunningBatch:
         "_room",
         "_task",
         "_wanted",
+        "began_at",
     )
 
     def __init__(
@@ -56,6 +60,8 @@ class RunningBatch:
         self._room: asyncio.Event | None = None
         self._task: OwnedTask | None = None
         self._has_begun = self._is_unwanted = False
+        self.began_at: float | None = None
+        """When the function was called, by `time.monotonic`; None before, and for ever when nobody wanted it."""
 
     def start(self, tasks: TaskOwner) -> None:
         """Begin, as a task of ``tasks``; ``on_end`` is called when the function has ended."""
@@ -81,9 +87,13 @@ class RunningBatch:
     async def _run(self) -> None:
         self._has_begun = True
         failure: BaseException | None = None
+        span: Span | None = None
         try:
             if not self._is_unwanted:  # all may have gone between the decision and now
-                await self._work([call for call in self._calls if call in self._wanted])
+                self.began_at = time.monotonic()
+                wanted = [call for call in self._calls if call in self._wanted]
+                span = begin_batch(self._function.__qualname__, [call.context for call in wanted])
+                await self._work(wanted, span)
         except asyncio.CancelledError as error:
             if self._is_unwanted:
                 return  # nobody waits, and that is why
@@ -96,6 +106,8 @@ class RunningBatch:
                 _log.warning("unwanted_batch_failed", function=self._function.__qualname__, error=repr(error))
             failure = error
         finally:
+            if span is not None:
+                end_batch(span, failure)
             for call in self._calls:
                 if not call.is_settled:
                     call.fail(
@@ -106,9 +118,10 @@ class RunningBatch:
             self._wanted.clear()
             self._on_end(self)
 
-    async def _work(self, calls: list[BatchedCall]) -> None:
+    async def _work(self, calls: list[BatchedCall], span: Span | None) -> None:
         contexts = [call.context for call in calls]
-        request_context.set(shared_context(contexts))
+        shared = shared_context(contexts)
+        request_context.set(shared if span is None else below(span, shared))
         batch_contexts.set(contexts)
         args, kwargs = self._arguments.merge([call.arguments for call in calls])
         if self._arguments.has_instance:

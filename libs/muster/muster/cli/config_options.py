@@ -15,6 +15,7 @@ import msgspec
 
 from muster.cli import output, values_given
 from muster.cli.signature import option, option_of
+from serve_common.autoscaling import AutoscalingConfig
 from serve_common.errors import BadField
 from serve_common.values import (
     BackendConfig,
@@ -60,6 +61,13 @@ CODE_OPTIONS: Final = (
 _FIELDS: Final = (
     ("user_config", str, "For reconfigure(); @file.json or @file.yaml.", _CODE, "JSON|@FILE"),
     ("num_replicas", int, "How many run.", _SIZE, "N"),
+    (
+        "autoscaling_config",
+        str,
+        "Let num_replicas follow the load, as in min_replicas=1,max_replicas=8; 'off' ends it.",
+        _SIZE,
+        _GROUP,
+    ),
     ("max_concurrent_queries", int, "Requests at once in one replica.", _SIZE, "N"),
     ("max_queued_requests", int, "Requests that wait in one proxy; -1 is no limit.", _SIZE, "N"),
     ("placement", Placement, "Over many hosts, or few.", _SIZE, None),
@@ -83,6 +91,16 @@ _FIELDS: Final = (
 """Of `BackendConfig`, field by field: name, type, text, panel, metavar."""
 
 
+_CHOICES: Final[Mapping[str, type[Enum]]] = {"on_failure": OnFailure, "replica_policy": ReplicaPolicyName}
+_GROUPS: Final[Mapping[str, type[msgspec.Struct]]] = {
+    "backpressure_config": BackpressureConfig,
+    "outlier_ejection": OutlierEjection,
+    "circuit_breaker": CircuitBreaker,
+    "autoscaling_config": AutoscalingConfig,
+}
+_OFF: Final = "off"
+
+
 def _text_with_default(name: str, text: str) -> str:
     default = getattr(BackendConfig(), name)
     if default is None:
@@ -95,10 +113,8 @@ def _text_with_default(name: str, text: str) -> str:
 
 
 def _text_with_names(name: str, text: str) -> str:
-    default = getattr(BackendConfig(), name)
-    if isinstance(default, msgspec.Struct):
-        return f"{text} Names: {', '.join(default.__struct_fields__)}."
-    return text
+    kind = _GROUPS.get(name)
+    return text if kind is None else f"{text} Names: {', '.join(kind.__struct_fields__)}."
 
 
 BACKEND_OPTIONS: Final = tuple(
@@ -113,12 +129,6 @@ BACKEND_CHANGES: Final = tuple(
 """Of some fields of a `BackendConfig`: what is not given stays."""
 
 _BACKEND_FIELDS: Final = frozenset(name for name, *_rest in _FIELDS)
-_CHOICES: Final[Mapping[str, type[Enum]]] = {"on_failure": OnFailure, "replica_policy": ReplicaPolicyName}
-_GROUPS: Final[Mapping[str, type[msgspec.Struct]]] = {
-    "backpressure_config": BackpressureConfig,
-    "outlier_ejection": OutlierEjection,
-    "circuit_breaker": CircuitBreaker,
-}
 
 
 def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfig:
@@ -182,7 +192,11 @@ def _fields(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         if name in fields:
             fields[name] = kind[fields[name].name]
     for name, group in _GROUPS.items():
-        if name in fields:
+        if name not in fields:
+            continue
+        if name == "autoscaling_config" and fields[name].strip() == _OFF:
+            fields[name] = None
+        else:
             fields[name] = values_given.read_group(fields[name], option_of(name), group)
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain

@@ -11,9 +11,10 @@ from muster.cli.changing import changing
 from muster.cli.intent import Intent
 from muster.cli.session import Session
 from serve_common.errors import BadField
+from serve_common.limits import check_between
 from serve_common.names import deployment_tag
-from serve_common.values import BackendConfig, check_backend_config
-from serve_common.wires.commands import DeleteDeployment, Rollback, UpdateBackendConfig
+from serve_common.values import NUM_REPLICAS_MAX
+from serve_common.wires.commands import DeleteDeployment, Rollback, Scale
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]
 
@@ -31,15 +32,14 @@ def scale(
       muster scale digits 3
 
     No replica that stays is touched. It holds until the next deploy.
+    Where there is autoscaling, it pauses, and the number stays until
+    'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
-    try:
-        check_backend_config(BackendConfig(num_replicas=num_replicas), "")
-    except BadField as error:
-        raise BadField("N", error.reason) from error
+    check_between(num_replicas, 0, NUM_REPLICAS_MAX, "N")
     what = output.short_name(tag)
     return Intent(
-        command=UpdateBackendConfig(backend_tag=tag, config={"num_replicas": num_replicas}),
+        command=Scale(backend_tag=tag, num_replicas=num_replicas),
         what=what,
         done=f"is scaled to {num_replicas}",
         already=f"has {num_replicas} replicas already",

@@ -10,21 +10,24 @@ from typing import Annotated
 import structlog
 import typer
 
-from muster.cli import apps, backend, endpoint, goal, hosts, http_options, proxies, traffic
+from muster.cli import apps, autoscaling, backend, endpoint, goal, hosts, http_options, proxies, traffic
 from muster.cli.call import call
 from muster.cli.connection import StackChoice
 from muster.cli.deploy import deploy
 from muster.cli.deployments import delete, rollback, scale
+from muster.cli.events import events
 from muster.cli.exit_codes import EXIT_CODES_HELP
 from muster.cli.group import CONTEXT_SETTINGS
+from muster.cli.logs import logs
 from muster.cli.looking import info, list_, snapshot
 from muster.cli.options import NatsOption, PasswordFileOption, UserOption
 from muster.cli.plan import ANY_ARGUMENTS, plan
-from muster.cli.record import events, history, revisions
+from muster.cli.record import history, revisions
 from muster.cli.secrets import secrets
 from muster.cli.session import Session
 from muster.cli.shutdown import shutdown
 from muster.cli.status import status
+from muster.cli.top import top
 from muster.cli.up import up
 
 app = typer.Typer(
@@ -42,7 +45,7 @@ _TRAFFIC, _OPERATE = "Backends and traffic, for more than one version at a time"
 for _panel, _commands in (
     (_RUN, (up, secrets)),
     (_DEPLOY, (deploy, scale, rollback, delete, call)),
-    (_LOOK, (status, list_, info, events, history, revisions, snapshot)),
+    (_LOOK, (status, list_, info, top, logs, events, history, revisions, snapshot)),
 ):
     for _command in _commands:
         app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
@@ -51,6 +54,7 @@ for _name, _group, _panel in (
     ("backend", backend.app, _TRAFFIC),
     ("endpoint", endpoint.app, _TRAFFIC),
     ("traffic", traffic.app, _TRAFFIC),
+    ("autoscaling", autoscaling.app, _OPERATE),
     ("host", hosts.app, _OPERATE),
     ("proxy", proxies.app, _OPERATE),
     ("http", http_options.app, _OPERATE),

@@ -80,6 +80,10 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """There is something to show now; what is said after this is a line."""
         if self._status is not None:
             self._status.stop()
             self._status = None

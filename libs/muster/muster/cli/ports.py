@@ -27,6 +27,7 @@ from serve_common.wires.queries import (
 )
 from serve_common.wires.views import (
     ApplicationView,
+    AutoscalingView,
     BackendConfigView,
     BackendView,
     DeploymentView,
@@ -35,6 +36,7 @@ from serve_common.wires.views import (
     GoalView,
     HistoryView,
     HostView,
+    LoadView,
     PlanView,
     ProxyView,
     RevisionView,
@@ -108,6 +110,14 @@ class AdminPort(Protocol):
 
     async def get_hosts(self) -> list[HostView]:
         """See `AdminClient.get_hosts`."""
+        ...
+
+    async def get_autoscaling(self) -> list[AutoscalingView]:
+        """See `AdminClient.get_autoscaling`."""
+        ...
+
+    async def get_load(self) -> LoadView:
+        """See `AdminClient.get_load`."""
         ...
 
     async def get_snapshot(self) -> list[SnapshotView]:

@@ -1,4 +1,4 @@
-"""Commands that look back: `muster events`, `muster history`, `muster revisions`."""
+"""Commands that look back at changes: `muster history`, `muster revisions`."""
 
 from __future__ import annotations
 
@@ -13,31 +13,8 @@ from muster.cli.asking import Question, asking
 from muster.cli.session import Session
 from muster.cli.tables import moment, print_table, styled, table
 from serve_common.names import deployment_tag
-from serve_common.wires.queries import GetEvents, GetHistory, GetRevisions
-from serve_common.wires.views import EventView, HistoryView, RevisionView
-
-
-@asking
-def events(
-    session: Session,  # noqa: ARG001 - every command gets it
-    *,
-    subject: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SUBJECT", help="Only about this deployment, backend, endpoint, host, proxy or goal."
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="The newest so many.")] = 100,
-) -> Question[list[EventView]]:
-    """Show what happened lately, the newest last.
-
-    Example:
-      muster events digits --limit 20
-
-    Of everything unless a subject is given.
-    """
-    query = GetEvents(limit=limit, subject=subject)
-    return Question(lambda admin: admin.get_events(query), _show_events)
+from serve_common.wires.queries import GetHistory, GetRevisions
+from serve_common.wires.views import HistoryView, RevisionView
 
 
 @asking
@@ -92,19 +69,6 @@ def revisions(
             output.say(f"'muster rollback {output.short_name(tag)} --to-revision N' goes back to one")
 
     return Question(lambda admin: admin.get_revisions(GetRevisions(name=tag)), show)
-
-
-def _show_events(views: Sequence[EventView]) -> None:
-    rows = table("at", "kind", "subject", "state", "message")
-    for view in views:
-        rows.add_row(
-            Text(moment(view.at)),
-            Text(view.kind),
-            Text(output.short_name(view.subject)),
-            styled(view.state),
-            Text(output.brief(view.message)),
-        )
-    print_table("Events", rows)
 
 
 def _show_history(views: Sequence[HistoryView]) -> None:

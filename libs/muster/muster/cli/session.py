@@ -17,6 +17,7 @@ from muster.cli.exit_codes import ExitCode, exit_code_of
 from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import StackAddress
 from muster.client.connect import connect_stack
+from muster.client.feed import Listen, listen_to_stack
 from muster.client.replies import UnknownError
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
@@ -34,12 +35,15 @@ class Session:
         self,
         *,
         connect: Connect = connect_stack,
+        listen: Listen = listen_to_stack,
         make_embedded: MakeEmbedded | None = None,
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> None:
         """Tests give these; otherwise they are the process' own."""
         self._connect = connect
+        self.listen = listen
+        """Hears what is published; see `listen_to_stack`."""
         self._make_embedded = make_embedded
         self.environment = os.environ if environment is None else environment
         self.directory = Path.cwd() if directory is None else directory

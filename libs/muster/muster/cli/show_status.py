@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.cli import output
+from muster.cli.autoscaling import show_autoscaling
 from muster.cli.tables import (
     config_facts,
     counts,
@@ -35,6 +36,8 @@ def show_status(view: StatusView) -> None:
         output.say("no deployments yet; 'muster deploy --help' shows how to make one")
     show_hosts(view.hosts)
     print_table("Proxies", _proxies(view.proxies, view.snapshot_id))
+    if view.autoscaling:
+        show_autoscaling(view.autoscaling)
     output.say(f"controller {view.controller_id} leads in term {view.epoch}, snapshot {view.snapshot_id}")
     for deployment in view.deployments:
         if deployment.message and deployment.status is DeploymentStatus.UNHEALTHY:

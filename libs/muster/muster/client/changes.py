@@ -17,7 +17,10 @@ from serve_common.wires.commands import (
     Deploy,
     DeployApplication,
     DrainHost,
+    PauseAutoscaling,
+    ResumeAutoscaling,
     Rollback,
+    Scale,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -36,6 +39,9 @@ Change = (
     | CreateBackend
     | DeleteBackend
     | UpdateBackendConfig
+    | Scale
+    | PauseAutoscaling
+    | ResumeAutoscaling
     | CreateEndpoint
     | DeleteEndpoint
     | SetTraffic
@@ -84,6 +90,22 @@ class Changes(Asking):
     async def update_backend_config(self, request: UpdateBackendConfig) -> ChangeReply:
         """Change the given fields of a backend's configuration, also of a deployment's; the others stay."""
         return await self.change(request)
+
+    async def scale(self, request: Scale) -> ChangeReply:
+        """Make a backend have so many replicas. Autoscaling, where there is one, pauses until it is resumed."""
+        return await self.change(request)
+
+    async def pause_autoscaling(self, request: PauseAutoscaling | str) -> ChangeReply:
+        """Leave a backend's number of replicas as it is. Its tag alone will do."""
+        return await self.change(
+            PauseAutoscaling(backend_tag=request) if isinstance(request, str) else request
+        )
+
+    async def resume_autoscaling(self, request: ResumeAutoscaling | str) -> ChangeReply:
+        """Let a backend's number of replicas follow its load again. Its tag alone will do."""
+        return await self.change(
+            ResumeAutoscaling(backend_tag=request) if isinstance(request, str) else request
+        )
 
     async def create_endpoint(self, request: CreateEndpoint) -> ChangeReply:
         """Make an endpoint. The same again makes no new goal; another one under the same name is refused."""

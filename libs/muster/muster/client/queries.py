@@ -17,6 +17,7 @@ from serve_common.wires.queries import (
     GetAllApplications,
     GetAllBackends,
     GetAllEndpoints,
+    GetAutoscaling,
     GetBackendConfig,
     GetDeploymentInfo,
     GetEvents,
@@ -24,6 +25,7 @@ from serve_common.wires.queries import (
     GetHosts,
     GetHttpConfig,
     GetHttpProxies,
+    GetLoad,
     GetRevisions,
     GetSnapshot,
     GetStatus,
@@ -33,6 +35,7 @@ from serve_common.wires.queries import (
 )
 from serve_common.wires.views import (
     ApplicationView,
+    AutoscalingView,
     BackendConfigView,
     BackendView,
     DeploymentView,
@@ -42,6 +45,7 @@ from serve_common.wires.views import (
     GoalView,
     HistoryView,
     HostView,
+    LoadView,
     PlanView,
     ProxyView,
     RevisionView,
@@ -101,6 +105,15 @@ class Queries(Asking):
     async def get_status(self, request: GetStatus | None = None) -> StatusView:
         """The whole system. Raises `LimitReached` when that is more than one message carries."""
         reply: StatusView = await self._asker.ask(request or GetStatus())
+        return reply
+
+    async def get_autoscaling(self, request: GetAutoscaling | None = None) -> list[AutoscalingView]:
+        """What the autoscaling of each backend that has one saw last, and why it moved or held."""
+        return await self._asker.ask_all(request or GetAutoscaling(), lambda view: view.backend_tag)
+
+    async def get_load(self, request: GetLoad | None = None) -> LoadView:
+        """What all services bear now, as counts since they began: two of these make rates."""
+        reply: LoadView = await self._asker.ask(request or GetLoad())
         return reply
 
     async def get_snapshot(self, request: GetSnapshot | None = None) -> list[SnapshotView]:

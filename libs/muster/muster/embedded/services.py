@@ -97,6 +97,7 @@ class ServiceSpecs:
             "SERVE_CONTROLLER_ID": "controller-1",
             "SERVE_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
             "SERVE_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
+            "SERVE_APP_ROOT": str(self._app_root),
         }
 
     def _host(self) -> dict[str, str]:

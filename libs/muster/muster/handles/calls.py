@@ -15,6 +15,7 @@ import msgspec
 
 from muster.handles.pickles import Sent, join_arguments
 from muster.handles.streams import ItemStream
+from muster.handles.traces import end_call
 from muster.handles.wakeups import Waker, Wakers
 from serve_common.departures import departures
 from serve_common.dispatch.calls import Call
@@ -22,6 +23,7 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.request_context import request_context
 from serve_common.tasks import OwnedTask
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import CallHead
 
 
@@ -70,6 +72,7 @@ class HandleCall:
         "routed",
         "shard_key",
         "sources",
+        "trace",
         "traceparent",
         "wait_until",
         "wakers",
@@ -88,6 +91,7 @@ class HandleCall:
         deadline: float,
         request_id: str,
         traceparent: str,
+        trace: RequestTrace | None = None,
         code_versions: Mapping[BackendTag, int] | None,
         post: Callable[[HandleCall], None],
     ) -> None:
@@ -104,6 +108,8 @@ class HandleCall:
         self.deadline: Final = deadline
         self.request_id: Final = request_id
         self.traceparent: Final = traceparent
+        self.trace: Final = trace
+        """For a call that is traced; the router's once the call is posted."""
         self.code_versions: Final = code_versions
         self.post: Final = post
         self.items: Final = ItemStream(lambda: post(self)) if head.stream else None
@@ -147,6 +153,8 @@ class HandleCall:
         self.outcome = outcome
         self.body = b""
         self.sources = self.routed = self.work = None
+        if self.trace is not None:
+            end_call(self.trace, outcome.failure)
         if self.on_done is not None:
             self.on_done(self)
         if self.items is not None:

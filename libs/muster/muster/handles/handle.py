@@ -16,10 +16,12 @@ from muster.handles.options import HandleOptions, check_options, deadline_of
 from muster.handles.pickles import pickle_arguments, pickle_one
 from muster.handles.responses import DeploymentResponse, DeploymentResponseGenerator
 from muster.handles.runtime import runtime
+from muster.handles.traces import begin_call
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.names import DEFAULT_APPLICATION, check_name
 from serve_common.replica_context import current_replica
 from serve_common.request_context import request_context
+from serve_common.tracing.process import process_tracer
 from serve_common.wires.frames import CallHead
 
 _DEFAULTS: Final = HandleOptions()
@@ -72,6 +74,11 @@ class DeploymentHandle:
         replica = current_replica()
         body, sources = _prepared(args, kwargs)
         router = runtime()
+        traceparent = "" if context is None else context.traceparent
+        tracer = process_tracer()
+        trace = None
+        if tracer is not None:
+            trace, traceparent = begin_call(tracer, context, self._endpoint, options.method_name)
         call = HandleCall(
             endpoint=self._endpoint,
             head=self._head,
@@ -81,7 +88,8 @@ class DeploymentHandle:
             is_repeatable=options.is_repeatable,
             deadline=deadline_of(options, None if context is None else context.deadline, now, unix_now),
             request_id=uuid.uuid4().hex if context is None else context.request_id,
-            traceparent="" if context is None else context.traceparent,
+            traceparent=traceparent,
+            trace=trace,
             code_versions=None if replica is None else replica.companions,
             post=router.post,
         )

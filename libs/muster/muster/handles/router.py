@@ -16,6 +16,7 @@ import structlog
 from muster.handles.calls import HandleCall, Outcome
 from muster.handles.errors import RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
+from muster.handles.traces import headers_of
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Answer, AnswerBody, Ask, Call
 from serve_common.dispatch.dispatcher import Dispatcher
@@ -23,7 +24,8 @@ from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
-from serve_common.names import EndpointTag
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.replica_context import HandleQueue
 from serve_common.subjects import HTTP_KEY
 from serve_common.tasks import TaskOwner
 from serve_common.wires.frames import Kind
@@ -50,7 +52,8 @@ class HandleRouter:
         self._shadows = shadows
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("handles")
-        self._waiting: dict[HandleCall, None] = {}
+        self._waiting: dict[HandleCall, float] = {}
+        """With how long each waits at most for what it waits for now."""
         self._is_sweeping = False
         self._ingresses: dict[str, Endpoint] = {}
         self.why_not_routing = "not connected to NATS yet"
@@ -87,6 +90,16 @@ class HandleRouter:
             self.failure = error
             self.failed_at = time.monotonic()
         self._try_waiting()
+
+    def queues(self) -> dict[BackendTag, HandleQueue]:
+        """What waits for each backend that was called; callable from any thread."""
+        now = self._routes.now()
+        routers = list(self._routes.routers.values())  # in one step: the router's thread adds and removes
+        return {
+            router.backend_tag: HandleQueue(router.queued_seconds(now), router.queue_depth)
+            for router in routers
+            if router.is_used
+        }
 
     async def close(self) -> None:
         """End everything that is under way."""
@@ -148,7 +161,7 @@ class HandleRouter:
             path="",
             route="",
             query="",
-            headers=[],
+            headers=headers_of(call.trace),
             body=call.body,
             request_id=call.request_id,
             traceparent=call.traceparent,
@@ -157,6 +170,7 @@ class HandleRouter:
             shard_key=call.shard_key,
             code_versions=call.code_versions,
             deadline=self._loop.time() + left_s,
+            trace=call.trace,
         )
         if endpoint.shadows:
             self._shadows.copy(ask)
@@ -191,13 +205,14 @@ class HandleRouter:
 
     def _wait(self, call: HandleCall, at_most_s: float) -> None:
         """Look at ``call`` again with every change; the time counts from its first waiting for the same thing."""
-        if call in self._waiting:
+        waits_s = self._waiting.get(call)
+        if waits_s == at_most_s:
             return
-        if len(self._waiting) >= WAITING_MAX:
+        if waits_s is None and len(self._waiting) >= WAITING_MAX:
             raise BusUnavailable(f"{WAITING_MAX} calls wait already: {self.why_not_routing}")
         left_s = call.deadline - time.monotonic()
         call.wait_until = self._loop.time() + min(at_most_s, left_s)
-        self._waiting[call] = None
+        self._waiting[call] = at_most_s
         if not self._is_sweeping:
             self._is_sweeping = True
             self._loop.call_later(_SWEEP_S, self._sweep)

@@ -149,6 +149,9 @@ class Runtime:
         self._thread = LoopThread("muster-handles")
         self._parts = self._thread.submit(_made(settings, name)).result(_START_TIMEOUT_S)
         self._mailbox = self._parts.mailbox
+        replica = current_replica()
+        if replica is not None:
+            replica.handle_queues = self._parts.router.queues
 
     @property
     def is_spent(self) -> bool:

@@ -23,6 +23,13 @@ import structlog
 from muster.context import before_requests
 from muster.multiplexing.closing import close_model
 from muster.multiplexing.shelf import Shelf
+from serve_common.measures import measures
+from serve_common.metrics_catalogue.replicas import (
+    MODEL_EVICTIONS,
+    MODEL_LOAD_SECONDS,
+    MODEL_LOADS,
+    MODELS,
+)
 from serve_common.replica_context import current_replica
 from serve_common.request_context import RequestContext, request_context
 from serve_common.tasks import OwnedTask, TaskOwner
@@ -33,6 +40,13 @@ PLACE_WAIT_S: Final = 10.0
 """How long a load waits for a place that nobody needs."""
 
 Load = Callable[[], Awaitable[Any]]
+
+_LOADED: Final = measures.level(MODELS)
+_LOADS: Final = measures.total(MODEL_LOADS)
+_LOAD_SECONDS: Final = measures.distribution(MODEL_LOAD_SECONDS)
+_EVICTIONS: Final = measures.total(MODEL_EVICTIONS)
+_OK: Final = ("ok",)
+_ERROR: Final = ("error",)
 
 
 @final
@@ -65,6 +79,7 @@ class Models:
         self._waiting_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that wait for some model, and so do nothing with another one."""
         self._waiting_for_place: list[asyncio.Future[None]] = []
+        self._num_loaded = 0
         self._tasks = TaskOwner(f"models.{name}")
         self._nobodys_context = before_requests.copy()
         _all.add(self)
@@ -72,6 +87,11 @@ class Models:
     def ids(self) -> list[str]:
         """The models that are held or will be soon."""
         return [*self._shelf, *self._wanted]
+
+    @property
+    def num_loaded(self) -> int:
+        """Models that are there, also those that went and still have users."""
+        return self._num_loaded
 
     async def get(self, model_id: str, load: Load) -> Any:
         """The model; ``load`` is called when it is not there. Raises what loading it raises."""
@@ -149,10 +169,13 @@ class Models:
             return  # who asked was gone before this began
         request_context.set(RequestContext(model_id=model_id))
         failure: BaseException | None = None
+        began_at: float | None = None
         try:
             await self._take_place(model)
+            began_at = self.loop.time()
             model.held.append(await load())
             model.is_loaded = True
+            self._num_loaded += 1
         except BaseException as error:  # noqa: BLE001 - also a SystemExit is for those who asked, not for the event loop
             failure = error
             if self._wanted.get(model_id) is model:
@@ -164,6 +187,9 @@ class Models:
                 failure.__cause__ = error
             if not model.waiting and not isinstance(error, asyncio.CancelledError):
                 _log.error("model_not_loaded", model_id=model_id, exc_info=error)
+        if began_at is not None:
+            _LOADS.add(1.0, _OK if failure is None else _ERROR)
+            _LOAD_SECONDS.observe(self.loop.time() - began_at)
         self._tell(model, failure)
         failure = None  # its traceback holds this frame
         self._look_for_places()
@@ -197,6 +223,7 @@ class Models:
         model = self._shelf.remove(model_id)
         assert model is not None
         model.is_evicted = True
+        _EVICTIONS.add(1.0)
         return model
 
     async def _wait_for_change(self, wait_until: float) -> None:
@@ -217,14 +244,23 @@ class Models:
                 change.set_result(None)
 
     async def _close(self, model: _Model) -> None:
-        await close_model(model.model_id, model.held)
+        try:
+            await close_model(model.model_id, model.held)
+        finally:
+            self._num_loaded -= 1
+            _show_loaded()
 
 
 _all: weakref.WeakSet[Models] = weakref.WeakSet()
 
 
+def _show_loaded() -> None:
+    _LOADED.set(sum(models.num_loaded for models in _all))
+
+
 def publish_models() -> None:
     """Tell routers which models this replica holds, in all its instances; does nothing outside of replicas."""
+    _show_loaded()
     replica = current_replica()
     if replica is not None and replica.publish_models is not None:
         replica.publish_models(sorted({model_id for models in _all for model_id in models.ids()}))

@@ -1,26 +1,81 @@
-"""Logs: one JSON event a line, with the same ids as metrics and spans."""
+"""Logs: one JSON event a line, with the same ids as metrics and spans; to standard error, and to the bus.
+
+Why standard error: whoever runs a process keeps it already. What goes over the bus (`publish_by`) is for those who
+follow along, and may have gaps.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from typing import Any, Final, TextIO, cast, final
 
 import structlog
 
+from serve_common.adapters.system_clock import SystemClock
+from serve_common.logs.lines import whole_or_short
+from serve_common.logs.relay import LogRelay
+from serve_common.request_context import request_context
+from serve_common.tracing.current import current_trace_id
 
-def configure_logs(service: str, **ids: str) -> None:
-    """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``."""
+_LEVELS: Final = {
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+}
+
+
+def log_level() -> int:
+    """What SERVE_LOG_LEVEL says; INFO when it says nothing that is known."""
+    return _LEVELS.get(os.environ.get("SERVE_LOG_LEVEL", "").upper(), logging.INFO)
+
+
+def configure_logs(service: str, **ids: str) -> LogRelay:
+    """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``.
+
+    What it returns is given an outlet once there is a bus.
+    """
+    relay = LogRelay(None, {"service": service, **ids}, SystemClock())
+    _configure(_Tee(relay), service, ids)
+    return relay
+
+
+def configure_replica_logs(relay: LogRelay, **ids: str) -> None:
+    """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
+    _configure(_Tee(relay, writes=False), "replica", ids)
+
+
+def _configure(tee: _Tee, service: str, ids: dict[str, str]) -> None:
+    def add_ids(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("service", service)
+        for name, value in ids.items():
+            event.setdefault(name, value)
+        context = request_context.get()
+        if context is not None and context.request_id:
+            event.setdefault("request_id", context.request_id)
+        trace_id = current_trace_id()
+        if trace_id:
+            event.setdefault("trace_id", trace_id)
+        return event
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        add_ids,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
+    level = log_level()
+    # It has what is used of a file.
+    file = cast("TextIO", tee)
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         # In one write a line: processes that share the stream would else mix theirs.
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=file),
         cache_logger_on_first_use=True,
     )
     formatter = structlog.stdlib.ProcessorFormatter(
@@ -30,9 +85,27 @@ def configure_logs(service: str, **ids: str) -> None:
             structlog.processors.JSONRenderer(ensure_ascii=False),
         ],
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(file)
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
-    structlog.contextvars.bind_contextvars(service=service, **ids)
+    root.setLevel(max(logging.WARNING, level))
+
+
+@final
+class _Tee:
+    """Where finished lines are written to."""
+
+    def __init__(self, relay: LogRelay, *, writes: bool = True) -> None:
+        self._relay = relay
+        self._stream = sys.stderr if writes else None
+
+    def write(self, text: str) -> int:
+        if self._stream is not None:
+            self._stream.write(text)
+        self._relay.offer(whole_or_short(text))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()

@@ -84,6 +84,9 @@ async def connect_nats(
                     disconnected_cb=disconnected,
                     error_cb=failed,
                 )
+        except asyncio.CancelledError:
+            await close_nats(client)  # or its socket outlives whoever connects
+            raise
         except (NatsError, OSError, TimeoutError) as error:
             await close_nats(client)
             refused = refused or "authorization" in str(error).lower()

@@ -160,8 +160,9 @@ class BusConnection:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes published that the operating system has not taken yet."""
-        return self._link.pending_bytes if self._link is not None else 0
+        """Bytes published that the operating system has not taken yet; for any thread."""
+        link = self._link
+        return link.pending_bytes if link is not None else 0
 
     @property
     def inbox_prefix(self) -> bytes:

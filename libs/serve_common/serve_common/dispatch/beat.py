@@ -17,8 +17,10 @@ from serve_common.dispatch.errors import ReplicaTimedOut
 from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.waking import wake_if_due
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
 from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)
 
@@ -70,12 +72,7 @@ class Beat:
             self._note_at = now + NOTE_EVERY_S
         for router in list(self._routes.routers.values()):
             if router.has_waiting:
-                for request in router.expire(now):
-                    call = self._dispatcher.calls.get(request)
-                    if call is None:
-                        continue
-                    message = f"the deadline was over before a replica of {router.backend_tag!r} had room"
-                    self._dispatcher.end_with(call, NoReplicaAvailable(message))
+                self._look_at_queue(router, now)
             if router.has_aside:
                 self._dispatcher.perform(router, router.reopen(now))
             if takes_note:
@@ -87,6 +84,14 @@ class Beat:
                 self._look_at_waiting(call, now)
             else:
                 self._look_at_sent(call, now)
+
+    def _look_at_queue(self, router: Router, now: float) -> None:
+        for request in router.expire(now):
+            call = self._dispatcher.calls.get(request)
+            if call is not None:
+                self._dispatcher.end_with(call, NoReplicaAvailable(_why_expired(router)))
+        if router.is_asleep:
+            wake_if_due(self._outgoing, router, now)
 
     def _ask_after(self, replica: ReplicaTag) -> None:
         router = self._routes.routers.get(backend_tag_of(replica))
@@ -112,6 +117,12 @@ class Beat:
             self._dispatcher.fail(call, ReplicaTimedOut(message) if had_time else DeadlineExceeded(message))
         elif now - attempt.heard_at >= PROBE_AFTER_S and now - attempt.probed_at >= PROBE_AFTER_S:
             self._outgoing.probe(call)
+
+
+def _why_expired(router: Router) -> str:
+    if router.is_asleep:
+        return f"{router.backend_tag!r} was scaled to zero and had not woken when the deadline was over"
+    return f"the deadline was over before a replica of {router.backend_tag!r} had room"
 
 
 def _patience_s(call: Call) -> float:

@@ -19,6 +19,7 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
@@ -156,6 +157,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """By the loop's clock."""
     shadow_backend: BackendTag | None = None
     """Set for a copy: it goes to this backend only, after all real requests, and is not kept when it cannot be sent."""
+    trace: RequestTrace | None = None
+    """Of a request that is traced; ``traceparent`` then names its own span."""
 
 
 @final

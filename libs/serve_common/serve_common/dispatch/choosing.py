@@ -10,7 +10,9 @@ from typing import final
 
 from serve_common.dispatch.calls import Ask, Call
 from serve_common.dispatch.errors import CircuitOpen, QueueIsFull
+from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.waking import wake_if_due
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
 from serve_common.names import BackendTag
 from serve_common.routing.outcomes import Queued, QueueFull, SendTo
@@ -23,8 +25,9 @@ from serve_common.routing.wishes import Wish
 class Choosing:
     """Brings calls to routers."""
 
-    def __init__(self, routes: Routes) -> None:
+    def __init__(self, routes: Routes, outgoing: Outgoing) -> None:
         self._routes = routes
+        self._outgoing = outgoing
         self._loop = asyncio.get_running_loop()
 
     def choose(self, call: Call) -> SendTo | Queued | ServeError:
@@ -57,9 +60,12 @@ class Choosing:
             is_spare=shadow is not None,
             wish=wish,
         )
-        if type(outcome) is QueueFull:
-            router.circuit.withdrew(call.key)
-            return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
+        if type(outcome) is not SendTo:
+            if router.is_asleep:
+                wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
+            if type(outcome) is QueueFull:
+                router.circuit.withdrew(call.key)
+                return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
         call.router = router
         call.was_admitted = True
         return outcome

@@ -22,6 +22,7 @@ from serve_common.dispatch.errors import (
     HeadTooLarge,
     ReplicaError,
     ReplicaTimedOut,
+    error_type_of,
 )
 from serve_common.dispatch.incoming import Incoming
 from serve_common.dispatch.losses import Losses
@@ -34,7 +35,7 @@ from serve_common.errors import (
     ReplicaDied,
     ServeError,
 )
-from serve_common.names import ReplicaTag
+from serve_common.names import BackendTag, ReplicaTag
 from serve_common.routing.outcomes import Dispatch, Refusal, SendTo
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
@@ -55,7 +56,7 @@ class Dispatcher:
         self.calls: Final[dict[RequestKey, Call]] = {}
         self._routes = routes
         self._outgoing = outgoing
-        self._choosing = Choosing(routes)
+        self._choosing = Choosing(routes, outgoing)
         self._losses = Losses(self, outgoing)
         self.suspicions: Final = self._losses.suspicions
         self._changes = Changes(self, routes, self._losses)
@@ -120,6 +121,11 @@ class Dispatcher:
         except asyncio.CancelledError:
             self.abandon(call)
             raise
+
+    def takes_copies(self, backend_tag: BackendTag) -> bool:
+        """False while a backend is scaled to zero: a copy of a request must not wake it, so it would wait in vain."""
+        router = self._routes.routers.get(backend_tag)
+        return router is None or not router.is_asleep
 
     def abandon(self, call: Call) -> None:
         """Nobody wants the (rest of the) answer; does nothing when it has ended."""
@@ -193,6 +199,8 @@ class Dispatcher:
         """See `Outcomes`; also for a call that no replica has."""
         if call.key not in self.calls:
             return  # whoever was told of another call's end has given this one up
+        if call.ask.trace is not None:
+            call.ask.trace.attempt_failed(error_type_of(error), str(error))
         router = self._remove(call)
         if router is not None:
             freed = _leave(router, call, error, self._loop.time())
@@ -219,6 +227,8 @@ class Dispatcher:
                 call, ReplicaDied("the replica refused a request whose body is partly gone already")
             )
             return
+        if call.ask.trace is not None:
+            call.ask.trace.attempt_failed(reason.value, "the replica did not begin the request")
         self._outgoing.drop(call)
         if reason is Refusal.BUSY and not call.is_patient and call.ask.shadow_backend is None:
             call.is_patient = True
@@ -265,6 +275,8 @@ class Dispatcher:
                 self.perform(router, freed)
         elif isinstance(outcome, ServeError):
             self.end_with(call, outcome)
+        elif call.ask.trace is not None:
+            call.ask.trace.waits("replica")
 
     def _send(self, call: Call, router: Router, replica: ReplicaTag) -> Sequence[Dispatch]:
         """Begin an attempt. A call that cannot be sent gives its slot back; returned is who has it now."""
@@ -295,6 +307,8 @@ class Dispatcher:
         if len(self._parked) >= PARKED_MAX:
             self.end_with(call, BusUnavailable(f"NATS is away and {PARKED_MAX} requests wait for it"))
             return
+        if call.ask.trace is not None:
+            call.ask.trace.waits("bus")
         call.parked_until = self._loop.time() + self._bus_wait_s
         self._parked[call.key] = call
 

@@ -9,6 +9,7 @@ from serve_common.errors import (
     NoReplicaAvailable,
     NotFound,
     RequestFailed,
+    ServeError,
 )
 from serve_common.names import BackendTag
 from serve_common.wires.snapshots import BackendProtection
@@ -86,3 +87,8 @@ class CircuitOpen(NoReplicaAvailable):
 
 class ReplicaTimedOut(DeadlineExceeded):
     """The replica did not answer in time although it had a time that others answer in."""
+
+
+def error_type_of(error: ServeError) -> str:
+    """The word for ``error`` in traces: the replica's own, where it said one."""
+    return error.code if isinstance(error, ReplicaError) else error.error_code

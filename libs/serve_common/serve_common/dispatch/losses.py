@@ -105,6 +105,8 @@ class Losses:
         if call.key not in self._keeper.calls:
             return  # whoever was told of another call's end has given this one up
         replica = "" if call.attempt is None else call.attempt.replica
+        if call.ask.trace is not None:
+            call.ask.trace.attempt_failed("lost", f"the replica {why}")
         self._outgoing.drop(call)
         call.losses += 1
         message = f"replica {replica} {why}; the request may have run"

@@ -1,4 +1,5 @@
-"""What the proxy says to replicas: requests, the pieces of their bodies, credit, cancels and probes.
+"""What the proxy says to replicas: requests, the pieces of their bodies, credit, cancels and probes. And to the
+controller: that a backend without replicas is waited for.
 
 Why apart: everything here may find the bus away, and says so; what to do then is decided elsewhere.
 """
@@ -8,11 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Final, final
 
+import msgspec
+
 from serve_common.bus.errors import NotConnected, OutboundFull
 from serve_common.dispatch.calls import Attempt, Call
 from serve_common.dispatch.ports import Bus, Replies
 from serve_common.errors import DeadlineExceeded
-from serve_common.names import ReplicaTag
+from serve_common.names import BackendTag, ReplicaTag
 from serve_common.subjects import Subjects
 from serve_common.wires.frames import (
     BodyHead,
@@ -23,6 +26,7 @@ from serve_common.wires.frames import (
     RequestHead,
     encode_frame,
 )
+from serve_common.wires.wake import Wake
 
 _SUBJECTS_HELD_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
@@ -57,6 +61,9 @@ class Outgoing:
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
         attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask)
         attempt.sent_at = attempt.heard_at = attempt.probed_at = now
+        trace, traceparent = ask.trace, ask.traceparent
+        if trace is not None:
+            traceparent = trace.attempt_begun(replica, is_patient=call.is_patient)
         upload = ask.upload
         first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(
@@ -70,7 +77,7 @@ class Outgoing:
             len(ask.body) if upload is None else upload.announced_bytes,
             ask.endpoint.tag,
             ask.request_id,
-            ask.traceparent,
+            traceparent,
             ask.client,
             ask.scheme,
             ask.call,
@@ -126,11 +133,22 @@ class Outgoing:
         if call.attempt is not None:
             self._tell(call.attempt, CancelHead())
 
+    def wake(self, backend_tag: BackendTag, waiting: int) -> bool:
+        """Say that so many requests wait for a backend without replicas; False when the bus does not take it."""
+        said = msgspec.json.encode(Wake(backend_tag=backend_tag, waiting=waiting))
+        try:
+            self._bus.publish(self._subjects.wake(backend_tag), said)
+        except (NotConnected, OutboundFull):
+            return False
+        return True
+
     def drop(self, call: Call) -> None:
         """End the attempt on this side: what still comes for it is not heard."""
         if call.attempt is not None:
             self._replies.forget(call.attempt.token)
             call.attempt = None
+            if call.ask.trace is not None:
+                call.ask.trace.attempt_ended(call.status)
 
     def _tell(self, attempt: Attempt, head: Head) -> bool:
         """False when the bus does not take it; what is told here can be told again or left out."""

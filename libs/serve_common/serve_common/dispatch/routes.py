@@ -5,14 +5,16 @@ Why apart from dispatching: the table says where requests go; the requests thems
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import final
+import time
+from collections.abc import Collection, Mapping
+from typing import Final, final
 
 import structlog
 
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.tallies import EndpointTally
+from serve_common.dispatch.tallies import EndpointTally, NoTally
 from serve_common.names import BackendTag, EndpointTag
+from serve_common.routing.queued_seconds import Clock
 from serve_common.routing.replica_choice import Draw
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.router import Router
@@ -27,8 +29,14 @@ _log = structlog.get_logger(__name__)
 class Routes:
     """The routing state: route table, endpoints, and a router for each backend."""
 
-    def __init__(self, draw: Draw) -> None:
-        """``draw`` gives random numbers in [0, 1)."""
+    def __init__(
+        self, draw: Draw, now: Clock = time.monotonic, uncounted: Collection[str] = frozenset()
+    ) -> None:
+        """``draw`` gives random numbers in [0, 1); ``now`` is the clock for `Router.queued_seconds`.
+
+        That clock is the process' own and not the loop's, which stands still while the loop works or sleeps: whoever
+        reads may be in another thread. Of the endpoints in ``uncounted`` no requests are counted.
+        """
         self.table = RouteTable()
         self.endpoints: dict[EndpointTag, Endpoint] = {}
         self.routers: dict[BackendTag, Router] = {}
@@ -36,6 +44,8 @@ class Routes:
         """Requests that no endpoint was found for."""
         self._snapshots = SnapshotTable()
         self._draw = draw
+        self.now: Final = now
+        self._uncounted = uncounted
 
     @property
     def applied_snapshot_id(self) -> int:
@@ -104,13 +114,16 @@ class Routes:
         """The router of a backend, made when there is none."""
         router = self.routers.get(backend_tag)
         if router is None:
-            router = self.routers[backend_tag] = Router(backend_tag, self._draw)
+            router = self.routers[backend_tag] = Router(backend_tag, self._draw, self.now)
         return router
 
     def _update_endpoints(self, changed: Mapping[EndpointTag, EndpointSnapshot | None]) -> None:
         for tag, snapshot in changed.items():
             held = self.endpoints.pop(tag, None)
             if snapshot is not None:
-                tally = EndpointTally() if held is None else held.tally
+                tally = self._new_tally(tag) if held is None else held.tally
                 self.endpoints[tag] = Endpoint(snapshot, tally)
         self.table = RouteTable(self._snapshots.endpoints().values())
+
+    def _new_tally(self, tag: EndpointTag) -> EndpointTally:
+        return NoTally() if tag in self._uncounted else EndpointTally()

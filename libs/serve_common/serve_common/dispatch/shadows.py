@@ -41,6 +41,10 @@ class Asking(Protocol):
         """See `Dispatcher.ask`."""
         ...
 
+    def takes_copies(self, backend_tag: BackendTag) -> bool:
+        """See `Dispatcher.takes_copies`."""
+        ...
+
     def abandon(self, call: Call) -> None:
         """See `Dispatcher.abandon`."""
         ...
@@ -73,12 +77,12 @@ class Shadows:
                 continue
             # A body that is still arriving, and the messages of a socket, can be read only once.
             is_single = ask.upload is not None or ask.kind is Kind.WEBSOCKET
-            if is_single or self._is_full(backend_tag, len(ask.body)):
+            if is_single or self._has_no_room(backend_tag, len(ask.body)):
                 ask.endpoint.tally.add_shadow(backend_tag, ShadowOutcome.SKIPPED)
                 continue
             self._of_backend[backend_tag] += 1
             self._body_bytes += len(ask.body)
-            copied = msgspec.structs.replace(ask, is_repeatable=False, shadow_backend=backend_tag)
+            copied = msgspec.structs.replace(ask, is_repeatable=False, shadow_backend=backend_tag, trace=None)
             self._tasks.start(self._follow(copied, backend_tag), name="shadow")
 
     async def close(self, timeout_s: float) -> None:
@@ -86,9 +90,10 @@ class Shadows:
         self._is_closed = True
         await self._tasks.close(timeout_s)
 
-    def _is_full(self, backend_tag: BackendTag, body_bytes: int) -> bool:
+    def _has_no_room(self, backend_tag: BackendTag, body_bytes: int) -> bool:
         return (
             self._is_closed
+            or not self._asking.takes_copies(backend_tag)
             or len(self._tasks) >= SHADOWS_MAX
             or self._of_backend[backend_tag] >= SHADOWS_PER_BACKEND_MAX
             or self._body_bytes + body_bytes > SHADOW_BODY_BYTES_MAX

@@ -10,12 +10,15 @@ from bisect import bisect_left
 from enum import Enum
 from typing import Final, final
 
+from serve_common.metrics_catalogue.values import SECONDS_BUCKETS
 from serve_common.names import BackendTag
 from serve_common.values import METHODS
 
-BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BUCKETS_S: Final = SECONDS_BUCKETS
 """Upper bounds of the histogram of request seconds."""
 OTHER_METHOD: Final = "other"
+OTHER_STATUS: Final = 0
+"""In the tallies, of an answer whose status is no HTTP status at all."""
 CLIENT_GONE: Final = 499
 """Status in the tallies of a request whose client went away."""
 
@@ -32,10 +35,9 @@ class ShadowOutcome(Enum):
     FAILED = "failed"
     """There was no (whole) answer in time."""
     SKIPPED = "skipped"
-    """It was not sent, for a limit."""
+    """It was not sent, for a limit or because its backend was scaled to zero."""
 
 
-@final
 class EndpointTally:
     """Requests of one endpoint so far."""
 
@@ -57,7 +59,23 @@ class EndpointTally:
 
     def add(self, method: str, status: int, seconds: float) -> None:
         """Count one request that has ended."""
-        key = (method if method in _METHODS else OTHER_METHOD, status)
-        self.counts[key] = self.counts.get(key, 0) + 1
+        try:
+            self.counts[method, status] += 1
+        except KeyError:
+            key = (
+                method if method in _METHODS else OTHER_METHOD,
+                status if 100 <= status <= 999 else OTHER_STATUS,
+            )
+            self.counts[key] = self.counts.get(key, 0) + 1
         self.bucket_counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.seconds_sum += seconds
+
+
+@final
+class NoTally(EndpointTally):
+    """Counts no requests: for measuring what counting costs."""
+
+    __slots__ = ()
+
+    def add(self, method: str, status: int, seconds: float) -> None:
+        """Does nothing."""

@@ -93,6 +93,10 @@ class Circuit:
         if request == self._trial:
             self._trial = None
 
+    def begin_anew(self, answered: int) -> None:
+        """What has failed is gone, and what comes in its place has shown nothing yet; ``answered`` as in `fail`."""
+        self._close(answered)
+
     def _open(self, now: float) -> None:
         self.is_open = True
         self.opened += 1

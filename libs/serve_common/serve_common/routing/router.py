@@ -13,8 +13,10 @@ from typing import Final, final
 import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.routing.alarm import Alarm
 from serve_common.routing.circuit import Circuit
 from serve_common.routing.outcomes import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
+from serve_common.routing.queued_seconds import Clock
 from serve_common.routing.replica_choice import Draw, ReplicaPolicy, policy_named
 from serve_common.routing.replica_pool import ReplicaPool
 from serve_common.routing.replica_slots import Block, ReplicaSlots
@@ -49,8 +51,12 @@ class Router:
     Times are seconds of one monotonic clock, given with each call that needs it.
     """
 
-    def __init__(self, backend_tag: BackendTag, draw: Draw) -> None:
-        """Before the first snapshot there are no replicas and the limits are the defaults."""
+    def __init__(self, backend_tag: BackendTag, draw: Draw, now: Clock) -> None:
+        """Before the first snapshot there are no replicas and the limits are the defaults.
+
+        ``now`` is asked only when a request begins or ends to wait, for `queued_seconds`: whoever gets a slot at once
+        should not pay for it.
+        """
         self.backend_tag: Final = backend_tag
         self.protection = BackendProtection()
         """As the newest snapshot has it."""
@@ -59,6 +65,10 @@ class Router:
         """Whoever submits asks it first when it `is_open`; what waits already goes on."""
         self.queue_refusals = 0
         """Requests that were not taken because the queue was full."""
+        self.is_asleep = False
+        """True when the backend was scaled to zero: what waits must wake it."""
+        self.alarm: Final = Alarm()
+        """Keeps what was said of that."""
         self._draw = draw
         self._policy: ReplicaPolicy = policy_named(
             self.protection.replica_policy, self.protection.packing_num
@@ -68,7 +78,7 @@ class Router:
         self._max_concurrent_queries = self._pool.requests_max
         self._open = self._pool.open
         self._places: dict[RequestKey, _Place] = {}
-        self._queue = TieredQueue()
+        self._queue = TieredQueue(now)
         self._arrivals = 0
         self._turns = 0
         self._unanswered = 0
@@ -80,6 +90,14 @@ class Router:
     def queue_depth(self) -> int:
         """Requests that wait, spare ones left out."""
         return self._queue.depth
+
+    def queued_seconds(self, now: float) -> float:
+        """Seconds that requests have waited so far, those that still wait included; callable from any thread.
+
+        ``now`` is of the clock that the router was given. Spare requests count, for they need as many replicas; but
+        not while the backend sleeps, or copies of requests would keep it awake.
+        """
+        return self._queue.seconds(now)
 
     @property
     def has_waiting(self) -> bool:
@@ -95,6 +113,11 @@ class Router:
     def answered(self) -> int:
         """Requests so far that a replica answered, well or not."""
         return self._arrivals - len(self._places) - self._unanswered
+
+    @property
+    def is_used(self) -> bool:
+        """True when it was ever given a request."""
+        return self._arrivals > 0
 
     @property
     def has_aside(self) -> bool:
@@ -261,6 +284,7 @@ class Router:
         gone = self._pool.apply(snapshot)
         self._max_concurrent_queries = self._pool.requests_max
         lost = [request for slots in gone for request in self._lose(slots, now)]
+        self._set_asleep(is_asleep=snapshot.can_wake and not snapshot.replicas)
         return Applied(self._dispatch_waiting(), lost)
 
     def drop(self) -> Dropped:
@@ -272,6 +296,7 @@ class Router:
         self._unanswered += len(self._places)
         self._pool.clear()
         self._places.clear()
+        self._set_asleep(is_asleep=False)
         return Dropped(waiting, lost)
 
     # -- time --
@@ -363,6 +388,15 @@ class Router:
             request = self._queue.pop()
             dispatches.append(Dispatch(request, self._seat(request, self._places[request]).tag))
         return dispatches
+
+    def _set_asleep(self, *, is_asleep: bool) -> None:
+        if is_asleep and not self.is_asleep:
+            # Of all who come first, an open circuit would let one wake the backend and refuse the others meanwhile.
+            self.circuit.begin_anew(self.answered)
+        self.is_asleep = is_asleep
+        self._queue.count_spare(is_wanted=not is_asleep)
+        if not is_asleep:
+            self.alarm.rest()
 
     def _protect(self, protection: BackendProtection) -> None:
         held, self.protection = self.protection, protection

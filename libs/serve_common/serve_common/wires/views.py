@@ -151,6 +151,31 @@ class ProxyView(msgspec.Struct, frozen=True, kw_only=True):
     applied_snapshot_id: int
 
 
+class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
+    """What the autoscaling of one backend saw last, and why it moved or held."""
+
+    backend_tag: str
+    paused: str = ""
+    """By what; empty while it is on."""
+    verdict: str = ""
+    """See `core.autoscaling.values.Verdict`; empty before the first decision of this leader."""
+    seen: float | None = None
+    """Requests worked on and waiting, or what the query gave; None: not known."""
+    wanted: float | None = None
+    """Replicas that this comes to, before limits and delays."""
+    num_replicas: int
+    """As decided."""
+    min_replicas: int
+    max_replicas: int
+    why: str = ""
+    source: str = ""
+    """``prometheus``, ``scrape`` or empty."""
+    decided_at: float | None = None
+    """Seconds since 1970."""
+    data_age_s: float | None = None
+    """Of the newest reading that could be used."""
+
+
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     """The whole system at once."""
 
@@ -161,6 +186,8 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     deployments: list[DeploymentView]
     hosts: list[HostView]
     proxies: list[ProxyView]
+    autoscaling: list[AutoscalingView] = []
+    """Of each backend that has one."""
 
 
 class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +211,7 @@ class EventView(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     kind: str
-    """``goal``, ``replica``, ``backend``, ``host``, ``proxy`` or ``audit``."""
+    """``goal``, ``replica``, ``backend``, ``autoscaling``, ``host``, ``proxy`` or ``audit``."""
     subject: str
     """What it is about: a tag or an id."""
     message: str
@@ -253,29 +280,6 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[PlannedReplica]
     notes: list[str]
     """What else would change, and what is in the way, for people."""
-
-
-class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the autoscaling of one backend saw last, and why it moved or held."""
-
-    backend_tag: str
-    paused: str = ""
-    """By what; empty while it is on."""
-    verdict: str = ""
-    """See `core.autoscaling.values.Verdict`; empty before the first decision of this leader."""
-    seen: float | None = None
-    """Requests worked on and waiting, or what the query gave; None: not known."""
-    wanted: float | None = None
-    """Replicas that this comes to, before limits and delays."""
-    num_replicas: int
-    """As decided."""
-    why: str = ""
-    source: str = ""
-    """``prometheus``, ``scrape`` or empty."""
-    decided_at: float | None = None
-    """Seconds since 1970."""
-    data_age_s: float | None = None
-    """Of the newest reading that could be used."""
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,52 +2,57 @@
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
-from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from serve_common.adapters.process_metrics import family_of
+from serve_common.metrics_catalogue.controllers import (
+    CHECKPOINT_SECONDS,
+    CONTROLLER_RECONNECTS,
+    EFFECTS,
+    EPOCH,
+    GOALS,
+    HOSTS,
+    LEADER,
+    OLDEST_PENDING_GOAL,
+    PROXIES,
+    RECONCILE_SECONDS,
+    REPLICAS,
+    REPLICAS_WANTED,
+    SNAPSHOT_ID,
+    STORE_AVAILABLE,
+)
+from serve_common.metrics_catalogue.values import MetricSpec
+from serve_common.names import ProxyId
 from serve_common.wires.views import GoalStatus
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Goal
+from serve_controller.core.observed import HostStatus, ObservedState, host_status, is_proxy_live
 from serve_controller.core.views import count_replicas
 from serve_controller.shell.term import Term
 
-_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_PROXY_STATUSES: Final = ("live", "leaving", "lost")
 
 
 class ControllerMetrics:
     """Implements `shell.boundary.Telemetry`; everything about the state itself is read when it is scraped."""
 
-    def __init__(self, registry: CollectorRegistry, current_term: Callable[[], Term | None]) -> None:
-        self._reconcile_seconds = Histogram(
-            "serve_controller_reconcile_seconds",
-            "Time to make one plan",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._checkpoint_seconds = Histogram(
-            "serve_controller_checkpoint_seconds",
-            "Time to record one change in Postgres",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._effects = Counter(
-            "serve_controller_effects_total",
-            "Effects performed, by kind and outcome (ok or the error's type)",
-            ["effect", "outcome"],
-            registry=registry,
-        )
+    def __init__(
+        self, registry: CollectorRegistry, current_term: Callable[[], Term | None], now: Callable[[], float]
+    ) -> None:
+        """``now`` gives seconds since 1970."""
+        self._reconcile_seconds = _histogram(RECONCILE_SECONDS, registry)
+        self._checkpoint_seconds = _histogram(CHECKPOINT_SECONDS, registry)
+        self._effects = Counter(EFFECTS.family, EFFECTS.text, EFFECTS.labels, registry=registry)
         self.nats_reconnects = Counter(
-            "serve_controller_nats_reconnects_total", "Reconnects to NATS", registry=registry
+            CONTROLLER_RECONNECTS.family, CONTROLLER_RECONNECTS.text, registry=registry
         )
-        registry.register(_TermCollector(current_term))
-        ProcessCollector(registry=registry)
-        GCCollector(registry=registry)
+        registry.register(_TermCollector(current_term, now))
 
     def effect_performed(self, effect: str, seconds: float, error: str | None) -> None:
         """See `Telemetry.effect_performed`."""
@@ -61,43 +66,80 @@ class ControllerMetrics:
 
 
 class _TermCollector(Collector):
-    def __init__(self, current_term: Callable[[], Term | None]) -> None:
+    def __init__(self, current_term: Callable[[], Term | None], now: Callable[[], float]) -> None:
         self._current_term = current_term
+        self._now = now
 
     def collect(self) -> Iterable[Metric]:
         term = self._current_term()
-        leader = GaugeMetricFamily("serve_controller_leader", "1 while this controller leads")
-        leader.add_metric([], 0.0 if term is None else 1.0)
-        yield leader
+        yield _single(LEADER, 0.0 if term is None else 1.0)
         if term is None:
             return
-        yield _gauge("serve_controller_epoch", "Epoch of this leader", term.epoch)
-        yield _gauge(
-            "serve_controller_store_available", "1 while Postgres answers", float(term.is_store_available)
-        )
-        yield _replicas(term)
-        yield _goals(list(term.checkpoint.goals.values()))
+        now, checkpoint, observed = self._now(), term.checkpoint, term.observed
+        yield _single(EPOCH, term.epoch)
+        yield _single(STORE_AVAILABLE, float(term.is_store_available))
+        yield _single(SNAPSHOT_ID, checkpoint.counters.snapshot)
+        yield _replicas(checkpoint)
+        yield _replicas_wanted(checkpoint)
+        yield _goals(list(checkpoint.goals.values()))
+        pending_s = [now - goal.created_at for goal in checkpoint.pending.values()]
+        yield _single(OLDEST_PENDING_GOAL, max(0.0, *pending_s) if pending_s else 0.0)
+        yield _hosts(checkpoint, observed, now)
+        yield _proxies(checkpoint, observed, now)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    gauge = GaugeMetricFamily(name, text)
+def _histogram(spec: MetricSpec, registry: CollectorRegistry) -> Histogram:
+    return Histogram(spec.family, spec.text, buckets=spec.buckets, registry=registry)
+
+
+def _single(spec: MetricSpec, value: float) -> Metric:
+    gauge = family_of(spec)
     gauge.add_metric([], value)
     return gauge
 
 
-def _replicas(term: Term) -> Metric:
-    gauge = GaugeMetricFamily(
-        "serve_controller_replicas", "Replicas by backend and state", labels=["backend_tag", "state"]
-    )
-    for row in count_replicas(term.checkpoint):
+def _replicas(checkpoint: Checkpoint) -> Metric:
+    gauge = family_of(REPLICAS)
+    for row in count_replicas(checkpoint):
         gauge.add_metric([row.backend_tag, row.state], row.count)
     return gauge
 
 
+def _replicas_wanted(checkpoint: Checkpoint) -> Metric:
+    gauge = family_of(REPLICAS_WANTED)
+    for tag, backend in checkpoint.backends.items():
+        gauge.add_metric([tag], backend.num_wanted)
+    return gauge
+
+
 def _goals(goals: list[Goal]) -> Metric:
-    gauge = GaugeMetricFamily(
-        "serve_controller_goals", "Goals that are remembered, by status", labels=["status"]
-    )
+    gauge = family_of(GOALS)
     for status in GoalStatus:
         gauge.add_metric([status.value], sum(goal.status is status for goal in goals))
     return gauge
+
+
+def _hosts(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
+    gauge = family_of(HOSTS)
+    host_ids = {*checkpoint.hosts, *observed.hosts}
+    counts = Tally(host_status(observed, host_id, now) for host_id in host_ids)
+    for status in HostStatus:
+        gauge.add_metric([status.value], counts[status])
+    return gauge
+
+
+def _proxies(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:
+    gauge = family_of(PROXIES)
+    counts = Tally(
+        _proxy_status(observed, proxy_id, now) for proxy_id in {*checkpoint.proxies, *observed.proxies}
+    )
+    for status in _PROXY_STATUSES:
+        gauge.add_metric([status], counts[status])
+    return gauge
+
+
+def _proxy_status(observed: ObservedState, proxy_id: ProxyId, now: float) -> str:
+    if is_proxy_live(observed, proxy_id, now):
+        return "live"
+    known = observed.proxies.get(proxy_id)
+    return "leaving" if known is not None and known.report.leaving else "lost"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import msgspec
@@ -28,11 +29,15 @@ from serve_common.errors import BadField, BusUnavailable, LimitReached, ServeErr
 from serve_common.names import check_name
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.wires.admin import VERBS, WHO_HEADER, WHO_LENGTH_MAX
+from serve_common.tracing.operations import operation
+from serve_common.tracing.spans import SpanKind
+from serve_common.tracing.trace_context import TRACEPARENT, TRACESTATE, usable_tracestate
+from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, WHO_LENGTH_MAX
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import EventView
+from serve_common.wires.wake import Wake
 from serve_controller.adapters.event_stream import EventStream, recent_events
 from serve_controller.shell.requests import error_view
 
@@ -59,6 +64,10 @@ class Listener(Protocol):
 
     def hear_leader(self, notice: LeaderNotice) -> None:
         """A controller began to lead."""
+        ...
+
+    def hear_wake(self, wake: Wake) -> None:
+        """Requests wait for a backend that has no replica."""
         ...
 
 
@@ -95,6 +104,7 @@ class NatsBus:
             await subscribe(self._subjects.host_reports, cb=self._report_handler(HostReport))
             await subscribe(self._subjects.proxy_reports, cb=self._report_handler(ProxyReport))
             await subscribe(self._subjects.leader, cb=self._hear_leader)
+            await subscribe(self._subjects.wakes, cb=self._hear_wake)
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"NATS refused the controller's subscriptions: {error!r}") from error
 
@@ -138,6 +148,16 @@ class NatsBus:
             return
         if self._listener is not None:
             self._listener.hear_leader(notice)
+
+    async def _hear_wake(self, message: Msg) -> None:
+        try:
+            wake = msgspec.json.decode(message.data, type=Wake)
+            _check_woken(wake, self._subjects.backend_of_wake(message.subject))
+        except (*_UNREADABLE, BadField) as error:
+            _log.error("wake_unreadable", subject=message.subject, error=str(error))
+            return
+        if self._listener is not None:
+            self._listener.hear_wake(wake)
 
     async def begin_term(self, notice: LeaderNotice) -> None:
         """See `ports.Bus.begin_term`; keeps trying while NATS is away."""
@@ -211,7 +231,8 @@ class NatsBus:
     async def _answer(self, verb: str, request: MicroRequest) -> None:
         assert self._admin is not None
         try:
-            reply = await self._admin.answer(verb, request.data, _who(request))
+            with _traced(verb, request):
+                reply = await self._admin.answer(verb, request.data, _who(request))
         except ServeError as error:
             await _respond_error(request, error)
             return
@@ -316,6 +337,27 @@ def _check_sender(report: HostReport | ProxyReport, subject: str) -> None:
     check_name(sender, "sender")
     if subject.rpartition(".")[2] != sender:
         raise BadField("sender", f"{sender!r} reports on {subject}")
+
+
+def _check_woken(wake: Wake, backend_tag: str) -> None:
+    if wake.backend_tag != backend_tag:
+        raise BadField(
+            "backend_tag", f"{wake.backend_tag[:130]!r} is woken on the subject of {backend_tag[:130]!r}"
+        )
+
+
+def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
+    """A span around a command; queries, which people repeat every second, have none."""
+    if verb not in COMMANDS:
+        return nullcontext()
+    headers = request.headers or {}
+    return operation(
+        f"admin {verb}",
+        {"rpc.system.name": "nats", "muster.who": _who(request)},
+        kind=SpanKind.SERVER,
+        traceparent=headers.get(TRACEPARENT, ""),
+        tracestate=usable_tracestate(headers.get(TRACESTATE, "")),
+    )
 
 
 def _who(request: MicroRequest) -> str:

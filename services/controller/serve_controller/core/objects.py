@@ -10,6 +10,7 @@ from enum import Enum
 
 import msgspec
 
+from serve_common.autoscaling import AutoscalingConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
 from serve_common.subjects import backend_key, endpoint_key
 from serve_common.values import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
@@ -79,6 +80,8 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     last_error: str = ""
     retry_at: float = 0.0
     """No start before then, seconds since 1970."""
+    autoscaling_paused: str = ""
+    """By which command autoscaling was paused; empty while it is on, or while there is none. Outlives a deploy."""
 
     def versions(self) -> list[BackendVersion]:
         """Every version that a replica may have."""
@@ -92,6 +95,13 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     def num_wanted(self) -> int:
         """How many replicas should run."""
         return 0 if self.deleting or self.halted else self.target.backend_config.num_replicas
+
+    @property
+    def autoscaling(self) -> AutoscalingConfig | None:
+        """How it follows its load now; None where it does not: nothing says how, or it is paused, halted or deleted."""
+        if self.deleting or self.halted or self.autoscaling_paused:
+            return None
+        return self.target.backend_config.autoscaling_config
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):

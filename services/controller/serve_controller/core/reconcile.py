@@ -7,7 +7,9 @@ checkpoint and fresh reports, and comes to the same plan. There is no second pat
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 
@@ -24,6 +26,7 @@ from serve_controller.core.observed import ObservedState, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
 from serve_controller.core.rollout import look_again_at, roll
+from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import renew_snapshots
 from serve_controller.core.tidy import tidy
 
@@ -43,6 +46,7 @@ class RetractSnapshot(msgspec.Struct, frozen=True):
 
 Action = SendHostGoal | PublishSnapshot | RetractSnapshot
 
+NO_SCALINGS: Final[Mapping[BackendTag, int]] = MappingProxyType({})
 FAULT_RETRY_S = 5.0
 """When a backend whose part of a plan could not be made is looked at again, whatever is heard."""
 
@@ -105,10 +109,17 @@ def reconcile(
     epoch: int,
     now: float,
     attention: Attention = EVERYTHING,
+    *,
+    scalings: Mapping[BackendTag, int] = NO_SCALINGS,
 ) -> Plan:
-    """The next plan. The same arguments always give the same plan."""
+    """The next plan. The same arguments always give the same plan.
+
+    ``scalings``: how many replicas the autoscaler wants of some backends; see `core.scaling.apply_scalings`.
+    """
     draft = Draft(checkpoint)
+    apply_scalings(draft, scalings)
     scope = _Scope(checkpoint, observed, attention)
+    scope.backends.update(scalings)
     due: list[DueTime] = []
     for host_id in sorted(scope.hosts):
         if host_id in observed.hosts and host_id not in draft.hosts:

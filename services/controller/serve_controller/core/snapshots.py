@@ -65,6 +65,7 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         max_concurrent_queries=config.max_concurrent_queries,
         max_queued_requests=config.max_queued_requests,
         protection=_protection_of(config),
+        can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
         code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
 

@@ -6,20 +6,30 @@ Why apart from NATS: what is accepted and how errors read is the same for every 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Reversible
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping, Reversible
+from typing import Final, Protocol, TypeAlias
 
 import msgspec
 
 from serve_common.errors import BadField, FencedOut, NotLeading
 from serve_common.limits import shown
-from serve_common.names import GoalId, deployment_tag
+from serve_common.names import BackendTag, GoalId, deployment_tag
 from serve_common.ports import Clock
 from serve_common.wires import queries as q
 from serve_common.wires.admin import COMMANDS, WHO_LENGTH_MAX
 from serve_common.wires.commands import AnyCommand, CommandReply, Request
-from serve_common.wires.views import EventView, GoalStatus, GoalView, HistoryView, PlanView, StatusView
+from serve_common.wires.views import (
+    EventView,
+    GoalStatus,
+    GoalView,
+    HistoryView,
+    LoadView,
+    PlanView,
+    StatusView,
+)
 from serve_controller.core import views
+from serve_controller.core.autoscaling.asks import targets_of
+from serve_controller.core.autoscaling.values import ScalingStatus, Targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
@@ -32,6 +42,8 @@ from serve_controller.shell.requests import error_view, parse_request
 
 __all__ = ["Admin", "LeadingTerm", "error_view", "parse_request"]
 
+ReadLoad: TypeAlias = Callable[[Targets, float], Awaitable[LoadView]]
+"""Scrapes all of the targets, by the time that is given, and sums up."""
 HISTORY_LIMIT_MAX: Final = 500
 HISTORY_ID_MAX: Final = 2**63 - 1
 
@@ -52,6 +64,11 @@ class LeadingTerm(Protocol):
     @property
     def observed(self) -> ObservedState:
         """As it was last heard."""
+        ...
+
+    @property
+    def autoscaling(self) -> Mapping[BackendTag, ScalingStatus]:
+        """What the autoscaler found last."""
         ...
 
     @property
@@ -87,12 +104,17 @@ class Admin:
         clock: Clock,
         boundary: Boundary,
         current_term: Callable[[], LeadingTerm | None],
+        read_load: ReadLoad | None = None,
     ) -> None:
-        """``current_term`` gives the term while this controller leads; replies to commands cross ``boundary``."""
+        """``current_term`` gives the term while this controller leads; replies to commands cross ``boundary``.
+
+        ``read_load`` scrapes all services; None: this controller cannot.
+        """
         self._controller_id = controller_id
         self._clock = clock
         self._boundary = boundary
         self._current_term = current_term
+        self._read_load = read_load
         self._waits = GoalWaits()
         self._seen = _GoalViews()
 
@@ -141,6 +163,8 @@ class Admin:
                 return await self._wait_for_goal(query)
             case q.GetHistory():
                 return await _history(term, query)
+            case q.GetLoad():
+                return await self._load(term)
             case q.Plan():
                 return self._plan(term, query)
             case q.GetEvents():
@@ -168,6 +192,8 @@ class Admin:
                 return views.view_proxies(term.observed, now, query)
             case q.GetHosts():
                 return views.view_hosts(checkpoint, term.observed, now, query)
+            case q.GetAutoscaling():
+                return views.view_autoscaling(checkpoint, term.autoscaling, now, query)
             case q.GetSnapshot():
                 return views.view_snapshot(checkpoint, query)
             case _:
@@ -185,7 +211,13 @@ class Admin:
             else [],
             hosts=views.view_hosts(checkpoint, term.observed, now),
             proxies=views.view_proxies(term.observed, now),
+            autoscaling=views.view_autoscaling(checkpoint, term.autoscaling, now),
         )
+
+    async def _load(self, term: LeadingTerm) -> LoadView:
+        if self._read_load is None:
+            raise NotLeading("this controller scrapes nobody")
+        return await self._read_load(targets_of(term.observed, self._clock.now()), self._clock.now())
 
     def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
         if query.verb not in COMMANDS:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
 from serve_common.errors import FencedOut
+from serve_common.tracing.operations import part
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class Telemetry(Protocol):
 
 
 class OpenBoundary:
-    """The boundary of production: performs, measures and reports."""
+    """The boundary of production: performs, measures and reports, also as spans of the operation under way."""
 
     def __init__(self, telemetry: Telemetry, monotonic: Callable[[], float]) -> None:
         """``monotonic`` gives seconds for durations."""
@@ -57,7 +58,8 @@ class OpenBoundary:
         begun = self._monotonic()
         error: str | None = "interrupted"
         try:
-            result = await perform()
+            with part(effect):
+                result = await perform()
             error = None
         except Exception as caught:
             error = type(caught).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import msgspec
 import structlog
 
 from serve_common.errors import FencedOut
@@ -17,9 +18,11 @@ from serve_common.ports import Clock
 from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_common.wires.wake import Wake
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.ports import Bus, Store
-from serve_controller.shell.admin import Admin
+from serve_controller.ports import Bus, LoadSource, PolicyRunner, Store
+from serve_controller.shell.admin import Admin, ReadLoad
+from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.leadership import Leadership
 from serve_controller.shell.term import EVENTS_MAX, Term
@@ -30,6 +33,14 @@ IDLE_WAIT_S = 5.0
 """The loop looks again at least this often, whatever it was told: a lost wake-up costs seconds and never more."""
 CYCLE_GAP_S = 0.002
 """Reports that come in a burst are taken together."""
+
+
+class ScalingParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What autoscaling needs from outside."""
+
+    loads: LoadSource
+    policies: PolicyRunner
+    read_load: ReadLoad
 
 
 class ControllerService:
@@ -44,9 +55,20 @@ class ControllerService:
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
+        scaling: ScalingParts | None = None,
     ) -> None:
+        """``scaling`` None: nothing is autoscaled by this controller."""
         self.term: Term | None = None
-        self.admin = Admin(controller_id, clock, boundary, self._leading_term)
+        self.autoscaler: Autoscaler | None = None
+        """Of the present term."""
+        self.admin = Admin(
+            controller_id,
+            clock,
+            boundary,
+            self._leading_term,
+            read_load=None if scaling is None else scaling.read_load,
+        )
+        self._scaling = scaling
         self._controller_id = controller_id
         self._store = store
         self._bus = bus
@@ -71,6 +93,11 @@ class ControllerService:
         """A report came; only a leader needs it."""
         if self.term is not None:
             self.term.hear(report)
+
+    def hear_wake(self, wake: Wake) -> None:
+        """Requests wait for a backend without replicas. Only a leader may act on it."""
+        if self.autoscaler is not None and self._leadership.is_sure:
+            self.autoscaler.wake(wake)
 
     def bus_went(self) -> None:
         """See `Term.bus_went`."""
@@ -115,10 +142,13 @@ class ControllerService:
         if self._is_bus_away:
             term.bus_went()
         self.term = term
-        recalling = TaskOwner("events")
+        beside = TaskOwner("term")
         try:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
-            recalling.start(self._recall_events(term), name="recall_events")
+            beside.start(self._recall_events(term), name="recall_events")
+            if self._scaling is not None:
+                self.autoscaler = Autoscaler(term, self._scaling.loads, self._scaling.policies, self._clock)
+                beside.start(self.autoscaler.run(), name="autoscaler")
             while True:
                 raise_if_cancelled()
                 self._wake.clear()
@@ -127,10 +157,10 @@ class ControllerService:
                 look_again_at = await term.run_cycle()
                 await self._wait_until(look_again_at)
         finally:
-            self.term = None
+            self.term = self.autoscaler = None
             term.end()
             self.admin.on_term_end()  # who waits for a goal must ask the next leader
-            await recalling.close(timeout_s=0.1)
+            await beside.close(timeout_s=0.1)
             await self._bus.end_term()
 
     async def _recall_events(self, term: Term) -> None:

@@ -10,20 +10,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Final, TypeVar
 
 import msgspec
 import structlog
 
 from serve_common.errors import BusUnavailable, FencedOut, LimitReached, StoreUnavailable
-from serve_common.names import GoalId
+from serve_common.names import BackendTag, GoalId
 from serve_common.ports import Clock
+from serve_common.tracing.operations import current_ref, note, operation
+from serve_common.tracing.spans import Value
+from serve_common.tracing.trace_context import SpanRef
 from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.views import EventView, HistoryView
 from serve_controller.core.attention import EVERYTHING, Attention, of_changes
 from serve_controller.core.audit import audit_of
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
@@ -32,6 +37,7 @@ from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.scaling import scaling_events
 from serve_controller.core.views import view_goal
 from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
@@ -86,8 +92,14 @@ class Term:
         self._boundary = boundary
         self._telemetry = telemetry
         self._regain = regain
+        self.autoscaling: dict[BackendTag, ScalingStatus] = {}
+        """What the autoscaler found last of each backend that it follows; kept by `shell.autoscaler`."""
+        self._scalings: dict[BackendTag, ScalingDecision] = {}
+        """What it decided and no plan has taken in yet."""
         self._progress: dict[GoalId, str] = {}
         """What was last told of each pending goal."""
+        self._cause: SpanRef | None = None
+        """The span of the first command since the last plan, if it is traced."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
         self._is_over = False
@@ -123,6 +135,16 @@ class Term:
         self._hearing.hear_bucket(entries, whole=whole)
         self.on_change()
 
+    def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
+        """The autoscaler's word on some backends, in place of what it said of them before; part of the next plan."""
+        for tag, decision in decisions.items():
+            backend = self.checkpoint.backends.get(tag)
+            if backend is not None and backend.num_wanted != decision.target:
+                self._scalings[tag] = decision
+                self.on_change()
+            else:
+                self._scalings.pop(tag, None)
+
     def remember(self, events: Sequence[EventView]) -> None:
         """Take over events of earlier terms, the oldest first."""
         self.events.extendleft(reversed(events))
@@ -151,7 +173,9 @@ class Term:
                         goal_id=accepted.goal_id,
                     )
                 ]
+                note("muster.subject", accepted.subject)
                 await self._record("record_command", accepted.changes, after, [entry], told)
+                self._cause = self._cause or current_ref()
                 self._hearing.attending.add(of_changes(before, after, accepted.changes))
         self.on_change()
         return accepted.reply
@@ -180,14 +204,29 @@ class Term:
 
         Raises `FencedOut` when another controller leads; everything transient is logged, and tried again later.
         """
+        with ExitStack() as traced:
+            return await self._run_cycle(traced)
+
+    async def _run_cycle(self, traced: ExitStack) -> float | None:
+        scalings: dict[BackendTag, ScalingDecision] = {}
         try:
             async with self._turn:
                 await self._make_certain()
-                plan = self._plan()
+                scalings, self._scalings = self._scalings, {}
+                began = self._clock.now()
+                plan = self._plan(scalings)
+                if plan.changes or plan.actions:  # others are not worth a span
+                    cause, self._cause = self._cause, None
+                    seconds = self._clock.now() - began
+                    traced.enter_context(
+                        operation("reconcile", _counts(plan, self.epoch), after=cause, seconds_ago=seconds)
+                    )
                 if plan.changes:
-                    await self._record("record_plan", plan.changes, plan.checkpoint, [], [])
+                    told = scaling_events(self.checkpoint, plan.checkpoint, scalings, self._clock.now())
+                    await self._record("record_plan", plan.changes, plan.checkpoint, [], told)
                     self.on_change()
         except StoreUnavailable as error:
+            self._scalings = {**scalings, **self._scalings}
             self._hearing.attending.add(EVERYTHING)
             _log.warning("plan_not_recorded", error=str(error))
             return self._clock.now() + STORE_RETRY_S
@@ -196,10 +235,11 @@ class Term:
         self._tell_progress(plan)
         return await self._perform_all(plan.actions)
 
-    def _plan(self) -> Plan:
+    def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> Plan:
         now = self._clock.now()
         attention = self._hearing.fold(self.checkpoint, now)
-        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention)
+        numbers = {tag: decision.target for tag, decision in scalings.items()}
+        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention, scalings=numbers)
         self._telemetry.plan_made(self._clock.now() - now)
         for fault in plan.faults:
             _log.error("not_reconciled", about=fault.about, error=fault.error)
@@ -245,6 +285,10 @@ class Term:
         return result
 
     # -- telling -------------------------------------------------------------------------------------------------------
+
+    def tell(self, events: Sequence[EventView]) -> None:
+        """Tell what happened beside what is recorded."""
+        self._tell(events)
 
     def _tell(self, events: Sequence[EventView]) -> None:
         self.events.extend(events)
@@ -297,6 +341,18 @@ class Term:
                 goal = action.goal
                 await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
                 self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
+
+
+def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
+    """What a trace says of ``plan``."""
+    actions = plan.actions
+    return {
+        "muster.epoch": epoch,
+        "muster.changes": len(plan.changes.puts) + len(plan.changes.deletes),
+        "muster.snapshots": sum(isinstance(action, PublishSnapshot | RetractSnapshot) for action in actions),
+        "muster.host_goals": sum(isinstance(action, SendHostGoal) for action in actions),
+        "muster.faults": len(plan.faults),
+    }
 
 
 def _of_actions(actions: Sequence[Action]) -> Attention:

@@ -10,6 +10,8 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
 from serve_common.adapters.bucket_connection import BucketConnection
+from serve_common.adapters.metrics_address import local_host_of
+from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
 from serve_common.settings import BusSettings
@@ -45,6 +47,23 @@ class NatsControlPlane:
     def reconnects(self) -> int:
         """How often the connection came back."""
         return self._connection.reconnects
+
+    @property
+    def is_connected(self) -> bool:
+        """False while nothing can be sent."""
+        client = self._connection.client
+        return client is not None and client.is_connected
+
+    async def ping(self, within_s: float) -> None:
+        """See `BusPulse`."""
+        if self._connection.client is None:
+            raise BusUnavailable("not connected to NATS")
+        await ping_nats(self._connection.client, within_s)
+
+    @property
+    def local_host(self) -> str | None:
+        """This machine's address on the network of NATS; None while it is not connected."""
+        return local_host_of(self._connection.client)
 
     async def connect(self) -> None:
         """Connect, however long that takes, and begin to watch. Raises `BusAuthorizationFailed`."""

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import ServeError
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.values import HttpOptions
 from serve_proxy.adapters.http_answers import as_response, problem_response
 from serve_proxy.adapters.http_body import check_announced, let_continue
@@ -30,13 +31,19 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 class Exchange:
     """What a request with middlewares carries through them."""
 
-    __slots__ = ("_scope", "deadline", "request_id", "tally")
+    __slots__ = ("_scope", "deadline", "problem", "request_id", "tally", "trace", "traceparent")
 
     def __init__(self, request_id: str, deadline: float, tally: EndpointTally) -> None:
         self.request_id = request_id
         self.deadline = deadline
         self.tally = tally
         """Where it counts; its endpoint's once that is known."""
+        self.problem: Problem | None = None
+        """What it is answered with, when this process has failed it."""
+        self.trace: RequestTrace | None = None
+        """For a request that is traced."""
+        self.traceparent = ""
+        """What goes on to replicas, where it was decided here whether the request is traced."""
         self._scope = asyncio.timeout_at(deadline + _MIDDLEWARE_GRACE_S)
 
     def begun(self) -> None:
@@ -85,6 +92,7 @@ class Exchange:
         else:
             message = f"a middleware failed: {type(error).__name__}"
             problem = Problem(status=500, code="middleware_failed", message=message)
+        self.problem = problem
         return problem_response(problem, self.request_id)
 
 

@@ -22,6 +22,7 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import ServeError
+from serve_common.tracing.request_trace import RequestTrace
 from serve_proxy.adapters.http_answers import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.own_paths import OWN_PREFIX
@@ -35,6 +36,7 @@ from serve_proxy.core.headers import (
 )
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_traces import end_request
 
 _log = structlog.get_logger(__name__)
 
@@ -72,6 +74,7 @@ class FastExchange:
         "_ingress",
         "_is_done",
         "_tally",
+        "_trace",
         "call",
         "message",
         "payload",
@@ -98,6 +101,7 @@ class FastExchange:
         self._ingress = ingress
         self._began = time.perf_counter()  # the loop's own time stands still within an iteration
         self._tally = ingress.routes.unmatched
+        self._trace: RequestTrace | None = None
 
     def begin(self, requests: HttpRequests) -> None:
         """Ask; the answer may be written before this returns."""
@@ -106,6 +110,9 @@ class FastExchange:
         message = self.message
         read = self._headers
         self.request_id = read.request_id or requests.new_request_id()
+        traces = requests.traces
+        if traces is not None:
+            self._trace = traces.begin(read, message.method, path, "http", self.request_id)
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
@@ -119,6 +126,7 @@ class FastExchange:
                 request_id=self.request_id,
                 deadline=None,
                 peer=self._connection.peer,
+                trace=self._trace,
             )
         except ServeError as error:
             self.fail(error)
@@ -138,12 +146,14 @@ class FastExchange:
             self._ingress.abandon(self.call)
         self.count(CLIENT_GONE)
 
-    def count(self, status: int) -> None:
-        """The request has ended with this status."""
+    def count(self, status: int, problem: Problem | None = None) -> None:
+        """The request has ended with this status, which is that of the ``problem`` if there is one."""
         # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
         self.call = None
         self._is_done = True
         self._tally.add(self.message.method, status, time.perf_counter() - self._began)
+        if self._trace is not None:
+            end_request(self._trace, status, problem)
 
     def _take_answer(self, call: Call, answer: Answer) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
@@ -175,11 +185,18 @@ class FastExchange:
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
         head = _status_line(problem.status) + lines + b"content-length: "
-        self._finish(problem.status, head, b"%d" % len(body), body)
+        self._finish(problem.status, head, b"%d" % len(body), body, problem)
 
-    def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
+    def _finish(
+        self,
+        status: int,
+        head: bytes,
+        length: bytes,
+        body: bytes | memoryview,
+        problem: Problem | None = None,
+    ) -> None:
         """``head`` ends where the length belongs, or, for an answer that has none, with its last header."""
-        self.count(status)
+        self.count(status, problem)
         closes = self._ingress.is_draining
         self._connection.finish_fast(
             b"".join(

@@ -24,6 +24,8 @@ from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.tasks import TaskOwner
+from serve_common.tracing.http_spans import note_route
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.values import EndpointOptions, HttpOptions
 from serve_common.wires.frames import CallHead, Kind
 from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, respond
@@ -38,6 +40,7 @@ from serve_proxy.core.deadlines import earliest_deadline
 from serve_proxy.core.headers import REQUEST_ID, RequestHeaders, read_request_headers, use_host, value_of
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_traces import RequestTraces, end_request
 
 _log = structlog.get_logger(__name__)
 
@@ -63,10 +66,12 @@ class _Visit:
         "exchange",
         "options",
         "path",
+        "problem",
         "query",
         "request_id",
         "status",
         "tally",
+        "trace",
     )
 
     def __init__(
@@ -82,15 +87,27 @@ class _Visit:
         self.status = CLIENT_GONE
         self.ended = 0.0
         """When it counts as ended, if that is before its end; by time.perf_counter."""
+        self.problem: Problem | None = None
+        """What it is answered with, when this process has failed it."""
+        self.trace = None if exchange is None else exchange.trace
 
 
 @final
 class HttpRequests:
     """Turns each HTTP request into a call, and the call's answer into the HTTP answer."""
 
-    def __init__(self, ingress: Ingress, options: HttpOptions, *, new_request_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        ingress: Ingress,
+        options: HttpOptions,
+        *,
+        new_request_id: Callable[[], str],
+        traces: RequestTraces | None = None,
+    ) -> None:
+        """``traces`` is None where nothing is traced."""
         self._ingress = ingress
         self.new_request_id: Final = new_request_id
+        self.traces: Final = traces
         self._loop = asyncio.get_running_loop()
         self._in_force = _InForce(options, None)
         self._clock = SystemClock()
@@ -127,6 +144,7 @@ class HttpRequests:
         peer: str,
         scheme: str = "http",
         kind: Kind = Kind.HTTP,
+        trace: RequestTrace | None = None,
     ) -> Ask:
         """What a request asks of ``endpoint``; without a ``deadline`` it is what the options in force allow.
 
@@ -153,6 +171,8 @@ class HttpRequests:
         upload = None
         if isinstance(body, RequestBody):
             upload, body = body, b""
+        if trace is not None:
+            note_route(trace, method, endpoint.route, endpoint.tag)
         return Ask(
             endpoint=endpoint,
             kind=kind,
@@ -172,6 +192,7 @@ class HttpRequests:
             backend_tag=_backend_of(endpoint, backend) if backend else None,
             is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
             deadline=deadline,
+            trace=trace,
         )
 
     def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
@@ -223,9 +244,14 @@ class HttpRequests:
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions
     ) -> web.StreamResponse:
         began = time.perf_counter()
-        request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
+        read = read_request_headers(request.raw_headers)
+        request_id = read.request_id or self.new_request_id()
         deadline = self._loop.time() + options.request_timeout_s
         exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched)
+        if self.traces is not None:
+            path = target_of(request).partition("?")[0]
+            exchange.trace = self.traces.begin(read, request.method, path, _scheme_of(request), request_id)
+            exchange.traceparent = read.traceparent
         status = CLIENT_GONE
         try:
             response = await exchange.run(chain, request, options)
@@ -235,6 +261,8 @@ class HttpRequests:
             return response
         finally:
             exchange.tally.add(request.method, status, time.perf_counter() - began)
+            if exchange.trace is not None:
+                end_request(exchange.trace, status, exchange.problem)
 
     # -- the endpoint's answer --
 
@@ -256,12 +284,17 @@ class HttpRequests:
         if exchange is None:
             visit.request_id = headers.request_id or self.new_request_id()
             visit.deadline = self._loop.time() + options.request_timeout_s
+            if self.traces is not None:
+                visit.trace = self.traces.begin(
+                    headers, request.method, path, _scheme_of(request), visit.request_id
+                )
         else:
             visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
+            headers.traceparent = exchange.traceparent or headers.traceparent
         try:
             return await self._answer_endpoint(request, headers, visit)
         except ServeError as error:
-            problem = problem_of(error)
+            problem = visit.problem = problem_of(error)
             visit.status = problem.status
             return problem_response(problem, visit.request_id)
         except (asyncio.CancelledError, ConnectionError):
@@ -271,7 +304,7 @@ class HttpRequests:
         except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
             _log.exception("request_failed", request_id=visit.request_id, path=path[:200])
             visit.status = 500
-            problem = Problem(
+            problem = visit.problem = Problem(
                 status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
             )
             return problem_response(problem, visit.request_id)
@@ -279,8 +312,11 @@ class HttpRequests:
             if exchange is None:
                 ended = visit.ended or time.perf_counter()
                 visit.tally.add(request.method, visit.status, ended - began)
+                if visit.trace is not None:
+                    end_request(visit.trace, visit.status, visit.problem)
             else:
                 exchange.tally = visit.tally
+                exchange.problem = visit.problem
 
     async def _answer_endpoint(
         self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit
@@ -311,8 +347,9 @@ class HttpRequests:
             request_id=visit.request_id,
             deadline=visit.deadline,
             peer=peer_of(request),
-            scheme="https" if request.secure else "http",
+            scheme=_scheme_of(request),
             kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
+            trace=visit.trace,
         )
         if ask.upload is None:
             return await self._pass_on(request, ask, visit)
@@ -336,6 +373,10 @@ class HttpRequests:
             return await self.sockets.serve(request, answer, answer.socket, ask.request_id, rate_min)
         finally:
             self._ingress.abandon(call)
+
+
+def _scheme_of(request: web.BaseRequest) -> str:
+    return "https" if request.secure else "http"
 
 
 def _backend_of(endpoint: Endpoint, value: bytes) -> BackendTag | None:

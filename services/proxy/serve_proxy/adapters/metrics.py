@@ -5,122 +5,176 @@ Why a collector: nothing is counted twice, and what was deleted is gone from the
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from typing import Protocol, final
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
-from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from serve_common.adapters.process_metrics import add_observations, family_of, histogram_of
 from serve_common.dispatch.routes import Routes
-from serve_common.dispatch.tallies import BUCKETS_S, EndpointTally
-from serve_common.names import BackendTag
+from serve_common.dispatch.tallies import EndpointTally
+from serve_common.metrics_catalogue.everywhere import BUS_PENDING_BYTES, PERMISSION_VIOLATIONS
+from serve_common.metrics_catalogue.proxies import (
+    APPLIED_SNAPSHOT_ID,
+    CIRCUIT_OPEN,
+    CONNECTIONS,
+    EJECTIONS,
+    IN_FLIGHT,
+    PROXY_INFO,
+    QUEUE_DEPTH,
+    QUEUED_SECONDS,
+    RECONNECTS,
+    REFUSED,
+    REQUEST_SECONDS,
+    REQUESTS,
+    RETRIES,
+    SHADOW_REQUESTS,
+)
+from serve_common.metrics_catalogue.values import MetricSpec
+from serve_common.names import BackendTag, ProxyId
 from serve_common.routing.router import Router
 
-
-def register_metrics(registry: CollectorRegistry, routes: Routes, reconnects: Callable[[], int]) -> None:
-    """Make ``registry`` show everything; ``reconnects`` counts those to NATS."""
-    registry.register(_RoutesCollector(routes, reconnects))
-    ProcessCollector(registry=registry)
-    GCCollector(registry=registry)
+_Routers = list[tuple[BackendTag, Router]]
+_OTHER_CODE = "other"
 
 
+class DataBus(Protocol):
+    """The data connection, as far as it is shown."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that the operating system has not taken yet."""
+        ...
+
+    @property
+    def permission_violations(self) -> int:
+        """What the server has refused so far."""
+        ...
+
+
+def register_metrics(
+    registry: CollectorRegistry,
+    proxy_id: ProxyId,
+    routes: Routes,
+    bus: DataBus,
+    *,
+    reconnects: Callable[[], int],
+    connections: Callable[[], int],
+) -> None:
+    """Make ``registry`` show them; ``reconnects`` counts those to NATS, ``connections`` those of clients."""
+    registry.register(_RoutesCollector(routes))
+    registry.register(_ProxyCollector(proxy_id, routes, bus, reconnects, connections))
+
+
+@final
+class _ProxyCollector(Collector):
+    def __init__(
+        self,
+        proxy_id: ProxyId,
+        routes: Routes,
+        bus: DataBus,
+        reconnects: Callable[[], int],
+        connections: Callable[[], int],
+    ) -> None:
+        self._proxy_id = proxy_id
+        self._routes = routes
+        self._bus = bus
+        self._reconnects = reconnects
+        self._connections = connections
+
+    def collect(self) -> Iterable[Metric]:
+        """What there is one of."""
+        info = family_of(PROXY_INFO)
+        info.add_metric([self._proxy_id], 1.0)
+        yield info
+        yield _single(CONNECTIONS, self._connections())
+        yield _single(RECONNECTS, self._reconnects())
+        yield _single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
+        yield _single(BUS_PENDING_BYTES, self._bus.pending_bytes)
+        yield _single(PERMISSION_VIOLATIONS, self._bus.permission_violations)
+
+
+@final
 class _RoutesCollector(Collector):
     """Runs in another thread than the loop, so it first copies each table in one step."""
 
-    def __init__(self, routes: Routes, reconnects: Callable[[], int]) -> None:
+    def __init__(self, routes: Routes) -> None:
         self._routes = routes
-        self._reconnects = reconnects
+        self._lock = threading.Lock()
+        """Several may scrape at once."""
+        self._waited_s: dict[BackendTag, tuple[Router, float]] = {}
+        """What was shown last, of each router."""
 
     def collect(self) -> Iterable[Metric]:
-        """All families with their present values."""
+        """What there is for each endpoint and backend."""
         tallies = [("", self._routes.unmatched)]
         tallies += [(endpoint.tag, endpoint.tally) for endpoint in list(self._routes.endpoints.values())]
         yield from _request_families(tallies)
         yield _shadow_family(tallies)
-        depth = GaugeMetricFamily(
-            "serve_proxy_queue_depth", "Requests that wait for a replica", labels=["backend_tag"]
-        )
-        in_flight = GaugeMetricFamily(
-            "serve_proxy_in_flight_requests", "Requests sent to replicas", labels=["backend_tag"]
-        )
-        for backend_tag, router in list(self._routes.routers.items()):
-            depth.add_metric([backend_tag], router.queue_depth)
-            in_flight.add_metric([backend_tag], router.in_flight)
-        yield depth
-        yield in_flight
-        yield from _protection_families(list(self._routes.routers.items()))
-        yield CounterMetricFamily(
-            "serve_proxy_nats_reconnects", "Reconnects to NATS", value=self._reconnects()
-        )
-        yield GaugeMetricFamily(
-            "serve_proxy_applied_snapshot_id",
-            "Every snapshot up to this id is applied; 0 before the bucket was read",
-            value=self._routes.applied_snapshot_id,
-        )
+        routers = list(self._routes.routers.items())
+        yield _by_backend(QUEUED_SECONDS, self._count_waited(routers))
+        yield _by_backend(QUEUE_DEPTH, [(tag, router.queue_depth) for tag, router in routers])
+        yield _by_backend(IN_FLIGHT, [(tag, router.in_flight) for tag, router in routers])
+        yield from _protection_families(routers)
+
+    def _count_waited(self, routers: _Routers) -> list[tuple[BackendTag, float]]:
+        """For how long requests have waited: never less than was shown before.
+
+        Why: the loop may be about to note that somebody left the queue a moment ago; and to Prometheus a counter that
+        falls by anything has begun anew, so that all of it would count again.
+        """
+        with self._lock:
+            shown = {}
+            for tag, router in routers:
+                seconds = router.queued_seconds(time.monotonic())
+                known, before = self._waited_s.get(tag, (None, 0.0))
+                shown[tag] = (router, max(seconds, before) if known is router else seconds)
+            self._waited_s = shown
+        return [(tag, seconds) for tag, (_, seconds) in shown.items()]
+
+
+def _single(spec: MetricSpec, value: float) -> Metric:
+    family = family_of(spec)
+    family.add_metric([], value)
+    return family
+
+
+def _by_backend(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> Metric:
+    family = family_of(spec)
+    for tag, value in rows:
+        family.add_metric([tag], value)
+    return family
 
 
 def _request_families(tallies: Iterable[tuple[str, EndpointTally]]) -> Iterable[Metric]:
-    requests = CounterMetricFamily(
-        "serve_proxy_requests", "Requests answered, by status", labels=["endpoint_tag", "method", "code"]
-    )
-    seconds = HistogramMetricFamily(
-        "serve_proxy_request_seconds",
-        "Time from the head of a request to its answer",
-        labels=["endpoint_tag"],
-    )
-    bounds = [*(str(bound) for bound in BUCKETS_S), "+Inf"]
+    requests, seconds = family_of(REQUESTS), histogram_of(REQUEST_SECONDS)
     for tag, tally in tallies:
         for (method, code), count in list(tally.counts.items()):
-            requests.add_metric([tag, method, str(code)], count)
-        seconds_sum = tally.seconds_sum
-        cumulated = list(accumulate(tally.bucket_counts))
-        seconds.add_metric([tag], list(zip(bounds, cumulated, strict=True)), seconds_sum)
+            requests.add_metric([tag, method, str(code) if code else _OTHER_CODE], count)
+        total = tally.seconds_sum
+        add_observations(seconds, [tag], REQUEST_SECONDS.buckets, list(tally.bucket_counts), total)
     yield requests
     yield seconds
 
 
-def _protection_families(routers: Iterable[tuple[BackendTag, Router]]) -> Iterable[Metric]:
-    ejections = CounterMetricFamily(
-        "serve_proxy_replica_ejections",
-        "Times that a replica was left out because it failed again and again",
-        labels=["backend_tag"],
-    )
-    retries = CounterMetricFamily(
-        "serve_proxy_retries", "Second sendings of requests whose replica died", labels=["backend_tag"]
-    )
-    is_open = GaugeMetricFamily(
-        "serve_proxy_circuit_open",
-        "1 while nothing is sent to the backend because its replicas fail",
-        labels=["backend_tag"],
-    )
-    refusals = CounterMetricFamily(
-        "serve_proxy_refused_requests",
-        "Requests that were not sent, by what kept them: queue, circuit or retry_budget",
-        labels=["backend_tag", "reason"],
-    )
+def _protection_families(routers: _Routers) -> Iterable[Metric]:
+    yield _by_backend(EJECTIONS, [(tag, router.ejections) for tag, router in routers])
+    yield _by_backend(RETRIES, [(tag, router.retries.spent) for tag, router in routers])
+    yield _by_backend(CIRCUIT_OPEN, [(tag, router.circuit.is_open) for tag, router in routers])
+    refusals = family_of(REFUSED)
     for tag, router in routers:
-        ejections.add_metric([tag], router.ejections)
-        retries.add_metric([tag], router.retries.spent)
-        is_open.add_metric([tag], router.circuit.is_open)
         refusals.add_metric([tag, "queue"], router.queue_refusals)
         refusals.add_metric([tag, "circuit"], router.circuit.refused)
         refusals.add_metric([tag, "retry_budget"], router.retries.refused)
-    yield ejections
-    yield retries
-    yield is_open
     yield refusals
 
 
 def _shadow_family(tallies: Iterable[tuple[str, EndpointTally]]) -> Metric:
-    shadows = CounterMetricFamily(
-        "serve_proxy_shadow_requests",
-        "Copies of requests for shadow backends, by what became of them",
-        labels=["endpoint_tag", "backend_tag", "outcome"],
-    )
+    shadows = family_of(SHADOW_REQUESTS)
     for tag, tally in tallies:
         for (backend_tag, outcome), count in list(tally.shadows.items()):
             shadows.add_metric([tag, backend_tag, outcome.value], count)

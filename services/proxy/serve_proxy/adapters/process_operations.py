@@ -6,18 +6,23 @@ Why one port: probes, scrapes and people find a container as they find one with 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, final
 
 import aiohttp
-from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
+from serve_common.adapters.operations import NAMES_PARAMETER, OperationsSite
+from serve_common.health import Heartbeat, WhyNot
 from serve_common.settings import OperationsSettings
+from serve_common.tasks import TaskOwner
 from serve_proxy.core.process_metrics import merge_metrics
 from serve_proxy.ports import Child
 
 _ASK_TIMEOUT_S: Final = 2.0
+_CLOSE_TIMEOUT_S: Final = 1.0
+_OK: Final = 200
+_NOT_LISTENING: Final = 0
+_HANGS: Final = -1
 
 
 @final
@@ -25,80 +30,92 @@ class ProcessOperations:
     """Serves ``/metrics``, ``/healthz`` and ``/readyz`` for all children."""
 
     def __init__(
-        self,
-        settings: OperationsSettings,
-        children: Mapping[int, Child],
-        why_not_ready: Callable[[], str | None],
+        self, settings: OperationsSettings, children: Mapping[int, Child], why_not_ready: WhyNot
     ) -> None:
-        """``children`` is looked at with each question."""
-        self.port = settings.port
+        """``children`` is looked at with each question, by another thread."""
+        self._heartbeat = Heartbeat(settings.unhealthy_after_s)
+        self._site = OperationsSite(settings, _ChildrenPages(children, self._heartbeat, why_not_ready))
+        self._tasks = TaskOwner("process_operations")
+
+    @property
+    def port(self) -> int:
         """Where it listens; after `start` the real one."""
-        self._settings = settings
-        self._children = children
-        self._why_not_ready = why_not_ready
-        self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
+        return self._site.port
 
     async def start(self) -> None:
         """Listen; raises OSError when the port is taken."""
-        application = web.Application()
-        application.add_routes(
-            [
-                web.get("/metrics", self._metrics),
-                web.get("/healthz", self._healthz),
-                web.get("/readyz", self._readyz),
-            ]
-        )
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S))
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
-        self.port = int(self._runner.addresses[0][1])
+        self._tasks.start(self._heartbeat.run(), "heartbeat")
+        await self._site.start()
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        await self._site.close()
+
+
+@final
+class _ChildrenPages:
+    """What all children say, asked anew for each answer."""
+
+    def __init__(self, children: Mapping[int, Child], heartbeat: Heartbeat, why_not_ready: WhyNot) -> None:
+        self._children = children
+        self._heartbeat = heartbeat
+        self._why_not_ready = why_not_ready
+        self._session: aiohttp.ClientSession | None = None
+
+    async def metrics(self, names: Collection[str]) -> bytes:
+        # Who does not answer is left out: its absence shows, and the others are not lost with it.
+        parameters = [(NAMES_PARAMETER, name) for name in names]
+        pages = {
+            number: text
+            for number, (status, text) in (await self._ask_all("/metrics", parameters)).items()
+            if status == _OK
+        }
+        return (await asyncio.to_thread(merge_metrics, pages)).encode()
+
+    async def why_not_healthy(self) -> str | None:
+        return self._heartbeat.why_not_healthy() or await self._complaints("/healthz", listening_only=True)
+
+    async def why_not_ready(self) -> str | None:
+        why = self._heartbeat.why_not_healthy() or self._why_not_ready()
+        return why or await self._complaints("/readyz", listening_only=False)
+
+    async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
-        # Who does not answer is left out: its absence shows, and the others are not lost with it.
-        pages = {
-            number: text
-            for number, (status, text) in (await self._ask_all("/metrics")).items()
-            if status == 200
-        }
-        merged = await asyncio.to_thread(merge_metrics, pages)
-        return web.Response(body=merged.encode(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _readyz(self, _request: web.Request) -> web.Response:
-        reason = self._why_not_ready()
-        if reason is not None:
-            return web.Response(status=503, text=f"{reason}\n")
-        answers = await self._ask_all("/readyz")
-        unready = [
-            f"process {number}: {text.strip()}" for number, (status, text) in answers.items() if status != 200
+    async def _complaints(self, path: str, *, listening_only: bool) -> str | None:
+        """``listening_only``: one that starts, or has just ended, is the parent's to look after, and it does."""
+        lines = [
+            f"process {number}: {text.strip()}"
+            for number, (status, text) in (await self._ask_all(path)).items()
+            if status != _OK and not (listening_only and status == _NOT_LISTENING)
         ]
-        if unready:
-            return web.Response(status=503, text="\n".join([*unready, ""]))
-        return web.Response(text="ok\n")
+        return "\n".join(lines) or None
 
-    async def _ask_all(self, path: str) -> dict[str, tuple[int, str]]:
-        """Status and body by the number of the process; 0 and the reason for one that does not answer."""
-        asked = sorted(self._children.items())
-        answers = await asyncio.gather(*(self._ask(child.operations_port, path) for _, child in asked))
+    async def _ask_all(
+        self, path: str, parameters: Collection[tuple[str, str]] = ()
+    ) -> dict[str, tuple[int, str]]:
+        """Status and body by the number of the process, or what stands for them when there is no answer."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S))
+        session = self._session
+        asked = sorted(dict(self._children).items())
+        answers = await asyncio.gather(
+            *(_ask(session, child.operations_port, path, parameters) for _, child in asked)
+        )
         return {str(number): answer for (number, _), answer in zip(asked, answers, strict=True)}
 
-    async def _ask(self, port: int | None, path: str) -> tuple[int, str]:
-        if port is None:
-            return 0, "it starts"
-        assert self._session is not None
-        try:
-            async with self._session.get(f"http://127.0.0.1:{port}{path}") as response:
-                return response.status, await response.text()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            return 0, f"it does not answer: {type(error).__name__}"
+
+async def _ask(
+    session: aiohttp.ClientSession, port: int | None, path: str, parameters: Collection[tuple[str, str]]
+) -> tuple[int, str]:
+    if port is None:
+        return _NOT_LISTENING, "it starts"
+    try:
+        async with session.get(f"http://127.0.0.1:{port}{path}", params=list(parameters)) as response:
+            return response.status, await response.text()
+    except TimeoutError:
+        return _HANGS, f"it does not answer within {_ASK_TIMEOUT_S:g} s"
+    except aiohttp.ClientError as error:
+        return _NOT_LISTENING, f"it does not answer: {type(error).__name__}"

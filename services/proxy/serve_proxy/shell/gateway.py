@@ -23,12 +23,14 @@ from serve_common.errors import NoReplicaAvailable, ServeError
 from serve_common.names import BackendTag
 from serve_common.subjects import GATEWAY_QUEUE, Subjects
 from serve_common.tasks import TaskOwner
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import CallHead
 from serve_proxy.core.deadlines import earliest_deadline
 from serve_proxy.core.headers import RequestHeaders, read_request_headers, value_of
 from serve_proxy.core.problems import BadRequest, Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.plain_replies import WANTS_STREAM, PlainReplies, ReplyBus
+from serve_proxy.shell.request_traces import RequestTraces, end_request
 
 _log = structlog.get_logger(__name__)
 
@@ -71,8 +73,12 @@ class Gateway:
         request_timeout_s: Callable[[], float],
         new_request_id: Callable[[], str],
         wall_now: Callable[[], float],
+        traces: RequestTraces | None = None,
     ) -> None:
-        """``wall_now`` is seconds since 1970, for callers that name the moment of their deadline."""
+        """``wall_now`` is seconds since 1970, for callers that name the moment of their deadline; ``traces`` is None
+        where nothing is traced.
+        """
+        self._traces = traces
         self._ingress = ingress
         self._bus = bus
         self._subjects = subjects
@@ -118,14 +124,18 @@ class Gateway:
         tally = self._ingress.routes.unmatched
         status = CLIENT_GONE
         request_id = self._new_request_id()
+        trace: RequestTrace | None = None
+        problem: Problem | None = None
         try:
             read = read_request_headers(_raw_headers(headers))
             request_id = read.request_id or request_id
             tag = self._subjects.endpoint_of_call(subject.decode("utf-8", "replace"))
+            if self._traces is not None:
+                trace = self._traces.begin_call(read, tag, request_id)
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
             in_pieces = value_of(read, WANTS_STREAM).lower() not in _NO
-            ask = self._ask_of(endpoint, read, payload, request_id)
+            ask = self._ask_of(endpoint, read, payload, request_id, trace)
             call, answer = await self._ingress.ask(ask)
             try:
                 await self._replies.send(reply, answer, request_id, ask.deadline, in_pieces=in_pieces)
@@ -146,8 +156,17 @@ class Gateway:
             self._replies.send_problem(reply, problem, request_id)
         finally:
             tally.add(_METHOD, status, time.perf_counter() - began)
+            if trace is not None:
+                end_request(trace, status, problem)
 
-    def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
+    def _ask_of(
+        self,
+        endpoint: Endpoint,
+        read: RequestHeaders,
+        payload: bytes,
+        request_id: str,
+        trace: RequestTrace | None,
+    ) -> Ask:
         """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadRequest`, `DeadlineExceeded`."""
         options = endpoint.options
         now = self._loop.time()
@@ -174,6 +193,7 @@ class Gateway:
             backend_tag=backend if backend in endpoint.split.backend_tags else None,
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
+            trace=trace,
         )
 
 

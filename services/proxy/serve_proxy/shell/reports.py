@@ -38,10 +38,12 @@ class Reports:
         started_at: float,
         applied_snapshot_id: Callable[[], int],
         http_refusal: Callable[[], tuple[str, int]],
+        metrics_url: Callable[[], str],
     ) -> None:
         """``started_at`` is when this life of the process began, in seconds since 1970.
 
-        ``http_refusal`` tells why the newest HTTP options are not in force, and their snapshot id.
+        ``http_refusal`` tells why the newest HTTP options are not in force, and their snapshot id; ``metrics_url``
+        where this proxy is scraped, empty while that is not known.
         """
         self.address = ""
         """Where the proxy listens; set once it does."""
@@ -50,6 +52,7 @@ class Reports:
         self._started_at = started_at
         self._applied_snapshot_id = applied_snapshot_id
         self._http_refusal = http_refusal
+        self._metrics_url = metrics_url
         self._sequence = 0
         self._is_leaving = False
         self._wake = asyncio.Event()
@@ -87,6 +90,7 @@ class Reports:
             address=self.address,
             http_error=http_error,
             http_error_snapshot_id=http_error_snapshot_id,
+            metrics_url=self._metrics_url(),
             leaving=self._is_leaving,
         )
         try:

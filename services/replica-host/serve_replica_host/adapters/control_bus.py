@@ -15,7 +15,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from serve_common.adapters.metrics_address import local_host_of
 from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.adapters.nats_logs import NatsLogOutlet
+from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
 from serve_common.settings import BusSettings
@@ -41,7 +44,10 @@ class ControlBus:
         on_leader: Callable[[bytes], None],
         on_connected: Callable[[], None],
         on_reconnect: Callable[[], None],
+        logs: NatsLogOutlet | None = None,
     ) -> None:
+        """``logs`` publishes over whatever connection there is."""
+        self._logs = logs
         self._settings = settings
         self._host_id = host_id
         self._subjects = Subjects(settings.subject_prefix)
@@ -56,6 +62,17 @@ class ControlBus:
     def is_connected(self) -> bool:
         """False while nothing can be sent."""
         return self._client is not None and self._client.is_connected
+
+    @property
+    def local_host(self) -> str | None:
+        """This machine's address on the network of NATS; None while it is not connected."""
+        return local_host_of(self._client)
+
+    async def ping(self, within_s: float) -> None:
+        """See `BusPulse`."""
+        if self._client is None:
+            raise BusUnavailable("not connected to NATS")
+        await ping_nats(self._client, within_s)
 
     async def run(self) -> None:
         """Connect, and connect again whenever the client has closed for good; until cancelled.
@@ -102,6 +119,8 @@ class ControlBus:
     async def close(self) -> None:
         """Send what was published and disconnect; bounded in time."""
         client, self._client = self._client, None
+        if self._logs is not None:
+            await self._logs.close()
         if client is None:
             return
         try:
@@ -121,3 +140,5 @@ class ControlBus:
 
         await client.subscribe(self._subjects.host_goal(self._host_id), cb=goal)
         await client.subscribe(self._subjects.leader, cb=leader)
+        if self._logs is not None:
+            await self._logs.join(client)

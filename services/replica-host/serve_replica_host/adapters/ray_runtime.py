@@ -198,6 +198,7 @@ class RayRuntime:
             goal=goal,
             bus=self._settings.replica_bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
+            tracing=self._settings.tracing,
         )
         held.is_placed = True
         self._tell_placed(held)
@@ -268,7 +269,7 @@ class RayRuntime:
     def _tell_placed(self, held: HeldActor) -> None:
         """From two threads, each after it has noted its own half; what is told twice does no harm."""
         if held.pid and held.is_placed and held.replica_tag is not None:
-            self._emit(Placed(held.replica_tag, held.pid))
+            self._emit(Placed(held.replica_tag, held.pid, held.was_spare))
 
     def _on_started(self, tag: ReplicaTag, config_version: int, started: Future[Any]) -> None:
         self._thread.post(self._spares.refill)

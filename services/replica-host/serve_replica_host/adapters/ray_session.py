@@ -34,6 +34,8 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_dir: str
     spare_replicas: int
     """Actors that are started ahead, on a local runtime."""
+    tracing: dict[str, str] = {}
+    """See `StartOrder`."""
 
 
 def open_ray(settings: RaySettings) -> dict[str, float]:

@@ -29,6 +29,8 @@ class HeldActor(msgspec.Struct, eq=False):
     """Its replica has its resources."""
     pid: int = 0
     """0 until its process has said hello."""
+    was_spare: bool = False
+    """Its process had said hello when a replica took it."""
     futures: list[Future[Any]] = []
 
     def watch(self, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:
@@ -65,6 +67,7 @@ class SparePool:
         if self._waiting:
             taken = next((held for held in self._waiting if held.pid), self._waiting[0])
             self._waiting.remove(taken)
+            taken.was_spare = taken.pid > 0
         else:
             taken = self._start()
         self._taken.append(taken)

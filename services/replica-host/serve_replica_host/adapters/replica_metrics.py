@@ -8,86 +8,159 @@ Import it only after PROMETHEUS_MULTIPROC_DIR is set (or unset) for good: promet
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections import Counter as Tally
 from typing import Final, final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
+from serve_common.measures import Measures, measures
+from serve_common.metrics_catalogue import MetricSpec
+from serve_common.metrics_catalogue.replicas import (
+    ONGOING_SECONDS,
+    REPLICA_CONNECTED,
+    REPLICA_IN_FLIGHT,
+    REPLICA_LIMIT,
+    REPLICA_RECONNECTS,
+    REPLICA_REFUSED,
+    REPLICA_REQUEST_SECONDS,
+    REPLICA_REQUESTS,
+    REPLICA_SOCKETS,
+    REPLICA_STREAMS,
+    REPLICA_WAITING,
+)
 from serve_common.names import BackendTag
+from serve_replica_host.adapters.measure_files import MeasureFiles, add_to_histogram
+from serve_replica_host.ports import Occupancy, RequestMetrics
 
-SECONDS_BUCKETS: Final = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
-)  # fmt: skip
+OFF_VARIABLE: Final = "SERVE_UNCOUNTED"
+"""Backends whose replicas count no requests, as proxies have it: for measuring what counting costs."""
+
+_BOUNDS: Final = REPLICA_REQUEST_SECONDS.buckets
+_OTHER_CODE: Final = "other"
+
+
+@final
+class _Counts:
+    """Of half a second."""
+
+    __slots__ = ("answered", "buckets", "refused", "seconds")
+
+    def __init__(self) -> None:
+        self.answered: Tally[int] = Tally()
+        self.refused: Tally[str] = Tally()
+        self.buckets = [0] * (len(_BOUNDS) + 1)
+        self.seconds = 0.0
 
 
 @final
 class PrometheusReplicaMetrics:
     """The counts of one replica."""
 
-    def __init__(self, backend_tag: BackendTag, registry: CollectorRegistry) -> None:
+    def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
+        """What always is there is there at once, with 0. ``of_process`` is written out with it."""
         self._backend_tag = backend_tag
-        self._answered: Tally[int] = Tally()
-        self._refused: Tally[str] = Tally()
-        self._buckets = [0] * (len(SECONDS_BUCKETS) + 1)
-        self._seconds = 0.0
-        self._requests_total = Counter(
-            "serve_replica_requests_total",
-            "Requests that left a replica, by the HTTP status of the answer (499: the caller went away)",
-            ["backend_tag", "code"],
-            registry=registry,
-        )
-        self._refused_total = Counter(
-            "serve_replica_refused_total",
-            "Requests that a replica refused because it was busy or draining",
-            ["backend_tag", "reason"],
-            registry=registry,
-        )
+        self._files = MeasureFiles(backend_tag, of_process)
+        self._counts = _Counts()
+        self._turned: list[_Counts] = []
+        """What is to be written."""
+        self._ongoing_s = 0.0
+        self._reconnects = 0
+        self._requests_total = _counter(REPLICA_REQUESTS)
+        self._refused_total = _counter(REPLICA_REFUSED)
+        self._ongoing_total = _counter(ONGOING_SECONDS).labels(backend_tag)
+        self._reconnects_total = _counter(REPLICA_RECONNECTS).labels(backend_tag)
         self._request_seconds = Histogram(
-            "serve_replica_request_seconds",
-            "From a request's first frame to its answer's last one, inside the replica",
-            ["backend_tag"],
-            buckets=SECONDS_BUCKETS,
-            registry=registry,
+            REPLICA_REQUEST_SECONDS.family,
+            REPLICA_REQUEST_SECONDS.text,
+            REPLICA_REQUEST_SECONDS.labels,
+            buckets=_BOUNDS,
+            registry=None,
         ).labels(backend_tag)
-        self._in_flight = Gauge(
-            "serve_replica_in_flight_requests",
-            "Requests that replicas work on",
-            ["backend_tag"],
-            multiprocess_mode="livesum",
-            registry=registry,
-        ).labels(backend_tag)
+        self._in_flight = self._gauge(REPLICA_IN_FLIGHT)
+        self._limit = self._gauge(REPLICA_LIMIT)
+        self._waiting = self._gauge(REPLICA_WAITING)
+        self._streams = self._gauge(REPLICA_STREAMS)
+        self._sockets = self._gauge(REPLICA_SOCKETS)
+        self._connected = self._gauge(REPLICA_CONNECTED)
 
     def count_answered(self, status: int, seconds: float) -> None:
         """As `RequestMetrics`."""
-        self._answered[status] += 1
-        self._buckets[bisect_left(SECONDS_BUCKETS, seconds)] += 1
-        self._seconds += seconds
+        counts = self._counts
+        counts.answered[status] += 1
+        counts.buckets[bisect_left(_BOUNDS, seconds)] += 1
+        counts.seconds += seconds
 
     def count_refused(self, reason: str) -> None:
         """As `RequestMetrics`."""
-        self._refused[reason] += 1
+        self._counts.refused[reason] += 1
 
-    def write(self, in_flight: int) -> None:
-        """Write out what was counted since the last time."""
-        for status, count in self._answered.items():
-            self._requests_total.labels(self._backend_tag, str(status)).inc(count)
-        for reason, count in self._refused.items():
+    def turn(self) -> None:
+        """As `RequestMetrics`."""
+        if self._counts.answered or self._counts.refused:
+            self._turned.append(self._counts)
+            self._counts = _Counts()
+
+    def write(self, occupancy: Occupancy) -> None:
+        """As `RequestMetrics`."""
+        turned, self._turned = self._turned, []
+        for counts in turned:
+            self._add(counts)
+        self._show(occupancy)
+        self._files.write()
+
+    def _add(self, counts: _Counts) -> None:
+        for status, count in counts.answered.items():
+            code = str(status) if 100 <= status <= 999 else _OTHER_CODE
+            self._requests_total.labels(self._backend_tag, code).inc(count)
+        for reason, count in counts.refused.items():
             self._refused_total.labels(self._backend_tag, reason).inc(count)
-        if self._answered:
-            # The public way adds one observation at a time.
-            histogram = self._request_seconds
-            for bucket, count in zip(histogram._buckets, self._buckets, strict=True):  # noqa: SLF001 - see above
-                if count:
-                    bucket.inc(count)
-            histogram._sum.inc(self._seconds)  # noqa: SLF001 - see above
-        self._in_flight.set(in_flight)
-        self._answered.clear()
-        self._refused.clear()
-        self._buckets = [0] * len(self._buckets)
-        self._seconds = 0.0
+        add_to_histogram(self._request_seconds, counts.buckets, counts.seconds)
+
+    def _show(self, occupancy: Occupancy) -> None:
+        # An answer may have left before the last look, and be taken note of after it; then nothing is added.
+        if occupancy.ongoing_s > self._ongoing_s:
+            self._ongoing_total.inc(occupancy.ongoing_s - self._ongoing_s)
+            self._ongoing_s = occupancy.ongoing_s
+        if occupancy.reconnects > self._reconnects:
+            self._reconnects_total.inc(occupancy.reconnects - self._reconnects)
+            self._reconnects = occupancy.reconnects
+        self._in_flight.set(occupancy.in_flight)
+        self._limit.set(occupancy.limit)
+        self._waiting.set(occupancy.waiting)
+        self._streams.set(occupancy.streams)
+        self._sockets.set(occupancy.sockets)
+        self._connected.set(float(occupancy.is_connected))
+
+    def _gauge(self, spec: MetricSpec) -> Gauge:
+        gauge = Gauge(spec.family, spec.text, spec.labels, multiprocess_mode="livesum", registry=None)
+        return gauge.labels(self._backend_tag)
 
 
-def make_replica_metrics(backend_tag: BackendTag) -> PrometheusReplicaMetrics:
-    """The metrics of this process. Their registry is of no use in multiprocess mode: the files are what is read."""
-    return PrometheusReplicaMetrics(backend_tag, CollectorRegistry())
+@final
+class UncountedRequests:
+    """Counts nothing."""
+
+    def count_answered(self, status: int, seconds: float) -> None:
+        """As `RequestMetrics`."""
+
+    def count_refused(self, reason: str) -> None:
+        """As `RequestMetrics`."""
+
+    def turn(self) -> None:
+        """As `RequestMetrics`."""
+
+    def write(self, occupancy: Occupancy) -> None:
+        """As `RequestMetrics`."""
+
+
+def _counter(spec: MetricSpec) -> Counter:
+    return Counter(spec.family, spec.text, spec.labels, registry=None)
+
+
+def make_replica_metrics(backend_tag: BackendTag) -> RequestMetrics:
+    """The metrics of this process, in no registry: in multiprocess mode the files are what is read."""
+    if backend_tag in os.environ.get(OFF_VARIABLE, "").split():
+        return UncountedRequests()
+    return PrometheusReplicaMetrics(backend_tag, measures)

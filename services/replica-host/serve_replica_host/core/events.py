@@ -18,6 +18,8 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
 
     replica_tag: ReplicaTag
     pid: int
+    was_spare: bool = False
+    """It was started ahead, and had been ready."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):

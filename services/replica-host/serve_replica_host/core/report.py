@@ -10,7 +10,13 @@ from serve_replica_host.core.state import HeldReplica, HostState
 
 
 def build_report(
-    state: HostState, *, incarnation: str, started_at: float, sequence: int, resources: dict[str, float]
+    state: HostState,
+    *,
+    incarnation: str,
+    started_at: float,
+    sequence: int,
+    resources: dict[str, float],
+    metrics_url: str = "",
 ) -> HostReport:
     """What the host says of itself; equal states give reports that differ in ``sequence`` only."""
     return HostReport(
@@ -22,6 +28,7 @@ def build_report(
         generation=state.generation,
         resources=resources,
         replicas=[_replica_report(held) for held in state.replicas.values()],
+        metrics_url=metrics_url,
         leaving=state.is_leaving,
     )
 

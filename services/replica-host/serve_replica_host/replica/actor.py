@@ -15,9 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
-from serve_common.adapters.logs import configure_logs
+from serve_common.adapters.otlp import import_ahead
 from serve_common.names import BackendTag
+from serve_common.tracing.settings import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.logs import ReplicaLogs
 from serve_replica_host.replica.orders import (
     ControlOutcome,
     decode_goal,
@@ -37,6 +39,7 @@ class ReplicaActor:
     def __init__(self, metrics_dir: str) -> None:
         """``metrics_dir`` is prometheus_client's multiprocess directory; empty for none."""
         self._make_metrics = _import_metrics(metrics_dir)
+        import_ahead(read_tracing_settings(os.environ))
         self._process: ReplicaProcess | None = None
         self._never = threading.Event()
         # What is here now stays. A collection, also the one at the end of a drain, need not look at it: with Ray's
@@ -50,8 +53,8 @@ class ReplicaActor:
     def start(self, order_bytes: bytes) -> bytes:
         """Construct and serve what the `StartOrder` says; a `ControlOutcome`."""
         order = decode_order(order_bytes)
-        configure_logs("replica", replica_tag=order.goal.replica_tag, backend_tag=order.goal.backend_tag)
-        self._process = ReplicaProcess(order, self._make_metrics(order.goal.backend_tag))
+        logs = ReplicaLogs(order.goal.replica_tag, order.goal.backend_tag)
+        self._process = ReplicaProcess(order, self._make_metrics(order.goal.backend_tag), logs)
         return encode(ControlOutcome(error=self._process.start()))
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:

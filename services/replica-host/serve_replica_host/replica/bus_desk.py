@@ -11,6 +11,8 @@ import threading
 import time
 from typing import Final, final
 
+import msgspec
+
 from serve_common.bus.connection import BusConnection, Subscription
 from serve_common.tasks import TaskOwner
 from serve_common.threads.mailbox import Mailbox
@@ -20,6 +22,7 @@ from serve_replica_host.replica.bus_side import BusSide
 from serve_replica_host.replica.direct_answers import DirectAnswers
 from serve_replica_host.replica.exchange import Left, ToBus, ToUser
 from serve_replica_host.replica.frame_batch import FrameBatch
+from serve_replica_host.replica.traces import Traces
 from serve_replica_host.replica.user_code import UserCode
 from serve_replica_host.replica.user_side import UserSide
 
@@ -40,9 +43,12 @@ class BusDesk:
         user_loop: asyncio.AbstractEventLoop,
         metrics: RequestMetrics,
         max_concurrent_queries: int,
+        *,
+        traces: Traces | None = None,
     ) -> None:
-        """``connection`` is not connected yet."""
+        """``connection`` is not connected yet; ``traces`` is None where nothing is traced."""
         self._connection = connection
+        self._metrics = metrics
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
         self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
@@ -59,7 +65,7 @@ class BusDesk:
         self._direct = DirectAnswers(
             connection, to_bus.put, self._take_left, lambda: self._bus_side.in_flight, time.monotonic
         )
-        self.user_side: Final = UserSide(code, to_bus.put, self._direct)
+        self.user_side: Final = UserSide(code, to_bus.put, self._direct, traces)
         connection.reader = self._reader
         connection.after_messages = self._to_user.wake
         connection.on_connected.append(self._joined)
@@ -69,6 +75,18 @@ class BusDesk:
     def in_flight(self) -> int:
         """Requests that hold a slot; for any thread."""
         return self._bus_side.in_flight
+
+    def write_metrics(self) -> None:
+        """Make visible what was counted, and what is in the replica now."""
+        with self._lock:
+            occupancy = self._bus_side.occupancy()
+            self._metrics.turn()
+        connection = self._connection
+        self._metrics.write(
+            msgspec.structs.replace(
+                occupancy, is_connected=connection.is_connected, reconnects=connection.reconnects
+            )
+        )
 
     @property
     def max_concurrent_queries(self) -> int:

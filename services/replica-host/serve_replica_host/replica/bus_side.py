@@ -33,7 +33,7 @@ from serve_common.wires.frames import (
     ResponseHead,
     decode_frame,
 )
-from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.ports import Occupancy, RequestMetrics
 from serve_replica_host.replica.answer_frames import AnswerFrames
 from serve_replica_host.replica.body_frames import BodyFrames
 from serve_replica_host.replica.exchange import (
@@ -102,6 +102,19 @@ class BusSide:
         """Requests that hold a slot."""
         return len(self._exchanges)
 
+    def occupancy(self) -> Occupancy:
+        """What is here now, as far as this side knows."""
+        begun = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
+        sockets = sum(exchange.head.kind is Kind.WEBSOCKET for exchange in begun)
+        return Occupancy(
+            ongoing_s=self._slots.ongoing_seconds(self._now()),
+            in_flight=len(self._exchanges),
+            limit=0 if self.is_draining else self.max_concurrent_queries,
+            waiting=len(self._waiting),
+            streams=len(begun) - sockets,
+            sockets=sockets,
+        )
+
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
         await self._slots.wait_idle()
@@ -151,7 +164,7 @@ class BusSide:
             self._take_more(exchange, head, body)
         elif reply in self._waiting:
             if type(head) is CancelHead:
-                self._waiting.discard(reply)
+                self._forget_waiting(reply)
         elif type(head) is ProbeHead:
             self._take_probe(reply, head.age_s)
 
@@ -220,7 +233,13 @@ class BusSide:
                 self._slots.take(exchange)
                 self._work_on(exchange)
 
+    def _forget_waiting(self, reply: bytes) -> None:
+        exchange = self._waiting.discard(reply)
+        if exchange is not None:
+            self._slots.leave_waiting(exchange)
+
     def _refuse_late(self, exchange: Exchange) -> None:
+        self._slots.leave_waiting(exchange)
         message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
         head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
         self._slots.recent.add(exchange.reply, self._frames.send(exchange.reply, head), self._now())
@@ -230,6 +249,7 @@ class BusSide:
         self.is_draining = True
         self._drains_since = self._now()
         for exchange in self._waiting.take_all():
+            self._slots.leave_waiting(exchange)
             self._metrics.count_refused("draining")
             self._frames.send(exchange.reply, RefusedHead("draining", self.in_flight))
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.request_context import RequestContext, request_context
-from serve_common.wires.frames import CallHead
+from serve_common.tracing.trace_context import may_be_sampled, parse_traceparent, tracestate_of
+from serve_common.wires.frames import CallHead, Kind
 from serve_replica_host.replica.exchange import Exchange
+from serve_replica_host.replica.traces import Traces
 
 _NO_CALL = CallHead()
 
@@ -29,6 +31,38 @@ def enter_request(exchange: Exchange) -> None:
             key=exchange.reply,
         )
     )
+
+
+def enter_trace(exchange: Exchange, traces: Traces) -> None:
+    """If ``exchange`` is traced, its spans begin, and the running task, which has entered it, works below them."""
+    head = exchange.head
+    if not may_be_sampled(head.traceparent):
+        if head.traceparent and traces.tracer.enter_unsampled is not None:
+            ref = parse_traceparent(head.traceparent)
+            if ref is not None:
+                traces.tracer.enter_unsampled(ref)
+        return
+    parent = parse_traceparent(head.traceparent, tracestate_of(head.headers))
+    if parent is None or not traces.tracer.sampler.decide(parent, parent.trace_id):
+        return
+    call = head.call or _NO_CALL
+    trace = exchange.trace = traces.begin(
+        parent,
+        kind=head.kind.name.lower(),
+        method_name=call.method_name,
+        request_id=head.request_id,
+        began_at=exchange.began_at,
+    )
+    span = trace.user_code
+    context = request_context.get()
+    if context is not None:
+        context = msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
+        request_context.set(context)
+    if head.kind is Kind.HTTP or head.kind is Kind.WEBSOCKET:
+        # What instruments applications looks there; the client's own would leave out all spans between.
+        head.headers[:] = [header for header in head.headers if header[0] != b"traceparent"]
+        head.headers.append((b"traceparent", span.traceparent.encode()))
+    traces.tracer.enter(span)
 
 
 def answer_begun() -> None:

@@ -18,6 +18,7 @@ from serve_common.wires.frames import Headers, RequestHead
 from serve_replica_host.replica.incoming import IncomingFrames
 from serve_replica_host.replica.outgoing import OutgoingBody, OutgoingMessages
 from serve_replica_host.replica.request_body import BodyReader
+from serve_replica_host.replica.traces import ExchangeTrace
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 """Of a streamed answer, before the user's code waits for the network."""
@@ -59,6 +60,8 @@ class Exchange:
     """Of a streamed answer: what has left. The writer compares it with what it wrote."""
     sent_before: int | None = None
     """Of a WebSocket: how many frames had left when its client's last message came; None before the first one."""
+    trace: ExchangeTrace | None = None
+    """Of a request that is traced: made by the user's side before its code is called, ended by the bus side."""
     is_body_streamed: bool = False
     """The user's side has it although its body is not whole."""
     # Both sides':

@@ -19,6 +19,8 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     """With the credentials of role ``replica``."""
     app_dir: str
     """Absolute; empty for none."""
+    tracing: dict[str, str] = {}
+    """The host's OTEL_… variables, for a replica on a machine whose environment has none."""
 
 
 class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):

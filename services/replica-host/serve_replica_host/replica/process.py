@@ -6,28 +6,37 @@ Why a class apart from the Ray actor: nothing here knows of Ray, so tests and to
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
+import msgspec
 import structlog
 
+from serve_common.adapters.otlp import OpenTracing, open_tracing
 from serve_common.bus.connection import BusConnection, Subscription
 from serve_common.bus.errors import NotConnected, OutboundFull
 from serve_common.bus.options import BusOptions
 from serve_common.errors import BusUnavailable, PermanentError
+from serve_common.loop_lag import OtherLoopsLag
+from serve_common.measures import measures
+from serve_common.metrics_catalogue.replicas import REPLICA_LAG
 from serve_common.replica_context import ReplicaContext, current_replica, set_replica_context
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.threads.loop_thread import LoopThread
+from serve_common.tracing.settings import read_tracing_settings
 from serve_common.wires.host import ReplicaGoal
-from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.ports import HandleMetrics, RequestMetrics
 from serve_replica_host.replica.bus_desk import BusDesk
 from serve_replica_host.replica.held_models import HeldModels
+from serve_replica_host.replica.logs import ReplicaLogs
 from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.tracebacks import user_traceback
+from serve_replica_host.replica.traces import Traces
 from serve_replica_host.replica.user_code import UserCode
 
 _log = structlog.get_logger(__name__)
@@ -49,17 +58,21 @@ _LOOK_S: Final = 0.05
 class ReplicaProcess:
     """One replica. Control methods may be called from any thread but its own two; each waits for its end."""
 
-    def __init__(self, order: StartOrder, metrics: RequestMetrics) -> None:
-        """Starts the threads; nothing is served before `start`."""
+    def __init__(self, order: StartOrder, metrics: RequestMetrics, logs: ReplicaLogs | None = None) -> None:
+        """Starts the threads; nothing is served before `start`. ``logs`` are published once there is a bus."""
+        self._logs = logs
         self._order = order
         self._metrics = metrics
+        self._handle_metrics: HandleMetrics | None = None
         self._user = LoopThread("replica-user")
+        self._lag = OtherLoopsLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
         self._desk: BusDesk | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
+        self._tracing: OpenTracing | None = None
         self._models = HeldModels()
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
@@ -82,6 +95,7 @@ class ReplicaProcess:
             self._code = self._user.submit(self._construct(context)).result()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             return user_traceback(error)
+        self._tracing = _open_tracing(self._order)
         try:
             self._bus.submit(self._serve(self._code)).result()
         except PermanentError as error:
@@ -101,7 +115,7 @@ class ReplicaProcess:
         if goal.max_concurrent_queries != desk.max_concurrent_queries:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
             desk.max_concurrent_queries = goal.max_concurrent_queries
-        self._order = StartOrder(goal=goal, bus=self._order.bus, app_dir=self._order.app_dir)
+        self._order = msgspec.structs.replace(self._order, goal=goal)
         context = current_replica()
         if context is not None:
             context.code_version = goal.code_version
@@ -128,6 +142,10 @@ class ReplicaProcess:
             self._user.loop.call_soon_threadsafe(self._code.discard)
         self._user.stop(_STOP_TIMEOUT_S)
         self._bus.stop(_STOP_TIMEOUT_S)
+        if self._logs is not None:
+            self._logs.end()
+        if self._tracing is not None:
+            self._tracing.close(_STOP_TIMEOUT_S)
 
     def _call_user(self, method: Callable[..., Any], *arguments: Any) -> str | None:
         try:
@@ -159,20 +177,41 @@ class ReplicaProcess:
         options = _options(self._order.bus, self._order.goal.replica_tag)
         connection = BusConnection(options, random.SystemRandom())
         limit = self._order.goal.max_concurrent_queries
-        desk = BusDesk(connection, code, self._user.loop, self._metrics, limit)
+        desk = BusDesk(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
         self._subscription = desk.subscribe(subject)
         self._tasks = TaskOwner("replica")
         desk.start(self._tasks)
         self._connection, self._desk = connection, desk
+        if self._logs is not None:
+            self._logs.join(connection, Subjects(self._order.bus.subject_prefix))
         await _connect(connection)
         self._tasks.start(self._write_metrics(desk), "write_metrics")
         self._tasks.start(self._keep_telling_models(connection), "tell_models")
 
+    def _traces(self) -> Traces | None:
+        goal = self._order.goal
+        if self._tracing is None:
+            return None
+        return Traces(self._tracing.tracer, goal.backend_tag, goal.replica_tag)
+
     async def _write_metrics(self, desk: BusDesk) -> None:
         while True:
-            self._metrics.write(desk.in_flight)
+            desk.write_metrics()
+            self._lag.ask()
+            self._write_handle_metrics()
             await asyncio.sleep(METRICS_S)
+
+    def _write_handle_metrics(self) -> None:
+        replica = current_replica()
+        if replica is None:
+            return
+        if self._handle_metrics is None:
+            # prometheus_client looks at PROMETHEUS_MULTIPROC_DIR once, when it is imported; by now that has happened.
+            from serve_replica_host.adapters.handle_metrics import make_handle_metrics  # noqa: PLC0415 - as above
+
+            self._handle_metrics = make_handle_metrics()
+        self._handle_metrics.write(replica)
 
     async def _keep_telling_models(self, connection: BusConnection) -> None:
         """Routers that begin later learn what is held, and those that hear nothing forget it."""
@@ -197,11 +236,14 @@ class ReplicaProcess:
         if self._subscription is not None:
             # Requests that the server has sent already are still refused, so that their routers try elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
+        if self._logs is not None:
+            await self._logs.part()
         if self._connection is not None:
             await self._connection.close()
         if self._tasks is not None:
             await self._tasks.close(_STOP_TIMEOUT_S)
-        self._metrics.write(0)
+        desk.write_metrics()
+        self._write_handle_metrics()
 
 
 async def _connect(connection: BusConnection) -> None:
@@ -221,6 +263,21 @@ async def _connect(connection: BusConnection) -> None:
             await asyncio.sleep(_RETRY_S)
         else:
             return
+
+
+def _open_tracing(order: StartOrder) -> OpenTracing | None:
+    """The replica's own environment goes before its host's."""
+    goal = order.goal
+    own = {name: value for name, value in os.environ.items() if value}
+    opened = open_tracing(
+        read_tracing_settings({**order.tracing, **own}),
+        "muster-replica",
+        goal.replica_tag,
+        {"muster.backend_tag": goal.backend_tag},
+    )
+    if opened is not None:
+        opened.serve_user_code()
+    return opened
 
 
 def _options(bus: BusSettings, replica_tag: str) -> BusOptions:

@@ -112,6 +112,8 @@ def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
     told = user_traceback(error)
     pickled = _pickled(error) if head.is_pickled and not is_ours else b""
     body = msgspec.msgpack.encode(Raised(pickled, told))
+    if exchange.trace is not None:
+        exchange.trace.code_raised(error, line)
     if isinstance(error, ServeError) and is_passed_on(error):
         return failed_by(exchange, error, body)
     _log.error(

@@ -147,6 +147,8 @@ class RequestKinds:
 
 def log_raised(exchange: Exchange, error: BaseException) -> None:
     """Say what the user's code raised, to whoever looks after it."""
+    if exchange.trace is not None:
+        exchange.trace.code_raised(error, error_line(error))
     _log.error(
         "user_code_raised",
         request_id=exchange.head.request_id,

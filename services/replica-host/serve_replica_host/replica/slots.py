@@ -33,6 +33,8 @@ class Slots:
         """Those that have given their slots back."""
         self._now = now
         self._metrics = metrics
+        self._ended_s = 0.0
+        """How long the requests that are gone were here, all together."""
 
     def take(self, exchange: Exchange) -> None:
         """``exchange`` is in flight from now on."""
@@ -49,9 +51,22 @@ class Slots:
         exchange.incoming = None
         now = self._now() if ended_at is None else ended_at
         self.recent.add(exchange.reply, exchange.last_frame, now)
-        self._metrics.count_answered(status, now - exchange.began_at)
+        seconds = now - exchange.began_at
+        self._ended_s += seconds
+        self._metrics.count_answered(status, seconds)
+        if exchange.trace is not None:
+            exchange.trace.end(status, now)
         if self.waiting:
             self._on_free()
+
+    def leave_waiting(self, exchange: Exchange) -> None:
+        """``exchange`` has waited and never got a slot."""
+        self._ended_s += self._now() - exchange.began_at
+
+    def ongoing_seconds(self, now: float) -> float:
+        """How long requests have been here so far, all together, those that wait or are in flight included."""
+        here: float = sum(now - exchange.began_at for exchange in (*self.held.values(), *self.waiting))
+        return self._ended_s + here
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""

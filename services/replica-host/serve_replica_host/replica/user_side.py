@@ -18,7 +18,7 @@ from serve_common.departures import departures
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.wires.frames import Kind
 from serve_replica_host.replica.asgi_http import CallerGone
-from serve_replica_host.replica.contexts import enter_request
+from serve_replica_host.replica.contexts import enter_request, enter_trace
 from serve_replica_host.replica.direct_answers import DirectAnswers
 from serve_replica_host.replica.exchange import (
     Answered,
@@ -37,6 +37,7 @@ from serve_replica_host.replica.request_kinds import RequestKinds, log_raised, m
 from serve_replica_host.replica.request_tasks import RequestTasks
 from serve_replica_host.replica.sockets import LEAVE_S, Socket
 from serve_replica_host.replica.tracebacks import error_line
+from serve_replica_host.replica.traces import Traces
 from serve_replica_host.replica.user_code import UserCode
 
 _CLOSE_TIMEOUT_S: Final = 1.0
@@ -47,9 +48,14 @@ class UserSide:
     """Runs the user's code for each exchange; all methods run on the user loop."""
 
     def __init__(
-        self, code: UserCode, to_bus: Callable[[ToBus], object], direct: DirectAnswers | None = None
+        self,
+        code: UserCode,
+        to_bus: Callable[[ToBus], object],
+        direct: DirectAnswers | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        """``direct``: whole answers leave by it, instead of ``to_bus``."""
+        """``direct``: whole answers leave by it, instead of ``to_bus``. ``traces`` is None where nothing is traced."""
+        self._traces = traces
         self._to_bus = to_bus
         self._direct = direct
         self._kinds = RequestKinds(code, to_bus)
@@ -118,6 +124,8 @@ class UserSide:
         outcome: ToBus = Ended(exchange)
         try:
             enter_request(exchange)
+            if self._traces is not None:
+                enter_trace(exchange, self._traces)
             outcome = await self._kinds.answer(exchange)
         except asyncio.CancelledError:
             if exchange.is_dropped:
@@ -138,6 +146,8 @@ class UserSide:
                     exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error)
                 )
         finally:
+            if exchange.trace is not None:
+                exchange.trace.code_ended(*_failure_of(outcome))
             self._end(outcome)
 
     def _end(self, outcome: ToBus) -> None:
@@ -148,6 +158,15 @@ class UserSide:
             self._direct.send(outcome)
         else:
             self._to_bus(outcome)
+
+
+def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
+    """The status of an answer, 0 for none yet; and of a failure its code and text, empty where there is no more."""
+    if isinstance(outcome, Answered):
+        return outcome.status, "", ""
+    if isinstance(outcome, Failed):
+        return outcome.status, outcome.error_code, outcome.message
+    return 0, "", ""
 
 
 def _cancel(key: bytes, work: asyncio.Task[Any]) -> None:

@@ -6,6 +6,7 @@ Bounded, and only requests that are whole and whose router says that it has nowh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, final
 
 from serve_replica_host.replica.exchange import Exchange
@@ -37,9 +38,12 @@ class WaitingRoom:
         """Keep it, behind all others."""
         self._held[exchange.reply] = exchange
 
-    def discard(self, reply: bytes) -> None:
-        """Nobody wants it any more."""
-        self._held.pop(reply, None)
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(self._held.values())
+
+    def discard(self, reply: bytes) -> Exchange | None:
+        """Nobody wants it any more; None when it does not wait."""
+        return self._held.pop(reply, None)
 
     def take_first(self) -> Exchange:
         """The one that has waited longest; there must be one."""

@@ -38,6 +38,7 @@ from serve_replica_host.core.state import (
     hear_leader,
 )
 from serve_replica_host.ports import HostMetrics, ReplicaRuntime, ReportBus
+from serve_replica_host.shell.replica_counts import ReplicaCounts
 
 _log = structlog.get_logger(__name__)
 
@@ -74,8 +75,12 @@ class HostShell:
         incarnation: str,
         started_at: float,
         now: Callable[[], float],
+        metrics_url: Callable[[], str] = lambda: "",
     ) -> None:
-        """``started_at`` is wall time, ``now`` gives monotonic seconds; ``incarnation`` differs in each life."""
+        """``started_at`` is wall time, ``now`` gives monotonic seconds; ``incarnation`` differs in each life.
+
+        ``metrics_url`` tells where the host is scraped, empty while that is not known.
+        """
         self._state = HostState(host_id=host_id)
         self._runtime = runtime
         self._bus = bus
@@ -83,9 +88,11 @@ class HostShell:
         self._incarnation = incarnation
         self._started_at = started_at
         self._now = now
+        self._metrics_url = metrics_url
         self._sequence = 0
         self._inbox: deque[_Input] = deque()
         self._pids: dict[str, int] = {}
+        self._counts = ReplicaCounts(metrics, now)
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("host_shell")
 
@@ -127,10 +134,13 @@ class HostShell:
         """Until everything has left. The last report says so."""
         report_at = self._now()
         while True:
+            before = self._state
             must_report = self._take_in()
             plan = reconcile_host(self._state, self._now())
             has_changed = plan.state != self._state
             self._state = plan.state
+            if must_report or has_changed:
+                self._counts.compare(before, plan.state)
             for action in plan.actions:
                 self._perform(action)
             now = self._now()
@@ -186,6 +196,7 @@ class HostShell:
         return True
 
     def _take_in_event(self, event: ReplicaEvent) -> None:
+        self._counts.hear(event)
         if isinstance(event, Placed):
             self._pids[event.replica_tag] = event.pid
         if isinstance(event, ProcessEnded):
@@ -201,6 +212,7 @@ class HostShell:
     def _perform(self, action: Action) -> None:
         match action:
             case StartReplica(goal):
+                self._counts.ordered(goal.replica_tag)
                 self._runtime.start(goal)
             case ReconfigureReplica(goal):
                 self._runtime.reconfigure(goal)
@@ -222,6 +234,7 @@ class HostShell:
             started_at=self._started_at,
             sequence=self._sequence,
             resources=self._runtime.resources,
+            metrics_url=self._metrics_url(),
         )
         self._metrics.show_replicas(Counter(held.status for held in self._state.replicas.values()))
         if self._bus.is_connected:

@@ -6,13 +6,14 @@ simulated, compared or begun anew after a change of leader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 import msgspec
 
 from serve_common.autoscaling import AutoscalingConfig
+from serve_common.names import BackendTag, HostId, ProxyId
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Of `seen`: those that waited in routers."""
     source: str = ""
     """``prometheus`` or ``scrape``."""
+    over_s: float | None = None
+    """Over how long `seen` really was seen: shorter than `look_back_period_s` soon after a start, longer where
+    Prometheus scrapes too seldom. None: as asked."""
     missing: str = ""
     """Why `seen` is None, for people: what was not scraped, is stale, or gave no number."""
 
@@ -49,6 +53,16 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
     last_up_at: float | None = None
     """When it last decided on more."""
     last_down_at: float | None = None
+    decided: int | None = None
+    """What it came to. Another number of replicas next time is somebody else's doing: all waiting begins anew."""
+    fewer: tuple[tuple[int, float], ...] = ()
+    """Each (n, t): fewer than n have been wanted since t without a break; see `waits`. Never more than 32."""
+    known_at: float | None = None
+    """When the load was known last."""
+    is_unknown: bool = False
+    """Whether it was not known at the last decision."""
+    settled_at: float | None = None
+    """When all replicas were seen running that it then decided on; None while they are not."""
     policy_state: dict[str, Any] = {}
     """Of the user's function."""
 
@@ -96,3 +110,34 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What the load alone comes to, before limits, factors and delays; None where it is not known."""
     why: str
     """For people, in one line: what was seen and why it moved or held."""
+
+
+class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose load is to be read, and who must have been heard for it to count."""
+
+    backend_tag: BackendTag
+    config: AutoscalingConfig
+    proxies: frozenset[ProxyId]
+    """Every live proxy: one that was not scraped may hold waiting requests."""
+    hosts: frozenset[HostId]
+    """Every host that runs a replica of it."""
+    began_at: Mapping[str, float] = {}
+    """When the processes of these proxies and hosts began, seconds since 1970, where it is known: what has just begun
+    bore nothing before, so that nobody needs to have scraped it then."""
+
+
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the services' metrics are, by what they say of themselves in their reports."""
+
+    urls: frozenset[str]
+
+
+class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the last look at one backend found and came to."""
+
+    decision: ScalingDecision
+    decided_at: float
+    source: str = ""
+    """Of the newest reading."""
+    read_at: float | None = None
+    """When the newest reading that could be used was taken; None before the first."""

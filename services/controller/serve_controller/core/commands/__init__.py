@@ -44,6 +44,7 @@ from serve_controller.core.commands.endpoints import (
 from serve_controller.core.commands.hosts import drain_host, undrain_host
 from serve_controller.core.commands.http import set_http_options
 from serve_controller.core.commands.rollback import rollback
+from serve_controller.core.commands.scaling import pause_autoscaling, resume_autoscaling, scale
 from serve_controller.core.commands.shutdown import shutdown
 
 __all__ = ["Accepted", "decide"]
@@ -70,8 +71,12 @@ def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:
             return delete_backend(checkpoint, command, now)
         case UpdateBackendConfig():
             return update_backend_config(checkpoint, command, now)
-        case Scale() | PauseAutoscaling() | ResumeAutoscaling():
-            raise NotImplementedError
+        case Scale():
+            return scale(checkpoint, command, now)
+        case PauseAutoscaling():
+            return pause_autoscaling(checkpoint, command)
+        case ResumeAutoscaling():
+            return resume_autoscaling(checkpoint, command)
         case CreateEndpoint():
             return create_endpoint(checkpoint, command, now)
         case DeleteEndpoint():

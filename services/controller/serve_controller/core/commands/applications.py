@@ -28,6 +28,7 @@ from serve_controller.core.commands.deployments import (
 )
 from serve_controller.core.commands.versions import (
     Wanted,
+    as_scaled,
     check_methods,
     check_room_for_backends,
     check_wanted,
@@ -60,6 +61,7 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
     route = None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix")
     methods = check_methods(command.methods)
     ingress = BackendTag(f"{name}/{command.ingress}")
+    parts = {tag: as_scaled(wanted, checkpoint.backends.get(tag)) for tag, wanted in parts.items()}
     existing = checkpoint.applications.get(name)
     left_out = [] if existing is None else left_out_of(checkpoint, name, parts)
     members = {*parts, *left_out}

@@ -25,6 +25,7 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.versions import (
     Wanted,
+    as_scaled,
     check_methods,
     check_room_for_backends,
     check_wanted,
@@ -50,6 +51,7 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
         command.replica_config, command.backend_config, command.version, command.version is not None
     )
     check_wanted(wanted)
+    wanted = as_scaled(wanted, checkpoint.backends.get(tag))
     config = EndpointConfig(
         route=None if command.route_prefix is None else check_route(command.route_prefix, "route_prefix"),
         methods=check_methods(command.methods),

@@ -25,6 +25,7 @@ from serve_controller.core.commands.deployments import check_route_free, is_depl
 from serve_controller.core.commands.versions import Wanted, is_as_wanted, make_backend
 from serve_controller.core.ingress_moves import check_not_moving
 from serve_controller.core.objects import Backend, EndpointConfig, GoalKind, Revision, deployment_owned
+from serve_controller.core.scaling import scaled_config
 
 
 def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
@@ -39,9 +40,10 @@ def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
     revision = _chosen(checkpoint, existing, None if endpoint is None else endpoint.target, command.to)
     num_replicas = existing.target.backend_config.num_replicas
+    as_it_was = msgspec.structs.replace(revision.version.backend_config, num_replicas=num_replicas)
     wanted = Wanted(
         revision.version.replica_config,
-        msgspec.structs.replace(revision.version.backend_config, num_replicas=num_replicas),
+        scaled_config(as_it_was, existing),
         revision.version.version,
         # An unversioned one may have had other files under the same import path.
         is_same_code=existing.target.code_version == revision.version.code_version

@@ -19,6 +19,7 @@ from serve_common.values import (
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.differences import HEARD_BY_REPLICAS
 from serve_controller.core.objects import Backend, BackendVersion
+from serve_controller.core.scaling import scaled_config
 
 NUM_BACKENDS_MAX = 10_000
 VERSION_LENGTH_MAX = 200
@@ -42,6 +43,14 @@ def check_wanted(wanted: Wanted, at: str = "") -> None:
     check_replica_config(wanted.replica_config, f"{at}replica_config")
     if wanted.version is not None and not 0 < len(wanted.version) <= VERSION_LENGTH_MAX:
         raise BadField(f"{at}version", f"must have 1 to {VERSION_LENGTH_MAX} characters")
+
+
+def as_scaled(wanted: Wanted, existing: Backend | None) -> Wanted:
+    """``wanted`` with the number of replicas that autoscaling came to; see `core.scaling`."""
+    config = scaled_config(wanted.backend_config, existing)
+    return Wanted(
+        wanted.replica_config, config, wanted.version, wanted.is_same_code, leaves_kept=wanted.leaves_kept
+    )
 
 
 def check_methods(methods: list[str]) -> list[str]:
@@ -132,6 +141,9 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         start_failures=0,
         last_error="",
         retry_at=0.0,
+        autoscaling_paused=(
+            "" if wanted.backend_config.autoscaling_config is None else existing.autoscaling_paused
+        ),
     )
 
 

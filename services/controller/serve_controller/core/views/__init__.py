@@ -6,6 +6,7 @@ Why one module for each kind of object: they have nothing in common but the page
 from __future__ import annotations
 
 from serve_controller.core.views.applications import view_applications
+from serve_controller.core.views.autoscaling import view_autoscaling
 from serve_controller.core.views.backends import view_backend_config, view_backends
 from serve_controller.core.views.counts import ReplicaCount, count_replicas
 from serve_controller.core.views.deployments import view_deployment, view_deployments, view_snapshot
@@ -21,6 +22,7 @@ __all__ = [
     "count_replicas",
     "page_of",
     "view_applications",
+    "view_autoscaling",
     "view_backend_config",
     "view_backends",
     "view_deployment",

@@ -1,0 +1,162 @@
+"""`muster logs`: what all processes of a stack say, their users' code included, as it is said.
+
+Why over the bus: one place to listen, wherever the processes run. What leaves that way may have gaps (each process says
+so); what is whole is what the processes wrote where they run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from muster.cli import output
+from muster.cli.session import Session
+from muster.cli.show_logs import read_line, show_line
+from muster.cli.streaming import streaming
+from muster.client.address import StackAddress
+from muster.client.feed import Feed, Heard
+from serve_common.errors import BadField
+from serve_common.names import deployment_tag
+from serve_common.subjects import RECALLED, Subjects
+from serve_common.wires.logs import KINDS, LEVELS, RECALL_LINES_MAX, LogFilter, RecallLogs
+
+_RECALL_S: Final = 0.7
+"""How long processes may take to send what they remember."""
+
+
+@streaming
+async def logs(
+    session: Session,
+    address: StackAddress,
+    *,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="deployment or app/deployment; everything unless given."),
+    ] = None,
+    service: Annotated[
+        list[str] | None,
+        typer.Option("--service", metavar="|".join(KINDS), help="May be given again."),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="HOST", help="Only of this host and its replicas.")
+    ] = None,
+    level: Annotated[
+        str | None, typer.Option("--level", metavar="|".join(LEVELS), help="This one and graver ones.")
+    ] = None,
+    request_id: Annotated[
+        str | None, typer.Option("--request-id", metavar="ID", help="Only what was said for this request.")
+    ] = None,
+    tail: Annotated[
+        int,
+        typer.Option("--tail", min=0, max=10_000, help="Begin with the newest so many that are remembered."),
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until Ctrl-C.")] = True,
+    as_json: bool = False,
+) -> None:
+    """Follow the log lines of replicas and services, user code's included.
+
+    Examples:
+      muster logs digits
+      muster logs --service proxy --level warning
+      muster logs --request-id 5f1c… --no-follow --tail 200
+
+    Each process remembers its newest 200 lines. With --json, a line of
+    JSON for each.
+    """
+    wanted = LogFilter(
+        kinds=_kinds(service, name),
+        backend_tag="" if name is None else deployment_tag(name),
+        host_id=host or "",
+        level=_level(level),
+        request_id=request_id or "",
+    )
+    following = _Following(wanted, Subjects(address.subject_prefix), as_json=as_json)
+    async with session.listen(address, following.subjects) as feed:
+        await following.recall(feed, tail)
+        while follow:
+            heard = await feed.hear()
+            if heard is not None:
+                following.show(heard)
+
+
+class _Following:
+    """What is wanted, and how it is shown."""
+
+    def __init__(self, wanted: LogFilter, subjects: Subjects, *, as_json: bool) -> None:
+        self._wanted = wanted
+        self._subjects = subjects
+        self._as_json = as_json
+        self._console = output.console()
+        self._token = secrets.token_hex(8)
+
+    @property
+    def subjects(self) -> list[str]:
+        """What to listen to."""
+        recalled = self._subjects.recalled_log(self._token)
+        wanted = self._wanted
+        if wanted.kinds == ("replica",) and wanted.backend_tag:
+            return [self._subjects.logs("replica", wanted.backend_tag), recalled]
+        return [*(self._subjects.logs(kind) for kind in wanted.kinds or KINDS), recalled]
+
+    async def recall(self, feed: Feed, tail: int) -> None:
+        """Show the newest lines that are remembered, and what was said while they were asked for."""
+        limit = min(tail, RECALL_LINES_MAX)
+        ask = RecallLogs(token=self._token, limit=limit, filter=self._wanted)
+        if limit:
+            await feed.publish(self._subjects.log_recall, msgspec.json.encode(ask))
+        loop = asyncio.get_running_loop()
+        until = loop.time() + (_RECALL_S if limit else 0.0)
+        recalled: dict[bytes, dict[str, Any]] = {}
+        new: dict[bytes, dict[str, Any]] = {}
+        while (left_s := until - loop.time()) > 0:
+            heard = await feed.hear(left_s)
+            if heard is not None:
+                is_old = self._subjects.kind_of_log(heard.subject) == RECALLED
+                (recalled if is_old else new).update(self._lines(heard))
+        old = [(data, line) for data, line in recalled.items() if data not in new]
+        old.sort(key=lambda each: str(each[1].get("timestamp", "")))
+        for data, line in [*old[-tail:], *new.items()]:
+            self._show(data, line)
+
+    def show(self, heard: Heard) -> None:
+        """Show the lines of a message that are wanted."""
+        if self._subjects.kind_of_log(heard.subject) != RECALLED:
+            for data, line in self._lines(heard):
+                self._show(data, line)
+
+    def _lines(self, heard: Heard) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        kind = self._subjects.kind_of_log(heard.subject)
+        if kind == RECALLED:
+            kind = heard.subject.rpartition(".")[2]
+        for data in heard.payload.splitlines():
+            line = read_line(data)
+            if self._wanted.matches(kind, line):
+                yield data, line
+
+    def _show(self, data: bytes, line: dict[str, Any]) -> None:
+        if self._as_json:
+            output.say(data.decode(errors="replace"))
+        else:
+            show_line(self._console, line)
+
+
+def _kinds(services: list[str] | None, name: str | None) -> tuple[str, ...]:
+    for service in services or ():
+        if service not in KINDS:
+            raise BadField("--service", f"{service!r} is none of {', '.join(KINDS)}")
+    if services:
+        return tuple(dict.fromkeys(services))
+    return ("replica",) if name is not None else ()
+
+
+def _level(level: str | None) -> str:
+    if level is None:
+        return ""
+    if level.lower() not in LEVELS:
+        raise BadField("--level", f"{level!r} is none of {', '.join(LEVELS)}")
+    return level.lower()

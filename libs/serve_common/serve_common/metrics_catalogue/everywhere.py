@@ -1,0 +1,51 @@
+"""What every service process exports under the same name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from serve_common.metrics_catalogue.replicas import LAG_BUCKETS
+from serve_common.metrics_catalogue.values import Exporter, MetricKind, MetricSpec
+
+_SERVICES: Final = (Exporter.PROXY, Exporter.HOST, Exporter.CONTROLLER)
+
+LOOP_LAG: Final = MetricSpec(
+    name="serve_loop_lag_seconds",
+    kind=MetricKind.HISTOGRAM,
+    text="How late the process' event loop comes to what is due, measured four times a second. "
+    "A process without enough CPU, or one whose loop is blocked, shows here first.",
+    unit="seconds",
+    buckets=LAG_BUCKETS,
+    exporters=_SERVICES,
+)
+BUS_CONNECTED: Final = MetricSpec(
+    name="serve_bus_connected",
+    kind=MetricKind.GAUGE,
+    text="1 while this connection of the process to NATS is up.",
+    unit="1",
+    labels=("connection",),
+    exporters=_SERVICES,
+)
+BUS_PENDING_BYTES: Final = MetricSpec(
+    name="serve_bus_pending_bytes",
+    kind=MetricKind.GAUGE,
+    text="Bytes for NATS that the operating system has not taken yet, of the data connection.",
+    unit="bytes",
+    exporters=(Exporter.PROXY,),
+)
+PERMISSION_VIOLATIONS: Final = MetricSpec(
+    name="serve_bus_permission_violations_total",
+    kind=MetricKind.COUNTER,
+    text="Publishes and subscriptions that NATS refused on the data connection; each is a fault of the installation.",
+    unit="messages",
+    exporters=(Exporter.PROXY,),
+)
+
+EVERYWHERE_METRICS: Final = (LOOP_LAG, BUS_CONNECTED, BUS_PENDING_BYTES, PERMISSION_VIOLATIONS)
+
+LIBRARY_GROUPS: Final = {
+    "process_*": "CPU seconds, resident and virtual memory, open files and start time of the process, by the client "
+    "library; not of replica processes.",
+    "python_gc_*": "Collections of Python's garbage collector, by generation; not of replica processes.",
+}
+"""By the client library's own collectors."""

@@ -1,0 +1,90 @@
+"""A span's identity, as it travels: W3C Trace Context's ``traceparent`` and ``tracestate``.
+
+Source: https://www.w3.org/TR/trace-context/ (Recommendation of 2021; levels 1 and 2 agree on all that is used here).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+_FORM: Final = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
+_NO_TRACE: Final = "0" * 32
+_NO_SPAN: Final = "0" * 16
+_SAMPLED: Final = 0x01
+_UNSAMPLED_END: Final = "-00"
+
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+"""The headers' names, in HTTP and in NATS."""
+TRACESTATE_LENGTH_MAX: Final = 512
+"""What everybody must pass on (3.3.1.5); longer ones are left out."""
+TRACESTATE_MEMBERS_MAX: Final = 32
+_MEMBER: Final = re.compile(
+    r"[a-z0-9][a-z0-9_\-*/]{0,240}(?:@[a-z][a-z0-9_\-*/]{0,13})?="
+    r"[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+
+
+class SpanRef(msgspec.Struct, frozen=True, gc=False):
+    """Names one span, of this process or of another one."""
+
+    trace_id: str
+    """32 hexadecimal digits."""
+    span_id: str
+    """16 hexadecimal digits."""
+    is_sampled: bool
+    tracestate: str = ""
+
+    @property
+    def traceparent(self) -> str:
+        """As the header has it."""
+        return format_traceparent(self.trace_id, self.span_id, is_sampled=self.is_sampled)
+
+
+def format_traceparent(trace_id: str, span_id: str, *, is_sampled: bool) -> str:
+    """The header ``traceparent``, of version 00."""
+    return f"00-{trace_id}-{span_id}-01" if is_sampled else f"00-{trace_id}-{span_id}-00"
+
+
+def parse_traceparent(text: str, tracestate: str = "") -> SpanRef | None:
+    """The span that ``text`` names; None for what is no traceparent, which then counts as none (3.2.2.3)."""
+    found = _FORM.fullmatch(text.strip(" \t"))
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or trace_id == _NO_TRACE or span_id == _NO_SPAN:
+        return None
+    return SpanRef(trace_id, span_id, bool(int(flags, 16) & _SAMPLED), tracestate)
+
+
+def may_be_sampled(traceparent: str) -> bool:
+    """False for no traceparent and for one that says no: what most requests have, found out without parsing."""
+    return bool(traceparent) and not traceparent.endswith(_UNSAMPLED_END)
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The trace's id; empty for what is no traceparent."""
+    ref = parse_traceparent(traceparent) if traceparent else None
+    return "" if ref is None else ref.trace_id
+
+
+def usable_tracestate(text: str) -> str:
+    """``text`` without superfluous spaces when it can be passed on, otherwise an empty text (3.3.1)."""
+    members = [member.strip(" \t") for member in text.split(",")]
+    members = [member for member in members if member]
+    joined = ",".join(members)
+    if len(members) > TRACESTATE_MEMBERS_MAX or len(joined) > TRACESTATE_LENGTH_MAX:
+        return ""
+    if not all(_MEMBER.fullmatch(member) for member in members):
+        return ""
+    keys = {member.partition("=")[0] for member in members}
+    return joined if len(keys) == len(members) else ""
+
+
+def tracestate_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """What the headers of a request, names in lower case, say; several are one list."""
+    found = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
+    return usable_tracestate(",".join(found)) if found else ""

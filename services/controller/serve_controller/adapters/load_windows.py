@@ -1,0 +1,316 @@
+"""What was scraped of every service lately, and the mean loads that it comes to.
+
+Why cumulated values: between any two scrapes of a counter of seconds lies the exact mean number of requests, so old
+scrapes may be thinned out and windows of any length read from what is left.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, final
+
+from immutables import Map
+
+from serve_common.autoscaling import AggregationFunction
+from serve_common.names import BackendTag
+from serve_controller.adapters.load_page import Sample
+from serve_controller.adapters.prometheus_coverage import Process
+from serve_controller.adapters.prometheus_queries import HOST, ONGOING, PROXY, QUEUED
+from serve_controller.core.autoscaling.values import LoadAsk, Reading
+
+SOURCE: Final = "scrape"
+STALE_S: Final = 8.0
+"""What was not scraped for so long does not count."""
+YOUNG_S: Final = 10.0
+"""A process that began so lately need not have been scraped."""
+SHORTEST_S: Final = 0.5
+"""No load is told of less time than this: processes write their counters twice a second."""
+_SPACING: Final = 16.0
+"""Of two scrapes that are closer than this part of their age one is forgotten."""
+_ROUNDING: Final = 0.999
+"""A counter that fell to more than this part of itself was rounded; one that fell to less began anew."""
+
+_FORGET_S: Final = 120.0
+"""A series that is missing on its page for so long is forgotten."""
+
+_Seconds = tuple[float, float]
+"""Of one backend at one target, added up since its first scrape here: worked on, and waited."""
+_NOTHING: Final = (0.0, 0.0)
+_EMPTY: Final[Map[BackendTag, _Seconds]] = Map()
+
+
+class Point(NamedTuple):
+    """One scrape of one target."""
+
+    at: float
+    seconds: Map[BackendTag, _Seconds]
+
+
+class _Between(NamedTuple):
+    """A moment between two scrapes of a target."""
+
+    before: Map[BackendTag, _Seconds]
+    after: Map[BackendTag, _Seconds]
+    share: float
+
+    def value(self, tag: BackendTag) -> _Seconds:
+        low = self.before.get(tag, _NOTHING)
+        high = self.after.get(tag, _NOTHING)
+        if low is high:
+            return low
+        share = self.share
+        return low[0] + (high[0] - low[0]) * share, low[1] + (high[1] - low[1]) * share
+
+
+@final
+class TargetHistory:
+    """The scrapes of one target."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.since: dict[Process, float] = {}
+        """Who is on its page, since when without a break."""
+        self.failure = ""
+        """Why the latest scrape failed; empty when it did not."""
+        self._counters: dict[str, tuple[float, float]] = {}
+        """The value of each series and when it was seen last."""
+        self._tidied_at = float("-inf")
+
+    def add(self, at: float, samples: Iterable[Sample], keep_s: float) -> None:
+        """Take in the page of a scrape; those older than ``keep_s`` are forgotten."""
+        processes: set[Process] = set()
+        counted: list[Sample] = []
+        for sample in samples:
+            if sample.name == PROXY:
+                processes.add(Process("proxy", sample.labels.get("proxy_id", "")))
+            elif sample.name == HOST:
+                processes.add(Process("host", sample.labels.get("host_id", "")))
+            elif sample.name in (ONGOING, QUEUED):
+                counted.append(sample)
+        # A series that appears together with its process was perhaps only left out before: it says nothing yet.
+        begins_at_zero = bool(self.points) and processes <= self.since.keys()
+        self._append(Point(at, self._added(at, counted, begins_at_zero=begins_at_zero)), keep_s)
+        self.since = {process: self.since.get(process, at) for process in processes}
+        self.failure = ""
+
+    def _added(
+        self, at: float, counted: Iterable[Sample], *, begins_at_zero: bool
+    ) -> Map[BackendTag, _Seconds]:
+        if at - self._tidied_at > _FORGET_S:
+            self._tidied_at = at
+            self._counters = {
+                series: known for series, known in self._counters.items() if known[1] > at - _FORGET_S
+            }
+        counters = self._counters
+        with (self.points[-1].seconds if self.points else _EMPTY).mutate() as seconds:
+            for sample in counted:
+                value = sample.value
+                known, _ = counters.get(sample.series, (0.0 if begins_at_zero else value, at))
+                counters[sample.series] = (max(value, known) if value > known * _ROUNDING else value, at)
+                grown = _grown(known, value)
+                if grown:
+                    tag = BackendTag(sample.labels.get("backend_tag", ""))
+                    ongoing, queued = seconds.get(tag, _NOTHING)
+                    seconds[tag] = (
+                        (ongoing, queued + grown) if sample.name == QUEUED else (ongoing + grown, queued)
+                    )
+            added = seconds.finish()
+        return added
+
+    def _append(self, newest: Point, keep_s: float) -> None:
+        at = newest.at
+        points = [*self.points, newest]
+        kept: list[Point] = []
+        for index, point in enumerate(points):
+            is_last = index >= len(points) - 2
+            if not is_last and points[index + 1].at < at - keep_s:
+                continue
+            if not is_last and kept and point.at - kept[-1].at < (at - point.at) / _SPACING:
+                continue
+            kept.append(point)
+        self.points = kept
+
+    @property
+    def newest_at(self) -> float:
+        """When it was scraped last; minus infinity when it never was."""
+        return self.points[-1].at if self.points else float("-inf")
+
+    def at(self, moment: float) -> _Between:
+        """The moment's place among the scrapes; before the first and after the last of them nothing changes."""
+        points = self.points
+        index = bisect_right(points, moment, key=_time_of)
+        before = points[max(index - 1, 0)]
+        after = points[min(index, len(points) - 1)]
+        length_s = after.at - before.at
+        return _Between(
+            before.seconds, after.seconds, (moment - before.at) / length_s if length_s > 0 else 0.0
+        )
+
+
+@final
+class LoadWindows:
+    """The scrapes of all targets."""
+
+    def __init__(self) -> None:
+        self._targets: dict[str, TargetHistory] = {}
+
+    def keep_only(self, urls: Collection[str]) -> None:
+        """Forget all other targets."""
+        for url in self._targets.keys() - set(urls):
+            del self._targets[url]
+
+    def add(self, url: str, at: float, samples: Iterable[Sample], keep_s: float) -> None:
+        """A target was scraped. Raises ValueError, and keeps nothing of it, when the page cannot be read."""
+        self._targets.setdefault(url, TargetHistory()).add(at, list(samples), keep_s)
+
+    def add_failure(self, url: str, why: str) -> None:
+        """It could not be."""
+        self._targets.setdefault(url, TargetHistory()).failure = why
+
+    def at(self, now: float) -> LoadLook:
+        """For readings of that moment; ``now`` by the clock that scrapes are told by."""
+        return LoadLook(
+            {url: target for url, target in self._targets.items() if target.points}, self._failures(), now
+        )
+
+    def _failures(self) -> list[str]:
+        return [f"{url}: {target.failure}" for url, target in self._targets.items() if target.failure]
+
+
+class _Seen(NamedTuple):
+    """What some processes' readings are made of."""
+
+    end: float
+    length_s: float
+
+
+@final
+class LoadLook:
+    """Readings of one moment; what backends share is worked out once."""
+
+    def __init__(self, targets: Mapping[str, TargetHistory], failures: Sequence[str], now: float) -> None:
+        self._failures = failures
+        self._now = now
+        self._homes: dict[Process, TargetHistory] = {}
+        for target in targets.values():
+            for process in target.since:
+                home = self._homes.get(process)
+                if home is None or home.newest_at < target.newest_at:
+                    self._homes[process] = target
+        homes = {id(home) for home in self._homes.values()}
+        # A page of processes that have all been found on others is theirs once more, under another address.
+        self._targets = [target for target in targets.values() if not target.since or id(target) in homes]
+        self._places: defaultdict[BackendTag, list[int]] = defaultdict(list)
+        """Which targets have ever told of a request of a backend: of many few."""
+        for number, target in enumerate(self._targets):
+            for tag in target.points[-1].seconds:
+                self._places[tag].append(number)
+        self._known: dict[tuple[object, ...], _Seen | str] = {}
+        self._moments: dict[float, list[_Between]] = {}
+
+    def reading(self, ask: LoadAsk, wall_now: float) -> Reading:
+        """The load of one backend; ``wall_now`` is now in seconds since 1970."""
+        if ask.config.query is not None:
+            return Reading(at=wall_now, seen=None, source=SOURCE, missing="a query needs a Prometheus server")
+        config = ask.config
+        seen = self._seen(ask, config.look_back_period_s, wall_now)
+        if isinstance(seen, str):
+            return Reading(at=wall_now, seen=None, source=SOURCE, missing=seen)
+        ongoing, queued = self._mean(ask.backend_tag, seen.end - seen.length_s, seen.end)
+        load = ongoing + queued
+        if config.aggregation_function is not AggregationFunction.MEAN:
+            load = self._extreme(ask.backend_tag, seen, config.aggregation_function)
+        burst = None
+        if config.panic_threshold:
+            burst = sum(
+                self._mean(ask.backend_tag, seen.end - min(config.panic_window_s, seen.length_s), seen.end)
+            )
+        return Reading(
+            at=wall_now - (self._now - seen.end),
+            seen=load,
+            burst=burst,
+            queued=min(queued, load),
+            source=SOURCE,
+            over_s=seen.length_s,
+        )
+
+    def _seen(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Seen | str:
+        key = (wanted_s, ask.proxies, ask.hosts)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._find_seen(ask, wanted_s, wall_now)
+        return found
+
+    def _find_seen(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Seen | str:
+        expected = [Process("proxy", name) for name in ask.proxies]
+        expected += [Process("host", name) for name in ask.hosts]
+        if not expected:
+            expected = [process for process, home in self._homes.items() if self._age(home) <= STALE_S]
+        if not expected:
+            return self._nobody("no proxy or host could be scraped")
+        end, since = self._now, float("-inf")
+        for process in expected:
+            began_at = ask.began_at.get(process.name)
+            is_young = began_at is not None and wall_now - began_at <= YOUNG_S
+            home = self._homes.get(process)
+            if home is None and is_young:
+                continue
+            if home is None:
+                return self._nobody(f"no page of metrics is that of {process}")
+            if self._age(home) > STALE_S:
+                return (
+                    f"{process} was not scraped for {self._age(home):.0f} s: {home.failure or 'it is gone'}"
+                )
+            end = min(end, home.newest_at)
+            if not is_young:
+                since = max(since, home.since[process])
+        length_s = min(wanted_s, end - since)
+        if length_s < SHORTEST_S:
+            return "the services were scraped only once so far"
+        return _Seen(end, length_s)
+
+    def _age(self, home: TargetHistory) -> float:
+        return self._now - home.newest_at
+
+    def _nobody(self, why: str) -> str:
+        failures = self._failures
+        if not failures:
+            return why
+        more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
+        return f"{why} ({failures[0]}{more})"
+
+    def _mean(self, tag: BackendTag, start: float, end: float) -> tuple[float, float]:
+        """Requests worked on and waiting, on average."""
+        ongoing = queued = 0.0
+        before, after = self._moment(start), self._moment(end)
+        for number in self._places.get(tag, ()):
+            low, high = before[number].value(tag), after[number].value(tag)
+            ongoing += high[0] - low[0]
+            queued += high[1] - low[1]
+        return max(ongoing / (end - start), 0.0), max(queued / (end - start), 0.0)
+
+    def _extreme(self, tag: BackendTag, seen: _Seen, function: AggregationFunction) -> float:
+        """The largest or smallest of the means of the parts of the window, each of them 5 s or a fifteenth."""
+        parts = max(min(int(seen.length_s / 5.0), 15), 1)
+        part_s = seen.length_s / parts
+        starts = [seen.end - (number + 1) * part_s for number in range(parts)]
+        means = [sum(self._mean(tag, start, start + part_s)) for start in starts]
+        return max(means) if function is AggregationFunction.MAX else min(means)
+
+    def _moment(self, moment: float) -> list[_Between]:
+        found = self._moments.get(moment)
+        if found is None:
+            found = self._moments[moment] = [target.at(moment) for target in self._targets]
+        return found
+
+
+def _grown(known: float, value: float) -> float:
+    if value >= known:
+        return value - known
+    return 0.0 if value > known * _ROUNDING else value
+
+
+def _time_of(point: Point) -> float:
+    return point.at

@@ -1,0 +1,160 @@
+"""Asks a Prometheus server by its HTTP API, within bounds of time, size and number.
+
+Why errors of two kinds: a server that cannot be reached concerns everything that is read from it, a query that it
+refuses only the backend that wrote it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any, Final, final
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+TIMEOUT_S: Final = 3.0
+CONCURRENCY: Final = 8
+ANSWER_BYTES_MAX: Final = 32 * 1024 * 1024
+_REASON_LENGTH_MAX: Final = 300
+
+
+class PrometheusAway(Exception):
+    """It cannot be reached, does not answer in time, or answers what no Prometheus would; the message says which."""
+
+
+class QueryRefused(Exception):
+    """It does not understand a query, cannot evaluate it, or what it answers is no number; the message says why."""
+
+
+class Element(msgspec.Struct, frozen=True):
+    """One series of an answer: labels with one value, or with samples."""
+
+    metric: dict[str, str] = {}
+    value: tuple[float, str] | None = None
+    """Time and number. None for a matrix, and for a native histogram, which is no number."""
+    values: list[tuple[float, str]] = []
+
+
+class _Result(msgspec.Struct, frozen=True, rename="camel"):
+    result_type: str
+    result: msgspec.Raw
+
+
+class _Answer(msgspec.Struct, frozen=True, rename="camel"):
+    status: str
+    data: _Result | None = None
+    error_type: str = ""
+    error: str = ""
+    warnings: list[str] = []
+
+
+_ANSWER: Final = msgspec.json.Decoder(_Answer)
+_ELEMENTS: Final = msgspec.json.Decoder(list[Element])
+_SCALAR: Final = msgspec.json.Decoder(tuple[float, str])
+
+
+@final
+class PrometheusApi:
+    """One server, from the first question to `close`. ``https://user:password@host/prefix`` are understood."""
+
+    def __init__(self, url: str, token: str | None = None) -> None:
+        """``token`` is sent as a bearer's. Connects to nothing yet."""
+        base = URL(url)
+        self._query_url = base / "api" / "v1" / "query"
+        self.shown = str(base.with_user(None)).rstrip("/")
+        """Its address without credentials, for messages."""
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._session: aiohttp.ClientSession | None = None
+        self._places = asyncio.Semaphore(CONCURRENCY)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def time(self) -> float:
+        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all of these do."""
+        answer = await self._ask("time()", None)
+        return _number(_SCALAR.decode(answer.result)[1])
+
+    async def elements(self, promql: str, at: float) -> list[Element]:
+        """The elements of a vector or a matrix, evaluated as of ``at`` by the server's clock."""
+        answer = await self._ask(promql, at)
+        if answer.result_type not in ("vector", "matrix"):
+            raise QueryRefused(f"it gives a {answer.result_type}")
+        return _ELEMENTS.decode(answer.result)
+
+    async def number(self, promql: str, at: float) -> float:
+        """The one finite number that ``promql`` gives: a scalar, or a vector of one element."""
+        answer = await self._ask(promql, at)
+        if answer.result_type == "scalar":
+            return _finite(_SCALAR.decode(answer.result)[1])
+        if answer.result_type != "vector":
+            raise QueryRefused(f"the query gives a {answer.result_type} instead of one number")
+        elements = _ELEMENTS.decode(answer.result)
+        if not elements:
+            raise QueryRefused("the query gives nothing: no such series now")
+        if len(elements) > 1:
+            raise QueryRefused(
+                f"the query gives {len(elements)} numbers instead of one; sum() or max() makes one"
+            )
+        value = elements[0].value
+        if value is None:
+            raise QueryRefused("the query gives a histogram instead of a number")
+        return _finite(value[1])
+
+    async def _ask(self, promql: str, at: float | None) -> _Result:
+        form = {"query": promql, "timeout": f"{TIMEOUT_S:g}s"}
+        if at is not None:
+            form["time"] = f"{at:.3f}"
+        async with self._places:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    status, body = await self._post(form)
+            except TimeoutError as error:
+                raise PrometheusAway(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                raise PrometheusAway(f"{self.shown}: {_short(str(error) or type(error).__name__)}") from error
+        return self._read(status, body)
+
+    async def _post(self, form: dict[str, Any]) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, trust_env=False)
+        async with self._session.post(self._query_url, data=form, allow_redirects=False) as response:
+            body = bytearray()
+            async for piece in response.content.iter_any():
+                body += piece
+                if len(body) > ANSWER_BYTES_MAX:
+                    raise PrometheusAway(f"{self.shown} answers more than {ANSWER_BYTES_MAX} bytes")
+            return response.status, bytes(body)
+
+    def _read(self, status: int, body: bytes) -> _Result:
+        try:
+            answer = _ANSWER.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise PrometheusAway(
+                f"{self.shown} answers with status {status}, and not as Prometheus does"
+            ) from error
+        if answer.status != "success" or answer.data is None:
+            raise QueryRefused(f"{answer.error_type}: {_short(answer.error)}")
+        if answer.warnings:  # of Thanos and of remote storage: a part did not answer
+            raise QueryRefused(f"it warns: {_short('; '.join(answer.warnings))}")
+        return answer.data
+
+
+def _number(text: str) -> float:
+    return float(text)  # Prometheus writes NaN, +Inf and -Inf as Python reads them
+
+
+def _finite(text: str) -> float:
+    number = _number(text)
+    if not math.isfinite(number):
+        raise QueryRefused(f"the query gives {text}")
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _REASON_LENGTH_MAX else f"{text[: _REASON_LENGTH_MAX - 1]}…"

@@ -1,0 +1,229 @@
+"""Who was scraped by Prometheus, and since when without a break.
+
+Why: `rate()` over a window that Prometheus has seen only a part of is too low, and a process that was not scraped is
+missing from a sum without a word. Neither may pass for a small load.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple, final
+
+import msgspec
+
+GAP_INTERVALS: Final = 3.2
+"""So many scrape intervals between two scrapes are one or two that failed; more are a break."""
+STALE_INTERVALS: Final = 3.5
+STALE_S: Final = 10.0
+"""A process is fresh for so long after its last scrape, or for `STALE_INTERVALS`."""
+EDGE_INTERVALS: Final = 1.1
+"""`rate()` extrapolates to the ends of its window over so much of the mean interval of its samples (its
+`extrapolatedRate`)."""
+_SCRAPED_SHARE: Final = 0.8
+"""Of all scrapes in a window that is longer than the horizon: with so many it counts as seen."""
+WINDOW_INTERVALS: Final = 2.5
+"""The shortest window: it holds two scrapes at least."""
+
+
+class Process(NamedTuple):
+    """One process that loads are read from."""
+
+    kind: str
+    """``proxy`` or ``host``."""
+    name: str
+    """Its id."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+class Scraped(msgspec.Struct, frozen=True):
+    """The scrapes of one process as one of Prometheus' targets."""
+
+    times: Sequence[float]
+    """By the server's clock, rising; never empty."""
+    target: str = ""
+    """Job and instance, for people."""
+
+
+class Window(msgspec.Struct, frozen=True):
+    """What may be asked about some processes together."""
+
+    length_s: float
+    newest_at: float
+    """When the one of them that was scraped longest ago was scraped last."""
+
+
+class _Range(msgspec.Struct, frozen=True):
+    """Since when a process is scraped without a break."""
+
+    missing: str
+    """Why it cannot be counted on; empty when it can."""
+    since: float = math.inf
+    newest_at: float | None = None
+
+
+@final
+class Coverage:
+    """What one look found: all scrapes of all processes over the last minutes."""
+
+    def __init__(
+        self,
+        at: float,
+        horizon_s: float,
+        processes: Mapping[Process, Sequence[Scraped]],
+        counts: Mapping[float, Mapping[Process, int]] | None = None,
+    ) -> None:
+        """``at`` is the server's present; scrapes before ``at - horizon_s`` were not asked for.
+
+        ``counts`` has, for windows that are longer than the horizon, how often each process was scraped in them.
+        """
+        self.at = at
+        self._horizon_s = horizon_s
+        self._processes = processes
+        self._counts = counts or {}
+        self._interval_s = learned_interval(
+            scraped.times for series in processes.values() for scraped in series
+        )
+        self._ranges: dict[Process, _Range] = {}
+        self._asked_at: float | None = None
+
+    @property
+    def interval_s(self) -> float | None:
+        """The scrape interval; None where nothing was scraped twice."""
+        return self._interval_s
+
+    @property
+    def asked_at(self) -> float:
+        """The moment that queries are asked about: at most one interval after the oldest of the latest scrapes.
+
+        That is the present, but where a scrape is under way or failed: then rates would be too low, for they are
+        extrapolated over little more than an interval.
+        """
+        if self._asked_at is None:
+            newest = [
+                found.newest_at for process in self.fresh() if (found := self._range(process)).newest_at
+            ]
+            self._asked_at = min([self.at, *(time + (self._interval_s or 0.0) for time in newest)])
+        return self._asked_at
+
+    def fresh(self) -> list[Process]:
+        """Everybody who is scraped at present."""
+        return [process for process in self._processes if not self._range(process).missing]
+
+    def last_break(self) -> tuple[float, float] | None:
+        """The latest time in which nothing at all was scraped for too long: when it began and ended; None for none."""
+        interval_s = self._interval_s
+        if interval_s is None:
+            return None
+        times = sorted(
+            time for series in self._processes.values() for scraped in series for time in scraped.times
+        )
+        found: tuple[float, float] | None = None
+        for before, after in zip(times, [*times[1:], self.at], strict=True):
+            if after - before > GAP_INTERVALS * interval_s:
+                found = (before, after)
+        return found
+
+    def window(
+        self, wanted_s: float, expected: Iterable[Process], began_at: Mapping[str, float]
+    ) -> Window | str:
+        """The longest window up to ``wanted_s`` in which all of ``expected`` are seen; or why there is none.
+
+        It is longer where two scrapes would not fit in. ``began_at`` has, by name and the server's clock, when they
+        began, where that is known: before that they bore nothing, so nobody needs to have seen them.
+        """
+        interval_s = self._interval_s
+        newest_at = self.at
+        since = -math.inf
+        counted: list[Process] = []
+        for process in expected:
+            found = self._range(process)
+            is_young = self._is_young(began_at.get(process.name), found.since)
+            if found.missing and not (is_young and found.newest_at is None):
+                return found.missing
+            if not is_young:
+                since = max(since, found.since)
+                counted.append(process)
+            if found.newest_at is not None:
+                newest_at = min(newest_at, found.newest_at)
+        if interval_s is None:
+            return "Prometheus has not scraped any proxy or host twice so far"
+        length_s = max(wanted_s, WINDOW_INTERVALS * interval_s)
+        seen_s = self.asked_at - since + EDGE_INTERVALS * interval_s
+        if seen_s >= self._horizon_s and length_s > self._horizon_s:
+            counts = self._counts.get(wanted_s, {})
+            fewest = min((counts.get(process, 0) for process in counted), default=math.inf)
+            seen_s = max(fewest * interval_s / _SCRAPED_SHARE, self._horizon_s)
+            since = self.asked_at - min(length_s, fewest * interval_s)
+        if seen_s < length_s:
+            length_s = math.ceil((self.asked_at - since) / interval_s) * interval_s
+        for process in counted:
+            if self._count(process, self.asked_at - length_s) < 2:
+                return f"{process} was scraped only once in the last {length_s:.0f} s"
+        return Window(length_s, newest_at)
+
+    def _is_young(self, began_at: float | None, first_at: float) -> bool:
+        """Whether it was scraped from its beginning on, or has just begun."""
+        if began_at is None:
+            return False
+        slack_s = 2 * (self._interval_s or 0.0) + 5.0
+        return min(first_at, self.at) - began_at <= slack_s
+
+    def _range(self, process: Process) -> _Range:
+        found = self._ranges.get(process)
+        if found is None:
+            found = self._ranges[process] = self._find_range(process)
+        return found
+
+    def _find_range(self, process: Process) -> _Range:
+        series = self._processes.get(process)
+        if not series:
+            return _Range(f"{process} was not scraped by Prometheus")
+        interval_s = self._interval_s or 0.0
+        times = sorted(time for scraped in series for time in scraped.times)
+        newest_at = times[-1]
+        if self.at - newest_at > max(STALE_S, STALE_INTERVALS * interval_s):
+            return _Range(f"{process} was not scraped for {self.at - newest_at:.0f} s", math.inf, newest_at)
+        twice = self._scraped_twice(series)
+        if twice:
+            why = f"{process} is scraped twice, as {twice}; SERVE_PROMETHEUS_SELECTOR can choose one"
+            return _Range(why, math.inf, newest_at)
+        since = newest_at
+        for time in reversed(times):
+            if since - time > GAP_INTERVALS * interval_s:
+                break
+            since = time
+        return _Range("", since, newest_at)
+
+    def _scraped_twice(self, series: Sequence[Scraped]) -> str:
+        """Its targets, when two are scraped at present: a process that moved has an old one, which is not."""
+        recent = self.at - STALE_INTERVALS * (self._interval_s or STALE_S)
+        present = [scraped.target for scraped in series if _count_since(scraped.times, recent) >= 2]
+        return " and ".join(sorted(present)) if len(present) > 1 else ""
+
+    def _count(self, process: Process, since: float) -> int:
+        return max(
+            bisect_right(scraped.times, self.asked_at) - bisect_left(scraped.times, since)
+            for scraped in self._processes[process]
+        )
+
+
+def learned_interval(series: Iterable[Sequence[float]]) -> float | None:
+    """The scrape interval in seconds, of the slowest among ``series``; None where none has two samples.
+
+    Of each the lower median of its gaps, so that failed scrapes and breaks do not count.
+    """
+    slowest: float | None = None
+    for times in series:
+        gaps = sorted(after - before for before, after in pairwise(times))
+        if gaps:
+            slowest = max(slowest or 0.0, gaps[(len(gaps) - 1) // 2])
+    return slowest
+
+
+def _count_since(times: Sequence[float], since: float) -> int:
+    return len(times) - bisect_left(times, since)

@@ -1,0 +1,375 @@
+"""Reads loads from Prometheus: a handful of queries for all backends together.
+
+Why by groups: what many backends ask is the same but for their tag, so one query by ``backend_tag`` answers all that
+look over the same window. Only users' own queries are asked one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar, final
+
+import structlog
+
+from serve_common.autoscaling import AggregationFunction
+from serve_common.names import BackendTag
+from serve_controller.adapters import prometheus_queries as promql
+from serve_controller.adapters.prometheus_api import Element, PrometheusApi, PrometheusAway, QueryRefused
+from serve_controller.adapters.prometheus_coverage import WINDOW_INTERVALS, Coverage, Process, Scraped, Window
+from serve_controller.core.autoscaling.values import Reading
+from serve_controller.ports import LoadAsk, Targets
+
+_log = structlog.get_logger(__name__)
+
+SOURCE: Final = "prometheus"
+_HORIZON_MIN_S: Final = 60.0
+_HORIZON_MAX_S: Final = 300.0
+"""Of every single scrape that is looked at; for longer windows they are counted."""
+_UNKNOWN_INTERVAL_HORIZON_S: Final = 300.0
+_INTERVAL_MAX_S: Final = 120.0
+"""Who scrapes less often gives no load: the windows would have to be longer than five minutes."""
+_LOADS_DEADLINE_S: Final = 6.0
+"""For everything that is asked for all backends together."""
+_QUERIES_DEADLINE_S: Final = 6.0
+"""For all users' queries of one look together."""
+_BATCH: Final = 500
+"""Backends between two turns of the loop."""
+_GROUPS_MAX: Final = 64
+"""Of different windows in one look; the backends of those beyond are told to use fewer."""
+
+_Loads = dict[BackendTag, float]
+_T = TypeVar("_T")
+
+
+class _Group(NamedTuple):
+    """What one set of queries answers for all backends that share it."""
+
+    window_s: float
+    burst_s: float | None
+    aggregation: AggregationFunction
+
+
+class _Placed(NamedTuple):
+    """An ask and the windows that it may be answered over."""
+
+    ask: LoadAsk
+    group: _Group
+    newest_at: float
+
+
+@final
+class PrometheusSource:
+    """A `LoadSource`."""
+
+    def __init__(self, api: PrometheusApi, selector: str = "") -> None:
+        """``selector``: label matchers without braces that choose this instance's series among others'."""
+        self._api = api
+        self._selector = selector
+        self._interval_s: float | None = None
+        """As the latest look learned it."""
+        self._said_interval_s: float | None = None
+
+    async def read(
+        self,
+        asks: Sequence[LoadAsk],
+        targets: Targets,  # noqa: ARG002 - of the port
+        now: float,
+    ) -> Mapping[BackendTag, Reading]:
+        """As `LoadSource`. ``targets`` are Prometheus' own affair."""
+        if not asks:
+            return {}
+        readings: dict[BackendTag, Reading] = {}
+        coverage: Coverage | None = None
+        why = f"Prometheus: nothing but slow answers for {_LOADS_DEADLINE_S:g} s"
+        try:
+            async with asyncio.timeout(_LOADS_DEADLINE_S):
+                coverage = await self._look(asks, await self._api.time())
+                await self._read_loads(
+                    [ask for ask in asks if ask.config.query is None], coverage, now, readings
+                )
+        except TimeoutError:
+            pass
+        except (PrometheusAway, QueryRefused) as error:
+            why = f"Prometheus: {error}"
+        if coverage is not None:
+            queries = [ask for ask in asks if ask.config.query is not None]
+            readings |= await self._read_queries(queries, coverage, now)
+        return {ask.backend_tag: readings.get(ask.backend_tag) or _missing(now, why) for ask in asks}
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        await self._api.close()
+
+    # -- who was scraped ------------------------------------------------------------------------------------------
+
+    async def _look(self, asks: Sequence[LoadAsk], at: float) -> Coverage:
+        windows = {ask.config.look_back_period_s for ask in asks}
+        known_s = self._interval_s
+        horizon_s = max(min(max(windows) + 3 * (known_s or 0.0), _HORIZON_MAX_S), _HORIZON_MIN_S)
+        horizon_s = max(horizon_s, _UNKNOWN_INTERVAL_HORIZON_S if known_s is None else 5 * known_s)
+        infos = (("proxy", promql.PROXY), ("host", promql.HOST))
+        samples = await _together(
+            self._api.elements(promql.samples_of(info, self._selector, horizon_s), at) for _, info in infos
+        )
+        processes: defaultdict[Process, list[Scraped]] = defaultdict(list)
+        for (kind, _), elements in zip(infos, samples, strict=True):
+            for element in elements:
+                process, target = _process_of(kind, element)
+                processes[process].append(Scraped([time for time, _ in element.values], target))
+        counts = {
+            window_s: await self._count(infos, window_s, at) for window_s in windows if window_s > horizon_s
+        }
+        coverage = Coverage(at, horizon_s, processes, counts)
+        self._learn(coverage.interval_s)
+        return coverage
+
+    async def _count(
+        self, infos: Sequence[tuple[str, str]], window_s: float, at: float
+    ) -> dict[Process, int]:
+        found: defaultdict[Process, int] = defaultdict(int)
+        for kind, info in infos:
+            for element in await self._api.elements(promql.count_of(info, self._selector, window_s), at):
+                process, _ = _process_of(kind, element)
+                found[process] += int(_value_of(element) or 0)
+        return dict(found)
+
+    def _learn(self, interval_s: float | None) -> None:
+        if interval_s is None:
+            return
+        self._interval_s = interval_s
+        said = self._said_interval_s
+        if said is None or not said / 1.5 < interval_s < said * 1.5:
+            self._said_interval_s = interval_s
+            _log.info(
+                "prometheus_scrape_interval",
+                interval_s=round(interval_s, 3),
+                shortest_window_s=round(WINDOW_INTERVALS * interval_s, 3),
+            )
+
+    # -- ongoing and waiting requests -----------------------------------------------------------------------------
+
+    async def _read_loads(
+        self,
+        asks: Sequence[LoadAsk],
+        coverage: Coverage,
+        now: float,
+        readings: dict[BackendTag, Reading],
+    ) -> None:
+        """Fill in ``readings``; what was read stays when it raises `PrometheusAway`."""
+        groups: defaultdict[_Group, list[_Placed]] = defaultdict(list)
+        placer = _Placer(coverage, now)
+        for number, ask in enumerate(asks):
+            if number % _BATCH == _BATCH - 1:
+                await asyncio.sleep(0)
+            placed = placer.place(ask)
+            if isinstance(placed, str):
+                readings[ask.backend_tag] = _missing(now, placed)
+            elif placed.group in groups or len(groups) < _GROUPS_MAX:
+                groups[placed.group].append(placed)
+            else:
+                why = f"more than {_GROUPS_MAX} different look-back periods are in use"
+                readings[ask.backend_tag] = _missing(now, why)
+        rates = _Rates(self._api, self._selector, coverage)
+        for group, members in groups.items():
+            try:
+                found = await rates.of(group)
+            except QueryRefused as error:
+                why = f"Prometheus: {error}"
+                readings |= {placed.ask.backend_tag: _missing(now, why) for placed in members}
+                continue
+            for placed in members:
+                readings[placed.ask.backend_tag] = found.reading(
+                    placed, now - (coverage.at - placed.newest_at)
+                )
+
+    # -- users' queries -------------------------------------------------------------------------------------------
+
+    async def _read_queries(
+        self, asks: Sequence[LoadAsk], coverage: Coverage, now: float
+    ) -> dict[BackendTag, Reading]:
+        expressions: dict[BackendTag, str] = {}
+        readings: dict[BackendTag, Reading] = {}
+        last_break = coverage.last_break()
+        for ask in asks:
+            look_back_s = ask.config.look_back_period_s
+            if last_break is not None and last_break[1] > coverage.at - look_back_s:
+                readings[ask.backend_tag] = _missing(now, _break_told(last_break, coverage.at))
+            elif ask.config.query is not None:
+                expressions[ask.backend_tag] = promql.with_placeholders(
+                    ask.config.query.promql, ask.backend_tag, look_back_s
+                )
+        answers = await self._ask_all(set(expressions.values()), coverage.asked_at)
+        for tag, expression in expressions.items():
+            answer = answers[expression]
+            readings[tag] = (
+                _missing(now, answer)
+                if isinstance(answer, str)
+                else Reading(at=now, seen=answer, source=SOURCE)
+            )
+        return readings
+
+    async def _ask_all(self, expressions: Iterable[str], at: float) -> dict[str, float | str]:
+        """A number for each, or why there is none."""
+        answers: dict[str, float | str] = dict.fromkeys(
+            expressions,
+            f"Prometheus: not asked within {_QUERIES_DEADLINE_S:g} s, there are too many slow queries",
+        )
+
+        async def ask(expression: str) -> None:
+            try:
+                answers[expression] = await self._api.number(expression, at)
+            except (PrometheusAway, QueryRefused) as error:
+                answers[expression] = f"Prometheus: {error}"
+
+        try:
+            async with asyncio.timeout(_QUERIES_DEADLINE_S):
+                await _together(ask(expression) for expression in list(answers))
+        except TimeoutError:
+            _log.warning("prometheus_queries_too_slow", queries=len(answers), deadline_s=_QUERIES_DEADLINE_S)
+        return answers
+
+
+@final
+class _Placer:
+    """Finds each ask's windows; those that expect the same processes are decided once."""
+
+    def __init__(self, coverage: Coverage, now: float) -> None:
+        self._coverage = coverage
+        self._now = now
+        self._known: dict[tuple[object, ...], Window | str] = {}
+
+    def place(self, ask: LoadAsk) -> _Placed | str:
+        interval_s = self._coverage.interval_s
+        if interval_s is not None and interval_s > _INTERVAL_MAX_S:
+            return f"Prometheus scrapes every {interval_s:.0f} s, more than {_INTERVAL_MAX_S:.0f} s"
+        seen = self._window(ask, ask.config.look_back_period_s)
+        if isinstance(seen, str):
+            return seen
+        burst = self._window(ask, ask.config.panic_window_s) if ask.config.panic_threshold else ""
+        burst_s = burst.length_s if isinstance(burst, Window) else None
+        return _Placed(ask, _Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at)
+
+    def _window(self, ask: LoadAsk, wanted_s: float) -> Window | str:
+        key = (wanted_s, ask.proxies, ask.hosts)
+        found = self._known.get(key)
+        if found is None:
+            expected = [Process("proxy", name) for name in ask.proxies]
+            expected += [Process("host", name) for name in ask.hosts]
+            expected = expected or self._coverage.fresh()
+            ahead_s = self._coverage.at - self._now
+            began_at = {name: at + ahead_s for name, at in ask.began_at.items()}
+            found = self._known[key] = self._coverage.window(wanted_s, expected, began_at)
+        return found
+
+
+@final
+class _Found:
+    """The loads of all backends over the windows of one group."""
+
+    def __init__(self, seen: _Loads, queued: _Loads, burst: _Loads | None) -> None:
+        self._seen = seen
+        self._queued = queued
+        self._burst = burst
+
+    def reading(self, placed: _Placed, at: float) -> Reading:
+        """A backend without a series never had a request: everybody who could tell of one was scraped."""
+        tag = placed.ask.backend_tag
+        seen = self._seen.get(tag, 0.0)
+        burst = None if self._burst is None else self._burst.get(tag, 0.0)
+        if not math.isfinite(seen) or (burst is not None and not math.isfinite(burst)):
+            return _missing(at, f"Prometheus: the rate of its requests is {seen}")
+        return Reading(
+            at=at,
+            seen=seen,
+            burst=burst,
+            queued=min(self._queued.get(tag, 0.0), seen),
+            source=SOURCE,
+            over_s=placed.group.window_s,
+        )
+
+
+@final
+class _Rates:
+    """Asks for rates, each of them once in a look."""
+
+    def __init__(self, api: PrometheusApi, selector: str, coverage: Coverage) -> None:
+        self._api = api
+        self._selector = selector
+        self._coverage = coverage
+        self._known: dict[str, _Loads] = {}
+
+    async def of(self, group: _Group) -> _Found:
+        """Raises `PrometheusAway` or `QueryRefused`."""
+        ongoing = await self._loads(promql.mean_of(promql.ONGOING, self._selector, group.window_s))
+        queued = await self._loads(promql.mean_of(promql.QUEUED, self._selector, group.window_s))
+        seen = _sum(ongoing, queued)
+        if group.aggregation is not AggregationFunction.MEAN:
+            seen = await self._loads(self._extreme(group))
+        burst = None
+        if group.burst_s is not None:
+            burst = _sum(
+                await self._loads(promql.mean_of(promql.ONGOING, self._selector, group.burst_s)),
+                await self._loads(promql.mean_of(promql.QUEUED, self._selector, group.burst_s)),
+            )
+        return _Found(seen, queued, burst)
+
+    def _extreme(self, group: _Group) -> str:
+        interval_s = self._coverage.interval_s or 1.0
+        inner_s = WINDOW_INTERVALS * interval_s
+        return promql.extreme_of(
+            group.aggregation,
+            self._selector,
+            # The first of the short windows begins where the long one does.
+            window_s=max(group.window_s - inner_s, interval_s),
+            inner_s=inner_s,
+            step_s=max(interval_s, group.window_s / 200),
+        )
+
+    async def _loads(self, query: str) -> _Loads:
+        found = self._known.get(query)
+        if found is None:
+            elements = await self._api.elements(query, self._coverage.asked_at)
+            found = self._known[query] = {
+                BackendTag(element.metric.get("backend_tag", "")): value
+                for element in elements
+                if (value := _value_of(element)) is not None
+            }
+        return found
+
+
+def _sum(first: _Loads, second: _Loads) -> _Loads:
+    return {tag: first.get(tag, 0.0) + second.get(tag, 0.0) for tag in first.keys() | second.keys()}
+
+
+def _value_of(element: Element) -> float | None:
+    return None if element.value is None else float(element.value[1])
+
+
+def _process_of(kind: str, element: Element) -> tuple[Process, str]:
+    labels = element.metric
+    target = f"{labels.get('job', '')} {labels.get('instance', '')}".strip()
+    return Process(kind, labels.get(f"{kind}_id", "")), target
+
+
+def _break_told(last_break: tuple[float, float], at: float) -> str:
+    began, ended = last_break
+    if ended >= at:
+        return f"Prometheus has scraped nothing for {at - began:.0f} s"
+    return f"Prometheus scraped nothing for {ended - began:.0f} s until {at - ended:.0f} s ago"
+
+
+def _missing(at: float, why: str) -> Reading:
+    return Reading(at=at, seen=None, source=SOURCE, missing=why)
+
+
+async def _together(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:
+    """All of them at a time; the first that raises ends the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in running]

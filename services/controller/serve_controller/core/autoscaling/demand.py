@@ -1,0 +1,151 @@
+"""What a reading asks for: numbers of replicas, before delays and limits.
+
+Why two numbers: the load is a mean over a window and so has noise. Where it lies near a multiple of the target, a
+single threshold would be crossed in both directions again and again. More are wanted as soon as the load exceeds the
+target; fewer only when the rest would have a little to spare.
+
+Formulas:
+
+- Wanted replicas = seen / target: Ray Serve 2.60, ``autoscaling_policy._core_replica_queue_length_policy``; for an
+  average per replica it is running * seen / target, that of Kubernetes' HorizontalPodAutoscaler (running ones: only
+  these are in an average).
+- To spare: ``SPARE * sqrt(replicas)``. The number of ongoing requests of independent callers has a variance that is
+  proportional to its mean (Poisson), so its noise grows with the square root. A share of the number (10 % in
+  Kubernetes) would be too little for few replicas and would keep 10 needless ones of 100.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from serve_common.autoscaling import AutoscalingConfig, QueryMeaning
+from serve_controller.core.autoscaling.reasons import number
+from serve_controller.core.autoscaling.values import Reading, ScalingInput, Series
+
+SPARE: Final = 0.1
+"""Of one replica."""
+STALE_AFTER_S: Final = 15.0
+"""Readings that are older count as missing, unless they are younger than three looks."""
+WANTED_MAX: Final = 1e9
+_NOISE: Final = 1e-6
+"""Of one replica: what sums of floats may be off."""
+_NOTHING: Final = 1e-9
+"""Of one request: below it nothing was seen. One request of 1 ms in an hour is 2.8e-7."""
+
+
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """What the load comes to."""
+
+    seen: float
+    wanted: float
+    """Replicas, not rounded."""
+    counted: float
+    """The same without requests that only wait because replicas are still starting."""
+    more: int
+    """More than so many are not needed."""
+    keep: int
+    """Fewer than so many would have nothing to spare."""
+    burst: float | None
+    """Replicas that the load over `panic_window_s` comes to; None where that is not known or must not count."""
+    is_idle: bool
+    """Nothing at all was seen."""
+    queued: float
+    at: float
+    words: str
+    """What was seen, for people."""
+
+
+def stale_after_s(config: AutoscalingConfig) -> float:
+    """How old a reading may be."""
+    return max(3 * config.metrics_interval_s, STALE_AFTER_S)
+
+
+def round_up(replicas: float) -> int:
+    """Up, but not for what float sums are off."""
+    return max(math.ceil(replicas - _NOISE), 0)
+
+
+def with_spare(replicas: float) -> int:
+    """The fewest that bear the load of ``replicas`` with something to spare: n >= replicas + SPARE * sqrt(n)."""
+    if replicas <= _NOISE:
+        return 0
+    root = (SPARE + math.sqrt(SPARE * SPARE + 4 * replicas)) / 2
+    return round_up(root * root)
+
+
+def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting: bool) -> Demand | str:
+    """What the newest reading asks for; or, for people, why it says nothing.
+
+    While replicas start (``is_starting``), what waits does so because they start. It is a reason to have them, but not
+    to have more: only the requests that replicas work on are.
+    """
+    reading = series[-1] if series else None
+    problem = _problem_of(reading, inputs.config, now)
+    if reading is None or reading.seen is None or problem:
+        return problem or "nothing was read yet"
+    seen, query = reading.seen, inputs.config.query
+    burst = reading.burst
+    if burst is not None and not 0 <= burst < math.inf:
+        burst = None
+    is_idle = _is_nothing(reading, burst, 1.0 if query is None else min(query.target, 1.0))
+    only_waiting = 0.0
+    if inputs.asked is not None:
+        wanted = float(min(max(inputs.asked, 0), WANTED_MAX))
+        words = f"the policy function asks for {number(wanted)} replicas"
+    elif query is None:
+        target = inputs.config.target_ongoing_requests
+        wanted = min(seen / target, WANTED_MAX)
+        words = f"{number(seen)} requests seen over {inputs.config.look_back_period_s:g} s"
+        if is_starting:
+            needed = max((seen - reading.queued) / target, float(inputs.num_replicas))
+            only_waiting = max(wanted - needed, 0.0)
+    elif query.meaning is QueryMeaning.TOTAL:
+        wanted = min(seen / query.target, WANTED_MAX)
+        words = f"the query gave {number(seen)} in all, target {number(query.target)}"
+    else:
+        if not inputs.num_running:
+            return "an average over replicas says nothing while none is running"
+        wanted = min(inputs.num_running * (seen / query.target), WANTED_MAX)
+        words = f"the query gave {number(seen)} per replica, target {number(query.target)}"
+    least = 0 if is_idle else 1
+    counted = wanted - only_waiting
+    keep = with_spare(wanted) if inputs.asked is None else round_up(wanted)
+    return Demand(
+        seen=seen,
+        wanted=wanted,
+        counted=counted,
+        more=max(round_up(counted), least),
+        keep=max(keep, least),
+        burst=None
+        if burst is None or query is not None or inputs.asked is not None
+        else min(burst / inputs.config.target_ongoing_requests, WANTED_MAX),
+        is_idle=is_idle,
+        queued=reading.queued,
+        at=reading.at,
+        words=words,
+    )
+
+
+def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) -> str:
+    """Why this reading says nothing; empty when it does."""
+    if reading is None:
+        return "nothing was read yet"
+    if reading.seen is None:
+        return reading.missing or "the load was not read"
+    if not 0 <= reading.seen < math.inf or not 0 <= reading.queued < math.inf:
+        return f"{reading.seen:g} requests seen, {reading.queued:g} queued: no load can be that"
+    age_s = now - reading.at
+    limit_s = stale_after_s(config)
+    if math.isnan(age_s) or age_s > limit_s:
+        return f"the newest reading is {age_s:.0f} s old, more than {limit_s:g} s"
+    if age_s < -limit_s:
+        return f"the newest reading is {-age_s:.0f} s ahead of the clock here"
+    return ""
+
+
+def _is_nothing(reading: Reading, burst: float | None, unit: float) -> bool:
+    nothing = _NOTHING * unit
+    return (reading.seen or 0.0) <= nothing and reading.queued <= _NOTHING and (burst or 0.0) <= nothing

@@ -1,0 +1,92 @@
+"""Who decides how many replicas a backend has: the user, the autoscaler, or both in their order.
+
+Why one place: a command, a deploy, a rollback and the autoscaler all set ``num_replicas``, and the user must win over
+the autoscaler in the same way whichever of them it was.
+
+The rules. With an ``autoscaling_config`` the autoscaler owns ``num_replicas``, within the limits: what a deploy says of
+it counts for nothing, and a backend that is deployed anew keeps what it has. New limits hold at once. A user who sets
+``num_replicas`` (`Scale`, `UpdateBackendConfig`) gets just that, and autoscaling pauses until it is resumed; the pause
+outlives deploys and ends with `ResumeAutoscaling`, or when the ``autoscaling_config`` is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import BackendTag
+from serve_common.values import BackendConfig
+from serve_common.wires.views import EventView
+from serve_controller.core.autoscaling.values import ScalingDecision, Verdict
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.event_words import cut
+from serve_controller.core.objects import Backend, BackendVersion
+
+
+def scaled_config(config: BackendConfig, existing: Backend | None) -> BackendConfig:
+    """``config`` as it is deployed: with autoscaling, ``num_replicas`` is what it came to, within the new limits."""
+    scaling = config.autoscaling_config
+    if scaling is None:
+        return config
+    if existing is None or existing.deleting:
+        num_replicas = scaling.min_replicas if scaling.initial_replicas is None else scaling.initial_replicas
+    else:
+        num_replicas = existing.target.backend_config.num_replicas
+    return _with_num(config, num_replicas)
+
+
+def check_within_limits(config: BackendConfig, field: str) -> None:
+    """Raise `BadField` when a user's ``num_replicas`` is outside of what autoscaling may do."""
+    scaling, num_replicas = config.autoscaling_config, config.num_replicas
+    if scaling is None or scaling.min_replicas <= num_replicas <= scaling.max_replicas:
+        return
+    limits = f"{scaling.min_replicas} and {scaling.max_replicas} (autoscaling_config)"
+    raise BadField(field, f"is {num_replicas}; it must be between {limits}, or these must be changed first")
+
+
+def apply_scalings(draft: Draft, scalings: Mapping[BackendTag, int]) -> None:
+    """Let backends have as many replicas as the autoscaler says, unless a user has spoken meanwhile."""
+    for tag, num_replicas in sorted(scalings.items()):
+        backend = draft.backends.get(tag)
+        if backend is None or backend.autoscaling is None:
+            continue
+        target = _scaled_version(backend.target, num_replicas)
+        if target == backend.target:
+            continue
+        # Should a deploy that is under way fail, what comes back must bear the same load.
+        last_good = backend.last_good
+        if last_good is not None and last_good.backend_config.autoscaling_config is not None:
+            last_good = _scaled_version(last_good, num_replicas)
+        draft.put(msgspec.structs.replace(backend, target=target, last_good=last_good))
+
+
+def _scaled_version(version: BackendVersion, num_replicas: int) -> BackendVersion:
+    return msgspec.structs.replace(version, backend_config=_with_num(version.backend_config, num_replicas))
+
+
+def _with_num(config: BackendConfig, num_replicas: int) -> BackendConfig:
+    scaling = config.autoscaling_config
+    if scaling is not None:
+        num_replicas = min(max(num_replicas, scaling.min_replicas), scaling.max_replicas)
+    return msgspec.structs.replace(config, num_replicas=num_replicas)
+
+
+def scaling_events(
+    before: Checkpoint, after: Checkpoint, decisions: Mapping[BackendTag, ScalingDecision], now: float
+) -> list[EventView]:
+    """What the autoscaler changed, and why; of what came to nothing, nothing."""
+    events = []
+    for tag, decision in sorted(decisions.items()):
+        known, backend = before.backends.get(tag), after.backends.get(tag)
+        if known is None or backend is None or known.num_wanted == backend.num_wanted:
+            continue
+        words = f"{known.num_wanted} → {backend.num_wanted} replicas: {decision.why}"
+        events.append(scaling_event(tag, decision.verdict, words, now))
+    return events
+
+
+def scaling_event(tag: BackendTag, verdict: Verdict, words: str, now: float) -> EventView:
+    """One thing that the autoscaler did or could not do."""
+    return EventView(at=now, kind="autoscaling", subject=tag, message=cut(words), state=verdict.value)

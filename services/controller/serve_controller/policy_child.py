@@ -1,0 +1,220 @@
+"""Runs users' policy functions in a process of their own: asked by lines of JSON, it answers each with one.
+
+Why this shape: what users write may hang, print, crash or eat memory. Here it reaches nothing of the controller's: its
+output goes where errors go, its memory is bounded, and its parent ends it when it takes too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import inspect
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+
+from serve_common.autoscaling_context import AutoscalingContext
+from serve_common.errors import BadField
+from serve_common.limits import check_size
+
+MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
+"""Of address space."""
+ERROR_LENGTH_MAX: Final = 8_000
+_FILES_MAX: Final = 256
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line to the child."""
+
+    function: str
+    """``module:function``."""
+    context: AutoscalingContext | None = None
+    """None: only import it."""
+    kwargs: dict[str, Any] = {}
+
+
+class PolicyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line from the child; the first says only that it is there."""
+
+    error: str = ""
+    """The user's traceback, or what is wrong with what the function is or returned."""
+    is_stale: bool = False
+    """Files that were imported have changed since: a new process must be asked."""
+    num_replicas: int = 0
+    policy_state: dict[str, Any] | None = None
+
+
+class _Unusable(Exception):
+    """The message says all: no traceback helps."""
+
+
+class _Functions:
+    """Functions by their import path, and the files that they came from."""
+
+    def __init__(self, app_dir: str) -> None:
+        self._app_dir = app_dir
+        self._found: dict[str, Callable[..., object]] = {}
+        self._changed_at: dict[str, int] = {}
+
+    def are_stale(self) -> bool:
+        """Whether a file below the app_dir was changed after it was imported."""
+        return any(_changed_at(path) != known for path, known in self._changed_at.items())
+
+    def find(self, path: str) -> Callable[..., object]:
+        found = self._found.get(path)
+        if found is None:
+            if self._app_dir and not Path(self._app_dir).is_dir():
+                raise _Unusable(f"app_dir {self._app_dir} is not a directory that the controller can see")
+            found = self._found[path] = _import(path)
+            self._note_files()
+        return found
+
+    def _note_files(self) -> None:
+        if not self._app_dir:
+            return
+        for module in list(sys.modules.values()):
+            file = getattr(module, "__file__", None)
+            if file is not None and file.startswith(f"{self._app_dir}/") and file not in self._changed_at:
+                self._changed_at[file] = _changed_at(file)
+
+
+def answer(functions: _Functions, line: bytes) -> PolicyReply:
+    """What is asked for in one line."""
+    try:
+        request = msgspec.json.decode(line, type=PolicyRequest)
+        if functions.are_stale():
+            return PolicyReply(is_stale=True)
+        function = functions.find(request.function)
+        if request.context is None:
+            return PolicyReply()
+        return _read_answer(request.function, function(request.context, **request.kwargs))
+    except _Unusable as error:
+        return PolicyReply(error=str(error))
+    except BaseException as error:  # noqa: BLE001 - SystemExit of the user's too is an answer
+        return PolicyReply(error=_traceback(error))
+
+
+def main(app_dir: str) -> int:
+    """Answer until the parent closes the pipe."""
+    with _own_pipes() as (requests, answers):
+        _bound()
+        if app_dir:
+            sys.path.insert(0, app_dir)
+            if Path(app_dir).is_dir():
+                os.chdir(app_dir)
+        functions = _Functions(app_dir)
+        _send(answers, PolicyReply())
+        for line in requests:
+            reply = answer(functions, line)
+            sys.stdout.flush()
+            _send(answers, reply)
+    return 0
+
+
+def _import(path: str) -> Callable[..., object]:
+    module_name, _, attribute = path.partition(":")
+    found: Any = importlib.import_module(module_name)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise _Unusable(f"{module_name} ({getattr(found, '__file__', 'built in')}) has no {attribute}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise _Unusable(f"{path} is no function but a {type(found).__name__}")
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise _Unusable(f"{path} is an async function; a policy is called as a plain one")
+    function: Callable[..., object] = found
+    return function
+
+
+def _read_answer(path: str, returned: object) -> PolicyReply:
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise _Unusable(f"{path} returned an awaitable; a policy is called as a plain function")
+    number, state = returned, None
+    if isinstance(returned, tuple):
+        if len(returned) != 2:
+            raise _Unusable(f"{path} returned a tuple of {len(returned)}; it must be (number, policy_state)")
+        number, state = returned
+        if not isinstance(state, dict):
+            raise _Unusable(f"{path} returned a {type(state).__name__} as policy_state; it must be a dict")
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise _Unusable(
+            f"{path} returned {_shown(number)}, a {type(number).__name__}; it must be a whole number of replicas "
+            "(math.ceil makes one), or that and a dict"
+        )
+    replicas = number.__index__()
+    if not 0 <= replicas < 2**31:
+        raise _Unusable(f"{path} returned {_shown(number)} replicas")
+    if state is not None:
+        try:
+            check_size(state, "policy_state")
+        except (BadField, TypeError, ValueError) as error:
+            raise _Unusable(f"{path} returned a policy_state that cannot be kept: {error}") from None
+    return PolicyReply(num_replicas=replicas, policy_state=state)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _traceback(error: BaseException) -> str:
+    """From the user's first frame on; the end is kept."""
+    told = traceback.TracebackException.from_exception(error, limit=-50)
+    ours = (__file__, "<frozen ", str(Path(importlib.__file__).parent))
+    told.stack = traceback.StackSummary.from_list(
+        [frame for frame in told.stack if not frame.filename.startswith(ours)]
+    )
+    text = "".join(told.format()).rstrip()
+    return text if len(text) <= ERROR_LENGTH_MAX else f"…{text[-(ERROR_LENGTH_MAX - 1) :]}"
+
+
+def _changed_at(path: str) -> int:
+    try:
+        return Path(path).stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _send(answers: IO[bytes], reply: PolicyReply) -> None:
+    answers.write(msgspec.json.encode(reply) + b"\n")
+
+
+@contextlib.contextmanager
+def _own_pipes() -> Any:
+    """The pipes to the parent under numbers that nobody's ``print`` or ``input`` uses."""
+    with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb", buffering=0) as answers:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)
+        yield requests, answers
+
+
+def _bound() -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # so that the parent can say where it hangs
+    for what, limit in (
+        (resource.RLIMIT_AS, MEMORY_BYTES_MAX),
+        (resource.RLIMIT_NOFILE, _FILES_MAX),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        _, hard = resource.getrlimit(what)
+        bound = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(what, (bound, bound))
+    if sys.platform == "linux":  # also when it hangs, it must not outlive the controller
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

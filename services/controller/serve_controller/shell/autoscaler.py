@@ -1,0 +1,259 @@
+"""Lets the numbers of replicas follow the loads, for one term of leadership.
+
+Why beside the loop and not in it: reading a load takes a query to another server, and nothing that a plan does may wait
+for that. What comes out is handed to the term, which records it with its next plan like all that is decided.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, final
+
+import structlog
+
+from serve_common.names import BackendTag
+from serve_common.ports import Clock
+from serve_common.wires.views import EventView
+from serve_common.wires.wake import Wake
+from serve_controller.core.autoscaling.asks import asks_of, autoscaled, num_running, targets_of
+from serve_controller.core.autoscaling.policy import decide_scaling, wake
+from serve_controller.core.autoscaling.values import (
+    Reading,
+    ScalingDecision,
+    ScalingInput,
+    ScalingState,
+    ScalingStatus,
+    Verdict,
+)
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Backend
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.scaling import scaling_event
+from serve_controller.ports import LoadSource, PolicyAnswer, PolicyContext, PolicyFailed, PolicyRunner
+
+_log = structlog.get_logger()
+
+TICK_S: Final = 1.0
+READINGS_MAX: Final = 60
+"""Of one backend, that a policy is shown."""
+POLICIES_AT_ONCE: Final = 8
+
+
+class ScalingTerm(Protocol):
+    """What is needed of a term: `shell.term.Term`."""
+
+    autoscaling: dict[BackendTag, ScalingStatus]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """As it was last recorded."""
+        ...
+
+    @property
+    def observed(self) -> ObservedState:
+        """As it was last heard."""
+        ...
+
+    def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
+        """Decided: part of the next plan."""
+        ...
+
+    def tell(self, events: Sequence[EventView]) -> None:
+        """Tell what happened."""
+        ...
+
+
+class _Followed:
+    """What is remembered of one backend between two looks."""
+
+    def __init__(self) -> None:
+        self.look_at = 0.0
+        self.state = ScalingState()
+        self.readings: deque[Reading] = deque(maxlen=READINGS_MAX)
+        self.read_at: float | None = None
+        self.counts: Counter[str] = Counter()
+        """Decisions by verdict."""
+        self.wakeups = 0
+
+
+@final
+class Autoscaler:
+    """Follows every backend that has an ``autoscaling_config`` and is not paused."""
+
+    def __init__(self, term: ScalingTerm, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
+        self.readings: Counter[tuple[str, str]] = Counter()
+        """Readings so far, by source and outcome (``ok`` or ``missing``)."""
+        self._term = term
+        self._loads = loads
+        self._policies = policies
+        self._clock = clock
+        self._followed: dict[BackendTag, _Followed] = {}
+        self._known: object = None
+        """The table of backends that `_followed` was made from."""
+
+    async def run(self) -> None:
+        """Look for ever. A look that fails is logged; the next one begins anew."""
+        while True:
+            try:
+                await self.look(self._clock.now())
+            except Exception:  # noqa: BLE001 - a defect must not end the autoscaling of everything
+                _log.exception("autoscaling_look_failed")
+            now = self._clock.now()
+            await asyncio.sleep(TICK_S - now % TICK_S)
+
+    # -- what it did, for metrics --------------------------------------------------------------------------------------
+
+    def counts(self) -> Mapping[BackendTag, tuple[Mapping[str, int], int]]:
+        """Decisions by verdict, and wake-ups, of each backend that is followed."""
+        return {tag: (dict(f.counts), f.wakeups) for tag, f in list(self._followed.items())}
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    async def look(self, now: float) -> None:
+        """Read and decide about every backend whose time has come."""
+        self._follow()
+        due = [tag for tag, followed in self._followed.items() if now >= followed.look_at]
+        if not due:
+            return
+        checkpoint, observed = self._term.checkpoint, self._term.observed
+        asks = asks_of(checkpoint, observed, due, now)
+        for ask in asks:
+            self._followed[ask.backend_tag].look_at = _next_look(now, ask.config.metrics_interval_s)
+        readings = await self._loads.read(asks, targets_of(observed, now), now)
+        decisions: dict[BackendTag, ScalingDecision] = {}
+        asking = asyncio.Semaphore(POLICIES_AT_ONCE)
+
+        async def decide(tag: BackendTag, reading: Reading) -> None:
+            async with asking:
+                decision = await self._decide(tag, reading)
+            if decision is not None:
+                decisions[tag] = decision
+
+        async with asyncio.TaskGroup() as tasks:
+            for tag, reading in readings.items():
+                tasks.create_task(decide(tag, reading), name=f"autoscale {tag}")
+        self._term.scale(decisions)
+
+    def _follow(self) -> None:
+        """Begin with backends that are new and forget those that are gone."""
+        backends = self._term.checkpoint.backends
+        if self._known is backends:
+            return
+        self._known = backends
+        tags = set(autoscaled(self._term.checkpoint))
+        self._followed = {tag: self._followed.get(tag) or _Followed() for tag in sorted(tags)}
+        for tag in [tag for tag in self._term.autoscaling if tag not in tags]:
+            del self._term.autoscaling[tag]
+
+    async def _decide(self, tag: BackendTag, reading: Reading) -> ScalingDecision | None:
+        followed = self._followed.get(tag)
+        backend = self._term.checkpoint.backends.get(tag)
+        if followed is None or backend is None or backend.autoscaling is None:
+            return None  # somebody spoke meanwhile
+        self.readings[reading.source or "none", "missing" if reading.seen is None else "ok"] += 1
+        inputs = self._inputs(backend)
+        followed.readings.append(reading)
+        if reading.seen is not None:
+            followed.read_at = reading.at
+        decided = None
+        if inputs.config.policy.policy_function and reading.seen is not None:
+            try:
+                answer = await self._ask_policy(backend, inputs, followed)
+            except PolicyFailed as error:
+                decided = ScalingDecision(
+                    target=inputs.num_replicas,
+                    state=followed.state,
+                    verdict=Verdict.HELD,
+                    seen=reading.seen,
+                    wanted=None,
+                    why=f"held: the policy {inputs.config.policy.policy_function} failed: {_last_line(error)}",
+                )
+            else:
+                inputs = ScalingInput(
+                    config=inputs.config,
+                    num_replicas=inputs.num_replicas,
+                    num_running=inputs.num_running,
+                    asked=answer.num_replicas,
+                    asked_state=answer.policy_state,
+                )
+        if decided is None:
+            decided = decide_scaling(inputs, list(followed.readings), followed.state, self._clock.now())
+        self._decided(tag, followed, decided, reading.source)
+        return decided
+
+    def _inputs(self, backend: Backend) -> ScalingInput:
+        assert backend.autoscaling is not None
+        return ScalingInput(
+            config=backend.autoscaling,
+            num_replicas=backend.num_wanted,
+            num_running=num_running(self._term.checkpoint, backend.backend_tag),
+        )
+
+    async def _ask_policy(self, backend: Backend, inputs: ScalingInput, followed: _Followed) -> PolicyAnswer:
+        config, reading = inputs.config, followed.readings[-1]
+        app, _, deployment = backend.backend_tag.rpartition("/")
+        context = PolicyContext(
+            deployment_name=deployment,
+            app_name=app,
+            current_num_replicas=inputs.num_running,
+            target_num_replicas=inputs.num_replicas,
+            total_num_requests=reading.seen or 0.0,
+            total_queued_requests=reading.queued,
+            capacity_adjusted_min_replicas=config.min_replicas,
+            capacity_adjusted_max_replicas=config.max_replicas,
+            policy_state=followed.state.policy_state,
+            last_scale_up_time=followed.state.last_up_at,
+            last_scale_down_time=followed.state.last_down_at,
+            current_time=self._clock.now(),
+            readings=list(followed.readings),
+        )
+        return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
+
+    def _decided(self, tag: BackendTag, followed: _Followed, decision: ScalingDecision, source: str) -> None:
+        now = self._clock.now()
+        known = self._term.autoscaling.get(tag)
+        was_held = known is not None and known.decision.verdict is Verdict.HELD
+        is_held = decision.verdict is Verdict.HELD
+        if is_held and not was_held:
+            self._term.tell([scaling_event(tag, decision.verdict, decision.why, now)])
+        elif was_held and not is_held:
+            words = f"follows the load again: {decision.why}"
+            self._term.tell([scaling_event(tag, decision.verdict, words, now)])
+        followed.state = decision.state
+        followed.counts[decision.verdict.value] += 1
+        self._term.autoscaling[tag] = ScalingStatus(
+            decision=decision, decided_at=now, source=source, read_at=followed.read_at
+        )
+
+    # -- waking --------------------------------------------------------------------------------------------------------
+
+    def wake(self, message: Wake) -> None:
+        """Requests wait for a backend: give it replicas if it was scaled to zero. Anything else is left as it is."""
+        self._follow()
+        tag = BackendTag(message.backend_tag)
+        followed, backend = self._followed.get(tag), self._term.checkpoint.backends.get(tag)
+        if followed is None or backend is None or backend.autoscaling is None:
+            return
+        inputs = self._inputs(backend)
+        if inputs.num_running or inputs.num_replicas >= inputs.config.max_replicas:
+            return
+        decision = wake(inputs, max(message.waiting, 1), self._clock.now(), followed.state)
+        if decision.target <= inputs.num_replicas:
+            return
+        if inputs.num_replicas == 0:
+            followed.wakeups += 1
+        self._decided(tag, followed, decision, "")
+        self._term.scale({tag: decision})
+
+
+def _next_look(now: float, interval_s: float) -> float:
+    """The next multiple of the interval: backends that are looked at equally often are read by one query."""
+    return (math.floor(now / interval_s) + 1) * interval_s
+
+
+def _last_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1][:300] if lines else type(error).__name__

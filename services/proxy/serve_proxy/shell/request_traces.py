@@ -1,0 +1,103 @@
+"""Where the traces of requests begin, or go on: what a proxy does with the client's ``traceparent``.
+
+Why unsampled requests get one too: everybody behind the proxy then knows that it was decided, and begins no trace of
+its own.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from serve_common.names import EndpointTag
+from serve_common.tracing import http_spans
+from serve_common.tracing.request_trace import RequestTrace
+from serve_common.tracing.spans import SpanKind, Value, cut
+from serve_common.tracing.trace_context import (
+    SpanRef,
+    format_traceparent,
+    parse_traceparent,
+    tracestate_of,
+)
+from serve_common.tracing.tracer import Tracer
+from serve_proxy.core.headers import RequestHeaders
+from serve_proxy.core.problems import Problem
+
+_SPAN_DIGITS: Final = 16
+
+
+@final
+class RequestTraces:
+    """Decides for each request whether it is traced; there is none where tracing is off."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._ratio_bound = tracer.sampler.bound
+
+    def begin(
+        self, headers: RequestHeaders, method: str, path: str, scheme: str, request_id: str
+    ) -> RequestTrace | None:
+        """The trace of an HTTP request that is sampled. ``headers.traceparent`` is then what goes on to replicas.
+
+        A trace that begins here has the request's id when the proxy has made that up, of 32 hexadecimal digits: who
+        has the one has the other. Ids that clients choose may come again.
+        """
+        parent = self._decide(headers, request_id)
+        if parent is None:
+            return None
+        attributes = http_spans.request_attributes(method, path, scheme, request_id)
+        return self._begin(headers, http_spans.name_of(method), attributes, parent)
+
+    def begin_call(
+        self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str
+    ) -> RequestTrace | None:
+        """The same of a call over NATS."""
+        parent = self._decide(headers, request_id)
+        if parent is None:
+            return None
+        attributes: dict[str, Value] = {
+            "rpc.system.name": "nats",
+            "muster.endpoint_tag": cut(endpoint_tag),
+            "muster.request_id": request_id,
+        }
+        return self._begin(headers, "call", attributes, parent)
+
+    def _decide(self, headers: RequestHeaders, request_id: str) -> SpanRef | None:
+        """What a sampled request's span is below; without a span id when the trace begins with it."""
+        tracer = self._tracer
+        traceparent = headers.traceparent
+        parent = parse_traceparent(traceparent) if traceparent else None
+        if parent is None:
+            trace_id = tracer.new_trace_id() if headers.request_id else request_id
+            if int(trace_id[-_SPAN_DIGITS:], 16) >= self._ratio_bound:
+                # No span has this id: it stands for those that were not made.
+                headers.traceparent = format_traceparent(trace_id, trace_id[:_SPAN_DIGITS], is_sampled=False)
+                return None
+            return SpanRef(trace_id, "", is_sampled=True)
+        if not tracer.sampler.decide(parent, parent.trace_id):
+            headers.traceparent = format_traceparent(parent.trace_id, parent.span_id, is_sampled=False)
+            return None
+        return SpanRef(
+            parent.trace_id, parent.span_id, is_sampled=True, tracestate=tracestate_of(headers.forwarded)
+        )
+
+    def _begin(
+        self, headers: RequestHeaders, name: str, attributes: dict[str, Value], parent: SpanRef
+    ) -> RequestTrace:
+        span = self._tracer.begin_sampled(
+            name,
+            SpanKind.SERVER,
+            parent if parent.span_id else None,
+            attributes,
+            trace_id=parent.trace_id,
+            is_parent_remote=bool(parent.span_id),
+        )
+        headers.traceparent = span.traceparent
+        return RequestTrace(self._tracer, span)
+
+
+def end_request(trace: RequestTrace, status: int, problem: Problem | None = None) -> None:
+    """The request has ended with this status, which is that of the ``problem`` if there is one."""
+    if problem is None:
+        http_spans.end_request(trace, status)
+    else:
+        http_spans.end_request(trace, status, problem.code, problem.message)

@@ -1,0 +1,79 @@
+"""Writes the log lines of this host's replicas to the host's own standard error, as they come.
+
+Why a thread: whoever reads standard error may be slow, and the host's loop must not wait for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Final, final
+
+import structlog
+
+from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET
+
+_log = structlog.get_logger(__name__)
+
+_PIECE_BYTES_MAX: Final = 256 * 1024
+_WAITING_BYTES: Final = 1024 * 1024
+_CLOSE_TIMEOUT_S: Final = 1.0
+_END: Final = b""
+
+
+@final
+class LogSocket:
+    """The socket that replicas find by the environment that they inherit."""
+
+    def __init__(self, directory: Path, host_id: str) -> None:
+        """``directory`` must be this user's alone. Opens nothing."""
+        self.path = directory / f"log-{secrets.token_hex(4)}.sock"
+        self._host_id = host_id
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._thread = threading.Thread(target=self._run, name="replica-logs", daemon=True)
+
+    def open(self) -> None:
+        """Take lines from now on. Where no socket can be, replicas write to the files that Ray gives them."""
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_unheard(self.path.parent)
+            self._socket.bind(str(self.path))
+        except OSError as error:
+            _log.warning("no_log_socket", path=str(self.path), reason=str(error))
+            return
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WAITING_BYTES)
+        os.environ[LOG_SOCKET] = str(self.path)
+        os.environ[HOST_ID] = self._host_id
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what has come, and take no more."""
+        if self._thread.is_alive():
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+        self.path.unlink(missing_ok=True)
+        self._socket.close()
+
+    def _run(self) -> None:
+        while (lines := self._socket.recv(_PIECE_BYTES_MAX)) != _END:
+            # As our own lines: the stream keeps what it is given at once together.
+            sys.stderr.write(lines.decode(errors="backslashreplace"))
+            sys.stderr.flush()
+
+
+def _remove_unheard(directory: Path) -> None:
+    """Sockets of hosts that were killed."""
+    for path in directory.glob("log-*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                _log.debug("log_socket_not_looked_at", path=str(path), reason=str(error))

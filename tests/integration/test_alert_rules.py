@@ -1,0 +1,37 @@
+"""promtool itself judges the alert rules: they are rules, and each fires when it should and only then."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration import promtool
+
+DIRECTORY = Path(__file__).parents[2] / "deploy/prometheus"
+RULES = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("rules/*.yml"))
+TESTS = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("tests/*.yml"))
+
+pytestmark = pytest.mark.integration
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    assert TESTS
+    for command in promtool.commands(DIRECTORY):
+        done = promtool.run([*command, "test", "rules", *TESTS], DIRECTORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        checked = promtool.run([*command, "check", "rules", *RULES], DIRECTORY)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_promtool_notices_an_alert_that_no_longer_does_what_its_test_says(tmp_path: Path) -> None:
+    for part in ("rules", "tests"):
+        shutil.copytree(DIRECTORY / part, tmp_path / part)
+    rules = tmp_path / "rules/scaling.yml"
+    rules.write_text(rules.read_text().replace("> 60", "> 300"))
+    tmp_path.chmod(0o755)
+    command = promtool.commands(tmp_path)[0]
+    done = promtool.run([*command, "test", "rules", "tests/scaling.yml"], tmp_path)
+    assert done.returncode != 0
+    assert "MusterScalingDataStale" in done.stdout + done.stderr

@@ -1,0 +1,153 @@
+"""Everything that the dashboards ask is asked of a real Prometheus that scrapes a real stack under load: it answers.
+
+One stack, one load and one Prometheus, with the real alert rules, for all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+
+from muster.client.address import StackAddress
+from muster.client.connect import connect_stack
+from muster.embedded import EmbeddedStack, StackOptions
+from muster.secrets import Secrets
+from tests.dashboards.reading import ROOT, Question, all_questions, as_grafana_sends, dashboards
+from tests.integration.prometheus_server import PrometheusServer, scrape_config
+from tests.integration.seen_load import deploy, under_load
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+SCRAPE_INTERVAL_S = 1.0
+DATA_LIMIT_S = 40.0
+"""Far more than it takes; machines may be busy."""
+RULES = {f"rules-{file.name}": file.read_text() for file in (ROOT / "deploy/prometheus/rules").glob("*.yml")}
+JOBS = ("controller", "proxy", "replica-host")
+
+MAY_BE_EMPTY = {
+    "overview / Alerts A": "an alert that fires is not healthy; that they can is promtool's to show",
+    "control-plane / Effects that failed A": "no effect fails while NATS, Postgres and the hosts are well",
+    **{
+        f"{board} / annotation Change of leader": "one controller, which lives"
+        for board in ("overview", "backend", "autoscaling", "control-plane", "bus-and-hosts")
+    },
+}
+"""What has nothing to show on a healthy stack, with the reason. It must be answered all the same."""
+PROVOKED = {
+    "MusterBackendHasNoReplica",
+    "MusterQueueAtLimit",
+    "MusterReplicaCrashLoop",
+    "MusterReplicasShort",
+    "MusterRequestsFail",
+    "MusterScalingAtMaximum",
+}
+"""Alerts that this load, or a replica that dies, may leave pending."""
+OF_SLOW_MACHINES = {"MusterLoopLags", "MusterUserCodeBlocks"}
+
+
+class Seen:
+    """Prometheus, and from when on it was worth asking."""
+
+    def __init__(self, prometheus: PrometheusServer, since: float) -> None:
+        self.prometheus = prometheus
+        self.since = since
+
+    def series(self, promql: str) -> list[dict[str, Any]]:
+        """Labels and values over the time of the test, as a panel asks for them; an error is an AssertionError."""
+        span = {"start": f"{self.since:.3f}", "end": f"{time.time():.3f}", "step": "1"}  # noqa: TID251 - a real clock
+        query = urllib.parse.urlencode({"query": promql, **span})
+        url = f"{self.prometheus.url}/api/v1/query_range?{query}"
+        try:
+            with urllib.request.urlopen(url, timeout=20) as response:
+                found: list[dict[str, Any]] = json.load(response)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{promql}: {error.read().decode()}") from error
+        return [each for each in found if any(not math.isnan(float(value)) for _, value in each["values"])]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
+    directory = tmp_path_factory.mktemp("prometheus")
+    directory.chmod(0o755)
+    with PrometheusServer(
+        directory, scrape_config({}, interval_s=SCRAPE_INTERVAL_S), files=RULES
+    ) as prometheus:
+        with pytest.MonkeyPatch.context() as environment:
+            for name in [name for name in os.environ if name.startswith(("SERVE_", "MUSTER_"))]:
+                environment.delenv(name)
+            environment.setenv("SERVE_PROMETHEUS_URL", prometheus.url)
+            options = StackOptions(http_port=0, nats_port=0, num_cpus=8)
+            stack = EmbeddedStack(tmp_path_factory.mktemp("s") / "state", options)
+            _, _ = await asyncio.gather(asyncio.to_thread(prometheus.start), stack.start())
+        try:
+            record = stack.record
+            targets = {job: [urlsplit(record.ops_urls[job]).netloc] for job in JOBS}
+            config = scrape_config(targets, interval_s=SCRAPE_INTERVAL_S, rule_files=list(RULES))
+            await asyncio.to_thread(prometheus.configure, config)
+            since = time.time()  # noqa: TID251 - a real clock
+            address = StackAddress(
+                urls=(record.nats_url,), password=Secrets(Path(record.secrets)).read("nats_admin")
+            )
+            async with connect_stack(address) as reached:
+                await asyncio.to_thread(prometheus.wait_for, "count(up == 1) == 3")
+                await deploy(reached.admin)
+                async with under_load(record.http_url):
+                    yield Seen(prometheus, since)
+        finally:
+            await stack.stop()
+
+
+def questions() -> list[tuple[Question, str]]:
+    """Each with the PromQL that Grafana would send."""
+    return [
+        (question, as_grafana_sends(question, board, scrape_interval_s=SCRAPE_INTERVAL_S))
+        for name, board in dashboards().items()
+        for question in all_questions(name, board)
+    ]
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_query_of_every_panel_annotation_and_variable_returns_data(seen: Seen) -> None:
+    asked = questions()
+    assert set(MAY_BE_EMPTY) <= {str(question) for question, _ in asked}
+    missing = asked
+    give_up_at = time.monotonic() + DATA_LIMIT_S
+    while True:
+        missing = await asyncio.to_thread(without_data, seen, missing)
+        if not missing or time.monotonic() > give_up_at:
+            break
+        await asyncio.sleep(1.0)  # until there is more
+    assert [f"{question}: {promql}" for question, promql in missing] == []
+
+
+def without_data(seen: Seen, asked: list[tuple[Question, str]]) -> list[tuple[Question, str]]:
+    """Those that must have data and have none; those whose answers lack what their legends show fail at once."""
+    missing = []
+    for question, promql in asked:
+        found = seen.series(promql)
+        # A label that is empty is left out, as that of requests without an endpoint.
+        labels = {label for each in found for label in each["metric"]}
+        assert not found or question.labels <= labels, f"{question}: {labels}"
+        if not found and str(question) not in MAY_BE_EMPTY:
+            missing.append((question, promql))
+    return missing
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stack_that_is_well_raises_no_alarm(seen: Seen) -> None:
+    alerts = await asyncio.to_thread(seen.series, "ALERTS")
+    begun = {each["metric"]["alertname"] for each in alerts}
+    assert begun <= PROVOKED | OF_SLOW_MACHINES | {"MusterServiceMissing", "MusterHasNoLeader"}
+    assert "firing" not in {each["metric"]["alertstate"] for each in alerts}

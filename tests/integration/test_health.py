@@ -1,0 +1,171 @@
+"""`/healthz` and `/readyz` of real processes: each says no in the case that it is meant for, and in no other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from serve_common.tasks import TaskOwner
+from tests.integration.nats_server import NatsServer
+from tests.integration.postgres_server import PostgresServer
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+
+UNHEALTHY_AFTER_S = 1.0
+OK = (200, "ok\n")
+
+
+class Service:
+    """A service's process, asked at its operations port."""
+
+    def __init__(self, module: str, process: asyncio.subprocess.Process) -> None:
+        self.module = module
+        self.process = process
+        self.url = ""
+        self.lines: list[str] = []
+        self._found = asyncio.Event()
+
+    async def read(self) -> None:
+        assert self.process.stderr is not None
+        while line := await self.process.stderr.readline():
+            self.lines.append(line.decode())
+            if not line.startswith(b"{"):
+                continue
+            event = json.loads(line)
+            port = event.get("port" if event["event"] == "operations_port" else "operations_port")
+            if port is not None and not self.url:  # a parent speaks before its children do
+                self.url = f"http://127.0.0.1:{port}"
+                self._found.set()
+
+    async def listens(self) -> None:
+        async with asyncio.timeout(20):
+            await self._found.wait()
+
+    async def get(self, path: str) -> tuple[int, str]:
+        timeout = aiohttp.ClientTimeout(total=15)
+        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url + path) as answer:
+            return answer.status, await answer.text()
+
+    async def until(self, path: str, status: int, said: str = "") -> str:
+        """Until ``path`` is answered so; what was said then."""
+        seen: tuple[int, str] | None = None
+        try:
+            async with asyncio.timeout(20):
+                while seen is None or seen[0] != status or said not in seen[1]:
+                    await asyncio.sleep(0.05)
+                    seen = await self.get(path)
+        except TimeoutError as error:
+            log = "".join(self.lines[-20:])
+            raise AssertionError(f"{self.module}{path}: {seen}, not {status} {said!r}\n{log}") from error
+        return seen[1]
+
+
+@asynccontextmanager
+async def running(module: str, environment: Mapping[str, str]) -> AsyncIterator[Service]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SERVE_")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", module),
+        env={
+            **inherited,
+            "SERVE_NATS_PASSWORD": "unused",
+            "SERVE_OPS_PORT": "0",
+            "SERVE_UNHEALTHY_AFTER_S": str(UNHEALTHY_AFTER_S),
+            **environment,
+        },
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        limit=2**20,
+    )
+    service = Service(module, process)
+    tasks = TaskOwner("test")
+    tasks.start(service.read(), "read")
+    try:
+        await service.listens()
+        yield service
+    finally:
+        process.kill()
+        await process.wait()
+        await tasks.close(1.0)
+
+
+@pytest.fixture
+def nats(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    if server.process is not None:
+        server.process.send_signal(signal.SIGCONT)
+        server.kill()
+
+
+PROXY = {"SERVE_HTTP_PORT": "0", "SERVE_PROXY_ID": "p"}
+
+
+@pytest.fixture
+async def services(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[list[Service]]:
+    dsn, password = await postgres_server.make_database()
+    bus = {"SERVE_NATS_URL": nats.url}
+    store = {"SERVE_POSTGRES_DSN": dsn, "SERVE_POSTGRES_PASSWORD": password}
+    async with (
+        running("serve_controller", {**bus, **store}) as first,
+        running("serve_proxy", {**bus, **PROXY}) as second,
+        running("serve_proxy", {**bus, **PROXY, "SERVE_PROXY_PROCESSES": "2"}) as third,
+    ):
+        services = [first, second, third]
+        for service in services:
+            await service.until("/readyz", 200)
+            assert await service.get("/healthz") == OK
+        yield services
+
+
+async def test_a_bus_that_is_away_makes_unready_and_one_that_is_silent_makes_unhealthy(
+    services: list[Service], nats: NatsServer
+) -> None:
+    nats.kill()
+    for service in services:
+        assert "NATS" in await service.until("/readyz", 503)
+    await asyncio.sleep(1.5 * UNHEALTHY_AFTER_S)  # what must not come has no event
+    for service in services:
+        assert await service.get("/healthz") == OK
+    nats.start()
+    for service in services:
+        await service.until("/readyz", 200)
+        assert await service.get("/healthz") == OK
+
+    assert nats.process is not None
+    nats.process.send_signal(signal.SIGSTOP)
+    for service in services:
+        await service.until("/healthz", 503, "connected to NATS, which has not answered a ping for ")
+    nats.process.send_signal(signal.SIGCONT)
+    for service in services:
+        await service.until("/healthz", 200)
+        await service.until("/readyz", 200)
+
+
+async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_so(nats: NatsServer) -> None:
+    environment = {**PROXY, "SERVE_NATS_URL": nats.url, "SERVE_PROXY_PROCESSES": "2"}
+    async with running("serve_proxy", environment) as parent:
+        assert await parent.get("/healthz") == OK
+        assert "process 1: it starts" in (await parent.get("/readyz"))[1]
+        await parent.until("/readyz", 503, "process 2: the bucket of snapshots was not read yet")
+        [stopped] = [
+            event["pid"]
+            for line in parent.lines
+            if (event := json.loads(line))["event"] == "proxy_process_started" and event["process"] == 2
+        ]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            said = await parent.until("/healthz", 503)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        assert said == "process 2: it does not answer within 2 s\n"
+        await parent.until("/healthz", 200)

@@ -1,0 +1,250 @@
+"""Traces from end to end: a real receiver, a real proxy, and replicas in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from serve_common.tracing.settings import read_tracing_settings
+from serve_common.values import HttpOptions
+from serve_proxy.wiring import Proxy
+from serve_replica_host.replica.orders import StartOrder
+from tests.integration.handle_stack import GuardedNats, HandleStack
+from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
+from tests.integration.proxy_stack import make_settings
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+APP_DIR = Path(__file__).with_name("trace_app")
+FRONT, BACK, PAGES = "default/front", "default/back", "default/pages"
+ROUTES = {FRONT: "/front", PAGES: "/pages", BACK: None}
+
+
+def order(stack: HandleStack, name: str, tag: str) -> StartOrder:
+    order = stack.order(name, tag)
+    config = msgspec.structs.replace(order.goal.replica_config, import_path=f"trace_app:{name}")
+    goal = msgspec.structs.replace(order.goal, replica_config=config)
+    return msgspec.structs.replace(order, goal=goal, app_dir=str(APP_DIR))
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[HandleStack]:
+    nats = GuardedNats(tmp_path_factory.mktemp("nats"))
+    stack = HandleStack(nats)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in receiver.environment().items():
+            patch.setenv(name, value)
+        try:
+            stack.start(order(stack, "Front", f"{FRONT}#0"))
+            stack.start(order(stack, "Pages", f"{PAGES}#0"), order(stack, "Back", f"{BACK}#0"))
+            asyncio.run(stack.write_bucket({tag: [f"{tag}#0"] for tag in ROUTES}, routes=ROUTES))
+            stack.wait_ready()
+            yield stack
+        finally:
+            stack.close()
+            nats.close()
+
+
+class Client:
+    """Asks a proxy."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, receiver: OtlpReceiver) -> None:
+        self.url = url
+        self.session = session
+        self.receiver = receiver
+        self.parent_id = "00f067aa0ba902b7"
+
+    async def get(self, path: str, *, is_sampled: bool = True, **headers: str) -> tuple[int, str, str]:
+        """Status, body, and the id of the trace that the request was in from the start."""
+        trace_id = uuid.uuid4().hex
+        flags = "01" if is_sampled else "00"
+        headers = {"traceparent": f"00-{trace_id}-{self.parent_id}-{flags}", **headers}
+        async with self.session.get(self.url + path, headers=headers) as response:
+            return response.status, await response.text(), trace_id
+
+    async def spans(self, trace_id: str, count: int) -> list[ReceivedSpan]:
+        return await asyncio.to_thread(self.receiver.of_trace, trace_id, count)
+
+    async def tree(self, trace_id: str, count: int) -> list[Any]:
+        found = tree(await self.spans(trace_id, count), self.parent_id)
+        assert len(found) == 1
+        whole: list[Any] = found[0]
+        return whole
+
+
+@pytest.fixture
+async def client(
+    stack: HandleStack, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Client]:
+    for name, value in receiver.environment().items():
+        monkeypatch.setenv(name, value)
+    settings = make_settings(
+        stack.nats, HttpOptions(request_timeout_s=10.0), tracing=read_tracing_settings(receiver.environment())
+    )
+    settings = msgspec.structs.replace(settings, bus=stack.nats.settings("proxy"))
+    proxy = Proxy(settings, on_failure=lambda: None)
+    url = f"http://{await proxy.start()}"
+    async with aiohttp.ClientSession() as session:
+        yield Client(url, session, receiver)
+    await proxy.close()
+
+
+def chain(last: list[Any], endpoint: str = BACK) -> list[Any]:
+    return [f"handle {endpoint}", [f"attempt {endpoint}", [f"replica {endpoint}", last]]]
+
+
+def through(route: str, backend: str, code: list[Any]) -> list[Any]:
+    return [f"GET {route}", [f"attempt {backend}", [f"replica {backend}", code]]]
+
+
+async def test_one_trace_goes_through_a_chain_of_two_deployments(client: Client) -> None:
+    status, body, trace_id = await client.get("/front?do=chain", **{"X-Request-ID": "r-1"})
+    assert (status, body) == (200, "1")
+    assert await client.tree(trace_id, 8) == through(
+        "/front", FRONT, ["user code __call__", chain(["user code __call__"])]
+    )
+    spans = await client.spans(trace_id, 8)
+    assert [span.kind for span in spans] == [
+        "server", "client", "server", "internal", "client", "client", "server", "internal",
+    ]  # fmt: skip
+    assert [span.service for span in spans] == (["muster-proxy"] * 2 + ["muster-replica"] * 6)
+    proxy, attempt, replica = spans[:3]
+    assert proxy.attributes | {"http.request.method": "GET", "http.route": "/front"} == proxy.attributes
+    assert proxy.attributes["url.path"] == "/front"
+    assert proxy.attributes["http.response.status_code"] == 200
+    assert {span.attributes.get("muster.request_id") for span in (proxy, replica, spans[4])} == {"r-1"}
+    assert attempt.attributes["muster.replica_tag"] == f"{FRONT}#0"
+    assert attempt.attributes["muster.attempt"] == 1
+    assert proxy.resource["service.instance.id"] == "p1"
+    assert replica.resource["service.instance.id"] == f"{FRONT}#0"
+    for outer, inner in pairwise(spans):  # each lies within the one above it
+        assert outer.began_ns - 5_000_000 <= inner.began_ns <= inner.ended_ns <= outer.ended_ns + 5_000_000
+    assert {span.error for span in spans} == {None}
+
+
+async def test_spans_of_user_code_are_in_the_tree(client: Client) -> None:
+    _, _, trace_id = await client.get("/front?do=own")
+    below = ["user code plain", ["plain span"]]
+    assert await client.tree(trace_id, 10) == through(
+        "/front", FRONT, ["user code __call__", ["own span", chain(below)]]
+    )
+    own = next(span for span in await client.spans(trace_id, 10) if span.name == "own span")
+    assert (own.scope, own.attributes, own.service) == ("trace_app", {"digits": 3}, "muster-replica")
+
+
+async def test_user_code_sees_the_trace_and_can_add_to_its_span(client: Client) -> None:
+    _, body, trace_id = await client.get("/front?do=see", tracestate="vendor=1, other=2")
+    seen = json.loads(body)
+    spans = await client.spans(trace_id, 4)
+    code = spans[-1]
+    assert (seen["trace_id"], seen["of_context"], seen["is_recording"]) == (trace_id, trace_id, True)
+    assert seen["header"] == f"00-{trace_id}-{code.span_id}-01"
+    assert seen["tracestate"] == "vendor=1,other=2"
+    assert code.attributes["seen"] == "yes"
+    assert {span.tracestate for span in spans} == {"vendor=1,other=2"}
+
+
+async def test_what_is_not_sampled_travels_and_exports_nothing(
+    client: Client, receiver: OtlpReceiver
+) -> None:
+    _, body, unsampled = await client.get("/front?do=see", is_sampled=False)
+    assert json.loads(body)["trace_id"] == unsampled
+    assert json.loads(body)["is_recording"] is False
+    await client.get("/front?do=own", is_sampled=False)
+    _, _, sampled = await client.get("/front?do=own")
+    spans = await client.spans(sampled, 10)
+    assert {span.trace_id for span in receiver.spans if span.name == "own span"} >= {sampled}
+    assert unsampled not in {span.trace_id for span in receiver.spans}
+    traces_of_own = {span.trace_id for span in receiver.spans if span.name == "plain span"}
+    assert all(
+        any(s.trace_id == t and s.name.startswith("GET") for s in receiver.spans) for t in traces_of_own
+    )
+    assert len(spans) == 10
+
+
+async def test_a_trace_that_begins_here_has_the_id_of_its_request(client: Client) -> None:
+    async with client.session.get(client.url + "/front?do=chain") as response:
+        request_id = response.headers["X-Request-ID"]
+    spans = await client.spans(request_id, 8)
+    assert (spans[0].parent_id, len(spans)) == ("", 8)
+
+
+async def test_what_user_code_raises_is_on_its_spans(client: Client) -> None:
+    status, _, trace_id = await client.get("/front?do=raise")
+    assert status == 500
+    proxy, attempt, replica, code = await client.spans(trace_id, 4)
+    assert "no such digit" in str(code.error)
+    assert code.attributes["error.type"] == "ValueError"
+    assert "no such digit" in str(replica.error)
+    assert "no such digit" in str(attempt.error)
+    assert proxy.error is not None
+    assert proxy.attributes["http.response.status_code"] == 500
+    assert proxy.attributes["error.type"]
+
+
+async def test_what_is_raised_behind_a_handle_is_on_all_spans_of_the_way(client: Client) -> None:
+    _, _, trace_id = await client.get("/front?do=raise-behind")
+    spans = await client.spans(trace_id, 8)
+    assert all("nothing there" in str(span.error) for span in spans if span.name != "GET /front")
+
+
+async def test_a_stream_is_traced_to_its_end(client: Client) -> None:
+    _, body, trace_id = await client.get("/front?do=stream")
+    assert body == "0\n1\n2\n"
+    assert await client.tree(trace_id, 8) == through(
+        "/front", FRONT, ["user code __call__", chain(["user code numbers"])]
+    )
+
+
+async def test_an_application_and_its_errors_are_traced(client: Client) -> None:
+    _, _, trace_id = await client.get("/pages/hello")
+    assert await client.tree(trace_id, 4) == through("/pages", PAGES, ["user code __call__"])
+    status, _, trace_id = await client.get("/pages/broken")
+    assert status == 500
+    replica, code = (await client.spans(trace_id, 4))[2:]
+    assert "the page is broken" in str(code.error)
+    assert code.events == ["exception"]
+    assert code.attributes["error.type"] == "RuntimeError"
+    assert replica.attributes["http.response.status_code"] == 500
+    assert replica.error is not None
+
+
+async def test_a_websocket_is_traced_while_it_lasts(client: Client) -> None:
+    trace_id = uuid.uuid4().hex
+    headers = {"traceparent": f"00-{trace_id}-{client.parent_id}-01"}
+    async with client.session.ws_connect(client.url + "/pages/echo", headers=headers) as socket:
+        await socket.send_str("a")
+        assert await socket.receive_str() == "a"
+        assert trace_id not in {span.trace_id for span in client.receiver.spans}
+    assert await client.tree(trace_id, 4) == through("/pages", PAGES, ["user code __call__"])
+    assert (await client.spans(trace_id, 4))[0].attributes["http.response.status_code"] == 101
+
+
+async def test_a_batch_has_a_span_that_is_linked_to_all_its_requests(client: Client) -> None:
+    (_, _, first), (_, _, second) = await asyncio.gather(
+        client.get("/front?do=batch&n=1"), client.get("/front?do=batch&n=2")
+    )
+    spans = await asyncio.to_thread(
+        client.receiver.wait, lambda spans: any(span.name.startswith("batch ") for span in spans)
+    )
+    batch = next(span for span in spans if span.name.startswith("batch "))
+    await client.spans(first, 8)
+    await client.spans(second, 8)
+    assert batch.trace_id in {first, second}
+    assert {trace_id for trace_id, _ in batch.links} | {batch.trace_id} == {first, second}
+    assert batch.attributes["muster.batch_size"] == 2

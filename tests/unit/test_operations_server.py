@@ -1,0 +1,154 @@
+"""The operations port answers whatever the service's loop does, and shows the metrics that were asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from urllib.parse import urlencode
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from serve_common.adapters.operations import OperationsServer
+from serve_common.settings import OperationsSettings
+from serve_proxy.adapters.process_operations import ProcessOperations
+from serve_proxy.ports import Child
+
+LOCAL = OperationsSettings(host="127.0.0.1", port=0)
+
+
+class Custom(Collector):
+    """As our services' own: it does not describe itself, so that no registry knows its names."""
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily("custom", "Says \\ nothing", value=3)
+        yield GaugeMetricFamily("other", "As well", value=4)
+
+
+def registry() -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(Custom())
+    Counter("direct", "A counter", ["a"], registry=registry).labels("x").inc(2)
+    Gauge("unasked", "A gauge", registry=registry)
+    Histogram("seconds", "A histogram", buckets=[1], registry=registry).observe(0.5)
+    return registry
+
+
+@asynccontextmanager
+async def serving(
+    settings: OperationsSettings = LOCAL, why_not_ready: str | None = None
+) -> AsyncIterator[OperationsServer]:
+    server = OperationsServer(settings, registry(), why_not_ready=lambda: why_not_ready)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as answer:
+        return answer.status, await answer.text()
+
+
+def samples(page: str) -> list[str]:
+    return sorted(s.name for family in text_string_to_metric_families(page) for s in family.samples)
+
+
+def named(*names: str) -> str:
+    return "/metrics?" + urlencode([("name[]", name) for name in names])
+
+
+async def test_only_samples_of_the_names_asked_for_are_shown_also_of_collectors_that_describe_nothing() -> (
+    None
+):
+    async with serving() as server:
+        _, whole = await get(server.port, "/metrics")
+        _, some = await get(server.port, named("custom_total", "direct_total", "seconds_bucket"))
+        status, none = await get(server.port, named("no_such_metric"))
+    assert {"custom_total", "other", "unasked", "seconds_sum"} <= set(samples(whole))
+    assert samples(some) == ["custom_total", "direct_total", "seconds_bucket", "seconds_bucket"]
+    assert "# TYPE custom_total counter" in some
+    assert 'direct_total{a="x"} 2.0' in some
+    assert (status, none) == (200, "")
+
+
+class FixedChild:
+    def __init__(self, operations_port: int | None) -> None:
+        self.operations_port = operations_port
+
+    async def ended(self) -> int:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+
+async def test_a_parent_passes_the_names_on_and_its_health_is_that_of_the_children_that_run() -> None:
+    async with serving() as first, serving(why_not_ready="no bus") as second:
+        children: dict[int, Child] = {1: FixedChild(first.port), 2: FixedChild(second.port)}
+        operations = ProcessOperations(LOCAL, children, lambda: None)
+        await operations.start()
+        try:
+            _, page = await get(operations.port, named("custom_total", "other"))
+            assert samples(page) == ["custom_total"] * 2 + ["other"] * 2
+            assert 'custom_total{process="2"} 3.0' in page
+            assert await get(operations.port, "/readyz") == (503, "process 2: no bus\n")
+            assert await get(operations.port, "/healthz") == (200, "ok\n")
+            children[3] = FixedChild(None)
+            assert await get(operations.port, "/healthz") == (200, "ok\n")
+            assert "process 3: it starts" in (await get(operations.port, "/readyz"))[1]
+        finally:
+            await operations.close()
+
+
+async def test_a_child_that_takes_connections_and_says_nothing_makes_the_parent_unhealthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("serve_proxy.adapters.process_operations._ASK_TIMEOUT_S", 0.1)
+    writers: list[asyncio.StreamWriter] = []
+    silent = await asyncio.start_server(lambda _reader, writer: writers.append(writer), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    operations = ProcessOperations(LOCAL, {1: FixedChild(port)}, lambda: None)
+    await operations.start()
+    try:
+        status, why = await get(operations.port, "/healthz")
+    finally:
+        await operations.close()
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        silent.close()
+    assert (status, why) == (503, "process 1: it does not answer within 0.1 s\n")
+
+
+async def test_a_loop_that_stands_still_is_told_and_its_metrics_are_still_shown() -> None:
+    settings = OperationsSettings(host="127.0.0.1", port=0, unhealthy_after_s=0.3)
+    async with serving(settings) as server:
+        seen: list[tuple[int, str]] = []
+
+        def ask() -> None:
+            for path in ("/healthz", "/readyz", "/metrics"):
+                seen.append(asyncio.run(get(server.port, path)))
+
+        assert await get(server.port, "/healthz") == (200, "ok\n")
+        asker = threading.Timer(0.5, ask)
+        asker.start()
+        time.sleep(1.0)  # noqa: ASYNC251 - the loop stands still: that is what is tested
+        asker.join()
+        await asyncio.sleep(0.1)
+        assert (await get(server.port, "/healthz"))[0] == 200
+    assert seen[0][1].startswith("the loop has not turned for 0.")
+    assert [status for status, _ in seen] == [503, 503, 200]
+    assert "custom_total 3.0" in seen[2][1]

@@ -1,0 +1,138 @@
+"""What user code logs and prints becomes lines with the ids of its replica and request."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from serve_common.request_context import RequestContext, request_context
+from serve_replica_host.replica.caught_prints import UNENDED_LENGTH_MAX, CaughtPrints
+from serve_replica_host.replica.user_logs import UserLogs
+
+IDS = {"service": "replica", "replica_tag": "default/a#0", "backend_tag": "default/a"}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class FixedClock:
+    def now(self) -> float:
+        return 1_700_000_000.25
+
+
+class KeptLines:
+    """In place of a relay."""
+
+    is_in_forked_child = False
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def offer(self, line: bytes) -> None:
+        self.lines.append(json.loads(line))
+
+    @property
+    def messages(self) -> list[str]:
+        return [line["message"] for line in self.lines]
+
+
+@contextmanager
+def caught() -> Iterator[KeptLines]:
+    """Everything that is said within; no fixture, for pytest puts its own streams in place after these."""
+    kept: Any = KeptLines()
+    root = logging.getLogger()
+    before = (root.handlers[:], root.level, sys.stdout, sys.stderr)
+    UserLogs(kept, IDS, FixedClock()).catch(logging.INFO)
+    try:
+        yield kept
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        sys.stdout, sys.stderr = before[2:]
+
+
+def test_a_log_call_is_a_line_with_all_ids_and_its_own_fields() -> None:
+    with caught() as kept:
+        context = RequestContext(request_id="r1", traceparent=f"00-{TRACE}-b7ad6b7169203331-01")
+        token = request_context.set(context)
+        logging.getLogger("app.model").warning("loaded %s", "it", extra={"size": 3, "level": "mine"})
+        request_context.reset(token)
+        logging.getLogger("app.model").debug("not wanted")
+        [line] = kept.lines
+        assert line.pop("source").partition(":")[0] == __file__
+        assert line.pop("timestamp").endswith("Z")
+        assert line == {
+            **IDS,
+            "event": "log",
+            "level": "warning",
+            "logger": "app.model",
+            "message": "loaded it",
+            "request_id": "r1",
+            "trace_id": TRACE,
+            "size": 3,
+            "extra_level": "mine",
+        }
+
+
+def test_an_exception_is_in_the_line_and_wrong_arguments_raise_nothing() -> None:
+    with caught() as kept:
+        try:
+            raise ValueError("no such digit")
+        except ValueError:
+            logging.getLogger("app").exception("failed")
+        logging.getLogger("app").error("%d", "not a number")
+        assert kept.lines[0]["exception"].endswith("ValueError: no such digit\n")
+        assert (kept.lines[0]["level"], kept.lines[0]["message"]) == ("error", "failed")
+        assert "'%d' with arguments that do not fit" in kept.lines[1]["message"]
+
+
+def test_prints_are_lines_also_from_threads_in_parts_and_in_bytes() -> None:
+    with caught() as kept:
+        print("a", 1)
+        print("two\nlines")
+        print("first ", end="")
+        thread = threading.Thread(target=lambda: print("other"))
+        thread.start()
+        thread.join()
+        print("half", flush=True)
+        sys.stdout.buffer.write("bytes é\n".encode())
+        sys.stderr.writelines(["e1\n", "e2\n"])
+        print("\rdone 10 %\rdone 99 %", end="")
+        print("\rdone 100 %")
+        print()
+        assert kept.messages == [
+            "a 1", "two", "lines", "other", "first half", "bytes é", "e1", "e2", "done 100 %",
+        ]  # fmt: skip
+        assert [(line["logger"], line["level"]) for line in kept.lines[5:7]] == [
+            ("stdout", "info"),
+            ("stderr", "warning"),
+        ]
+
+
+def test_lines_without_an_end_are_handed_on_when_they_are_long_and_at_the_end() -> None:
+    lines: list[str] = []
+    caught = CaughtPrints(io.StringIO(), lines.append, lambda: None)
+    caught.write("x" * (UNENDED_LENGTH_MAX + 1))
+    caught.write("last words")
+    caught.end()
+    assert [len(line) for line in lines] == [UNENDED_LENGTH_MAX + 1, 10]
+    with pytest.raises(TypeError):
+        caught.write(b"bytes")  # type: ignore[arg-type]
+
+
+def test_handlers_of_the_users_own_go_on_working() -> None:
+    with caught() as kept:
+        mine = io.StringIO()
+        logging.getLogger().addHandler(logging.StreamHandler(mine))
+        logging.getLogger("app").info("both")
+        assert mine.getvalue() == "both\n"
+        assert kept.messages == ["both"]
+        logging.basicConfig(force=True, format="mine: %(message)s", level=logging.INFO)
+        logging.getLogger("app").info("as I want it")
+        assert kept.messages == ["both", "mine: as I want it"]

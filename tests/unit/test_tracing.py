@@ -1,0 +1,389 @@
+"""The pure part of tracing: headers, decisions, and the spans of requests, operations and batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from muster.batching.traces import begin_batch, below, end_batch
+from muster.handles.traces import begin_call, end_call, headers_of
+from serve_common.errors import BusUnavailable
+from serve_common.names import ReplicaTag
+from serve_common.request_context import RequestContext, request_context
+from serve_common.tracing.current import current_trace_id
+from serve_common.tracing.http_spans import end_request, request_attributes
+from serve_common.tracing.operations import current_ref, note, operation, part
+from serve_common.tracing.process import set_process_tracer
+from serve_common.tracing.request_trace import CHILDREN_MAX, RequestTrace
+from serve_common.tracing.sampling import ALWAYS, SAMPLERS, Sampler
+from serve_common.tracing.settings import read_tracing_settings
+from serve_common.tracing.spans import TEXT_LENGTH_MAX, Span, SpanKind
+from serve_common.tracing.trace_context import (
+    SpanRef,
+    may_be_sampled,
+    parse_traceparent,
+    tracestate_of,
+    usable_tracestate,
+)
+from serve_common.tracing.tracer import Tracer
+from serve_proxy.core.headers import read_request_headers
+from serve_proxy.shell.request_traces import RequestTraces
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SPAN = "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{SPAN}-01"
+UNSAMPLED = f"00-{TRACE}-{SPAN}-00"
+R0, R1 = ReplicaTag("default/a#0"), ReplicaTag("default/a#1")
+
+
+class World:
+    """A tracer whose time and chance the test gives."""
+
+    def __init__(self, sampler: Sampler = ALWAYS) -> None:
+        self.ended: list[Span] = []
+        self.now_ns = 1_000
+        self._bits = itertools.count(1)
+        self.tracer = Tracer(
+            sampler,
+            emit=self.ended.append,
+            monotonic_ns=lambda: self.now_ns,
+            wall_ns=5_000,
+            draw_bits=lambda bits: next(self._bits) << (bits // 2) | next(self._bits),
+        )
+
+    def root(self, name: str = "root") -> Span:
+        return self.tracer.begin_sampled(name, SpanKind.SERVER, None, {})
+
+    @property
+    def names(self) -> list[str]:
+        return [span.name for span in self.ended]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    set_process_tracer(world.tracer)
+    yield world
+    set_process_tracer(None)
+
+
+# -- headers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "00-a-b-01",
+        SAMPLED.upper(),
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"{SAMPLED}-more",
+        f"00-{TRACE}-{SPAN}-1",
+        f"00-{TRACE[:-1]}٣-{SPAN}-01",
+    ],
+)
+def test_what_is_no_traceparent_counts_as_none(text: str) -> None:
+    assert parse_traceparent(text) is None
+
+
+def test_a_traceparent_of_a_later_version_is_understood_as_far_as_it_is_known() -> None:
+    assert parse_traceparent(f" cc-{TRACE}-{SPAN}-03-what-comes") == SpanRef(TRACE, SPAN, is_sampled=True)
+    assert parse_traceparent(f"00-{TRACE}-{SPAN}-02") == SpanRef(TRACE, SPAN, is_sampled=False)
+
+
+def test_only_what_certainly_says_no_is_not_looked_at() -> None:
+    assert [may_be_sampled(text) for text in ("", UNSAMPLED, SAMPLED, "nonsense")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        ("a=1", "a=1"),
+        (" a=1 ,, b@c=x y ", "a=1,b@c=x y"),
+        ("a=1,a=2", ""),
+        ("A=1", ""),
+        ("a", ""),
+        ("a=ü", ""),
+        (",".join(f"k{n}=1" for n in range(33)), ""),
+        ("a=" + "x" * 256 + ",b=" + "x" * 256, ""),
+    ],
+)
+def test_a_tracestate_is_passed_on_only_if_it_is_one(text: str, usable: str) -> None:
+    assert usable_tracestate(text) == usable
+
+
+def test_a_tracestate_in_several_headers_is_one_list() -> None:
+    assert tracestate_of([(b"tracestate", b"a=1"), (b"x", b"y"), (b"tracestate", b"b=2")]) == "a=1,b=2"
+    assert tracestate_of([(b"x", b"y")]) == ""
+
+
+# -- decisions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_parent_decides_where_it_is_respected() -> None:
+    yes, no = SpanRef(TRACE, SPAN, is_sampled=True), SpanRef(TRACE, SPAN, is_sampled=False)
+    never = SAMPLERS["parentbased_always_off"]
+    assert [never.decide(parent, TRACE) for parent in (yes, no, None)] == [True, False, False]
+    assert [ALWAYS.decide(parent, TRACE) for parent in (yes, no, None)] == [True, False, True]
+    assert [SAMPLERS["always_on"].decide(parent, TRACE) for parent in (yes, no, None)] == [True] * 3
+    assert [SAMPLERS["always_off"].decide(parent, TRACE) for parent in (yes, no, None)] == [False] * 3
+
+
+def test_the_ratio_decides_by_the_trace_s_id_as_opentelemetry_does() -> None:
+    half = Sampler(ratio=0.5)
+    low, high = "f" * 16 + "7" + "f" * 15, "0" * 16 + "8" + "0" * 15
+    assert (half.decide(None, low), half.decide(None, high)) == (True, False)
+    assert not Sampler(ratio=0.0).decide(None, "1" + "0" * 31)
+    assert Sampler(ratio=1.0).decide(None, "f" * 32)
+
+
+def test_tracing_is_off_without_an_endpoint_and_where_it_is_switched_off() -> None:
+    on = {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x/v1/traces"}
+    assert read_tracing_settings({}) is None
+    assert read_tracing_settings({"OTEL_EXPORTER_OTLP_ENDPOINT": " "}) is None
+    assert read_tracing_settings({**on, "OTEL_SDK_DISABLED": "True"}) is None
+    assert read_tracing_settings({**on, "OTEL_TRACES_EXPORTER": "none"}) is None
+    settings = read_tracing_settings({**on, "OTEL_TRACES_EXPORTER": "console,otlp", "HOME": "/"})
+    assert settings is not None
+    assert (settings.sampler, settings.complaints) == (ALWAYS, [])
+    assert set(settings.variables) == {*on, "OTEL_TRACES_EXPORTER"}
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "sampler", "complaints"),
+    [
+        ("parentbased_traceidratio", "0.25", Sampler(ratio=0.25), 0),
+        ("TraceIdRatio", "0", Sampler(ratio=0.0, respects_parent=False), 0),
+        ("always_off", "0.5", SAMPLERS["always_off"], 0),
+        ("parentbased_traceidratio", "", ALWAYS, 0),
+        ("parentbased_traceidratio", "many", ALWAYS, 1),
+        ("parentbased_traceidratio", "nan", ALWAYS, 1),
+        ("parentbased_traceidratio", "1.5", ALWAYS, 1),
+        ("jaeger_remote", "", ALWAYS, 1),
+    ],
+)
+def test_samplers_are_read_as_the_standard_names_them(
+    name: str, argument: str, sampler: Sampler, complaints: int
+) -> None:
+    settings = read_tracing_settings(
+        {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x",
+            "OTEL_TRACES_SAMPLER": name,
+            "OTEL_TRACES_SAMPLER_ARG": argument,
+        }
+    )
+    assert settings is not None
+    assert (settings.sampler, len(settings.complaints)) == (sampler, complaints)
+
+
+# -- spans of requests ------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_waits_is_refused_and_sent_again_has_a_span_for_each(world: World) -> None:
+    trace = RequestTrace(world.tracer, world.root())
+    trace.waits("replica")
+    world.now_ns += 10
+    first = parse_traceparent(trace.attempt_begun(R0, is_patient=False))
+    world.now_ns += 10
+    trace.attempt_failed("busy", "no room")
+    trace.attempt_ended(0)
+    second = parse_traceparent(trace.attempt_begun(R1, is_patient=True))
+    world.now_ns += 10
+    trace.attempt_ended(200)
+    trace.end()
+    queue, refused, answered, root = world.ended
+    assert world.names == ["queue", "attempt default/a", "attempt default/a", "root"]
+    assert (queue.began_ns, queue.ended_ns, refused.ended_ns) == (5_000, 5_010, 5_020)
+    assert first is not None
+    assert second is not None
+    assert (first.span_id, second.span_id) == (refused.span_id, answered.span_id)
+    assert {span.parent_id for span in (queue, refused, answered)} == {root.span_id}
+    assert {span.trace_id for span in world.ended} == {root.trace_id}
+    assert (refused.error, refused.attributes["error.type"]) == ("no room", "busy")
+    assert (answered.error, answered.attributes["muster.waits_in_replica"]) == (None, True)
+    assert root.attributes["muster.attempts"] == 2
+
+
+def test_whatever_ends_a_request_ends_all_its_spans_once(world: World) -> None:
+    trace = RequestTrace(world.tracer, world.root())
+    trace.attempt_begun(R0, is_patient=False)
+    end_request(trace, 499)
+    end_request(trace, 500)
+    trace.attempt_ended(200)
+    assert world.names == ["attempt default/a", "root"]
+    assert world.ended[1].attributes == {"error.type": "client_gone"}
+    assert world.ended[1].error is None
+
+
+def test_a_request_that_is_sent_on_and_on_fills_no_trace(world: World) -> None:
+    trace = RequestTrace(world.tracer, world.root())
+    for _ in range(3 * CHILDREN_MAX):
+        assert parse_traceparent(trace.attempt_begun(R0, is_patient=False)) is not None
+    trace.end()
+    assert len(world.ended) == CHILDREN_MAX + 1
+    assert world.ended[-1].attributes["muster.attempts"] == 3 * CHILDREN_MAX
+
+
+def test_statuses_below_500_are_no_failures_of_a_server(world: World) -> None:
+    for status, error in ((404, None), (500, ""), (503, "")):
+        trace = RequestTrace(world.tracer, world.root())
+        end_request(trace, status)
+        assert world.ended[-1].error == error
+    trace = RequestTrace(world.tracer, world.root())
+    end_request(trace, 503, "queue_full", "100 wait")
+    assert (world.ended[-1].error, world.ended[-1].attributes["error.type"]) == ("100 wait", "queue_full")
+
+
+def test_what_is_long_or_unknown_is_cut_before_it_becomes_an_attribute() -> None:
+    attributes = request_attributes("BREW" * 1000, "/" + "x" * 5000, "http", "r")
+    assert attributes["http.request.method"] == "_OTHER"
+    assert all(len(str(value)) <= TEXT_LENGTH_MAX for value in attributes.values())
+
+
+def test_no_span_ends_before_it_begins(world: World) -> None:
+    span = world.root()
+    world.tracer.end(span, ended_ns=span.began_ns - 7)
+    assert span.ended_ns == span.began_ns
+
+
+# -- where requests come in -------------------------------------------------------------------------------------------
+
+
+def begun(world: World, request_id: str, **headers: str) -> tuple[RequestTrace | None, str]:
+    read = read_request_headers([(name.encode(), value.encode()) for name, value in headers.items()])
+    trace = RequestTraces(world.tracer).begin(read, "GET", "/a", "http", request_id)
+    return trace, read.traceparent
+
+
+def test_a_trace_that_begins_here_is_named_after_its_request(world: World) -> None:
+    trace, traceparent = begun(world, TRACE)
+    assert trace is not None
+    assert (trace.span.trace_id, trace.span.parent_id) == (TRACE, "")
+    assert traceparent == trace.span.traceparent
+    for chosen in ("mine", TRACE):
+        trace, _ = begun(world, chosen, **{"x-request-id": chosen})
+        assert trace is not None
+        assert trace.span.trace_id not in ("mine", TRACE)
+
+
+def test_what_is_not_sampled_goes_on_as_decided(world: World) -> None:
+    assert begun(world, TRACE, traceparent=UNSAMPLED) == (None, UNSAMPLED)
+    none = World(Sampler(ratio=0.0))
+    assert begun(none, TRACE) == (None, f"00-{TRACE}-{TRACE[:16]}-00")
+    assert begun(none, TRACE, traceparent="nonsense")[1].endswith("-00")
+    trace, _ = begun(none, TRACE, traceparent=SAMPLED, tracestate="a=1")
+    assert trace is not None
+    assert (trace.span.parent_id, trace.span.tracestate, trace.span.is_parent_remote) == (SPAN, "a=1", True)
+
+
+# -- handles and batches ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_is_below_the_span_of_its_request_and_takes_the_state_along(world: World) -> None:
+    context = RequestContext(request_id="r", traceparent=SAMPLED, tracestate="a=1")
+    trace, traceparent = begin_call(world.tracer, context, "default/b", "")
+    assert trace is not None
+    assert (trace.span.parent_id, traceparent) == (SPAN, trace.span.traceparent)
+    assert headers_of(trace) == [(b"tracestate", b"a=1")]
+    end_call(trace, BusUnavailable("away"))
+    assert (world.ended[0].error, world.ended[0].attributes["error.type"]) == ("away", "bus_unavailable")
+
+
+def test_a_call_of_an_unsampled_request_has_no_span(world: World) -> None:
+    context = RequestContext(traceparent=UNSAMPLED)
+    assert begin_call(world.tracer, context, "default/b", "") == (None, UNSAMPLED)
+    assert headers_of(None) == []
+
+
+def test_a_call_that_belongs_to_no_request_begins_a_trace(world: World) -> None:
+    trace, _ = begin_call(world.tracer, None, "default/b", "m")
+    assert trace is not None
+    assert trace.span.parent_id == ""
+    trace, traceparent = begin_call(World(Sampler(ratio=0.0)).tracer, None, "default/b", "m")
+    assert trace is None
+    assert traceparent.endswith("-00")
+
+
+def test_a_batch_is_below_its_first_traced_request_and_linked_to_the_others(world: World) -> None:
+    other = f"00-{'1' * 32}-{'2' * 16}-01"
+    contexts = [
+        RequestContext(traceparent=UNSAMPLED),
+        None,
+        RequestContext(traceparent=SAMPLED),
+        RequestContext(traceparent=other),
+    ]
+    span = begin_batch("Model.run", contexts)
+    assert span is not None
+    assert (span.parent_id, span.attributes["muster.batch_size"]) == (SPAN, 4)
+    assert [link.trace_id for link in span.links] == ["1" * 32]
+    context = below(span, contexts[0])
+    assert context is not None
+    assert context.traceparent == span.traceparent
+    end_batch(span, ValueError("odd"))
+    assert world.ended[0].error == "ValueError: odd"
+    assert begin_batch("Model.run", [RequestContext(traceparent=UNSAMPLED), None]) is None
+    set_process_tracer(None)
+    assert begin_batch("Model.run", contexts) is None
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+def test_operations_and_their_parts_are_one_trace(world: World) -> None:
+    with operation("admin deploy", kind=SpanKind.SERVER, traceparent=SAMPLED) as span:
+        assert current_trace_id() == TRACE
+        note("muster.subject", "default/m")
+        with part("record_command"):
+            pass
+        ref = current_ref()
+    assert current_trace_id() == ""
+    with operation("reconcile", after=ref, seconds_ago=1e-9), part("record_plan"):
+        pass
+    record, deploy, record_plan, reconcile = world.ended
+    assert span is deploy
+    assert (record.parent_id, deploy.parent_id, reconcile.parent_id) == (deploy.span_id, SPAN, deploy.span_id)
+    assert record_plan.parent_id == reconcile.span_id
+    assert deploy.attributes == {"muster.subject": "default/m"}
+    assert (deploy.is_parent_remote, reconcile.is_parent_remote) == (True, False)
+
+
+def test_an_operation_that_fails_says_why(world: World) -> None:
+    with pytest.raises(ValueError, match="odd"), operation("o"), part("p"):
+        raise ValueError("odd")
+    assert [(span.error, span.attributes["error.type"]) for span in world.ended] == [
+        ("odd", "ValueError")
+    ] * 2
+
+
+def test_a_part_of_nothing_and_what_is_unsampled_have_no_span(world: World) -> None:
+    with part("alone") as span:
+        assert span is None
+    with operation("o", traceparent=UNSAMPLED) as span:
+        assert span is None
+        note("a", 1)
+    set_process_tracer(None)
+    with operation("o") as span:
+        assert span is None
+    assert world.ended == []
+
+
+def test_logs_are_told_the_trace_of_the_request_sampled_or_not() -> None:
+    context = RequestContext(traceparent=UNSAMPLED)
+    assert context.trace_id == TRACE
+    token = request_context.set(context)
+    try:
+        assert current_trace_id() == TRACE
+        request_context.set(msgspec.structs.replace(context, traceparent="nonsense"))
+        assert current_trace_id() == ""
+    finally:
+        request_context.reset(token)
