@@ -29,7 +29,6 @@ OTHERS: Final = {
 """What Prometheus and the client library add to our own metrics."""
 _BUILT_IN: Final = {"__rate_interval"}
 _OF_COUNTERS: Final = {"rate", "increase"}
-_OF_GAUGES: Final = {"changes", "delta"}
 _FILTERED_LABELS: Final = {"endpoint": "endpoint_tag", "backend": "backend_tag", "instance": "instance"}
 """What each variable must filter by, wherever a metric has that label."""
 _VARIABLE: Final = re.compile(r"\$\{?(\w+)")

@@ -27,6 +27,10 @@ class Selector:
     filters: tuple[tuple[str, str, str], ...]
     """Label, operator, value."""
 
+    def __str__(self) -> str:
+        matchers = ", ".join(f'{label}{operator}"{value}"' for label, operator, value in self.filters)
+        return f"{self.metric}{{{matchers}}}"
+
 
 def selectors(expr: str) -> list[Selector]:
     """Every use of a metric in ``expr``."""

@@ -16,6 +16,8 @@ import pytest
 
 from tests.integration.prometheus_server import IMAGE
 
+MOUNT: Final = "/etc/prometheus"
+"""Where the image sees the directory: as in compose."""
 _REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
 _TIMEOUT_S: Final = 60.0
 
@@ -30,7 +32,7 @@ def commands(directory: Path) -> list[list[str]]:
     if on_path is not None:
         found.append([on_path])
     if _has_image():
-        inside = ["--network", "none", "--volume", f"{directory}:/work:ro", "--workdir", "/work"]
+        inside = ["--network", "none", "--volume", f"{directory}:{MOUNT}:ro", "--workdir", MOUNT]
         found.append(["docker", "run", "--rm", *inside, "--entrypoint", "promtool", IMAGE])
     if not found:
         why = f"promtool is not on PATH, and there is no image {IMAGE}"

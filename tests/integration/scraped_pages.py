@@ -30,7 +30,7 @@ def contradictions(pages: Mapping[str, str]) -> list[str]:
     for service, page in pages.items():
         for family in text_string_to_metric_families(page):
             for sample in family.samples:
-                if sample.name.startswith(OWN_PREFIX) and not sample.name.endswith("_created"):
+                if sample.name.startswith(OWN_PREFIX):
                     spec = spec_of(sample.name)
                     found += [f"{service}: {text}" for text in _compared(service, family, sample, spec)]
     return sorted(set(found))

@@ -7,14 +7,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from serve_common.health import BusPulse
+from serve_common.names import HostId
+from serve_common.settings import BusSettings
 from serve_common.tasks import TaskOwner
+from serve_replica_host.adapters.control_bus import ControlBus
 from tests.integration.nats_server import NatsServer
 from tests.integration.postgres_server import PostgresServer
 
@@ -169,3 +173,43 @@ async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_s
             os.kill(stopped, signal.SIGCONT)
         assert said == "process 2: it does not answer within 2 s\n"
         await parent.until("/healthz", 200)
+
+
+async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -> None:
+    bus = ControlBus(
+        BusSettings(
+            servers=[nats.url], user="", password="", inbox_prefix="_INBOX_host", subject_prefix="serve"
+        ),
+        HostId("h1"),
+        on_goal=lambda _: None,
+        on_leader=lambda _: None,
+        on_connected=lambda: None,
+        on_reconnect=lambda: None,
+    )
+    pulse = BusPulse(
+        "control plane", is_connected=lambda: bus.is_connected, ping=bus.ping, silent_after_s=0.3
+    )
+    tasks = TaskOwner("test")
+    tasks.start(bus.run(), "bus")
+    tasks.start(pulse.run(), "pulse")
+
+    async def until(is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not is_so():  # noqa: ASYNC110 - health is asked for
+                await asyncio.sleep(0.02)
+
+    try:
+        await until(lambda: bus.is_connected)
+        assert nats.process is not None
+        nats.process.send_signal(signal.SIGSTOP)
+        await until(lambda: pulse.why_not_healthy() is not None)
+        assert bus.is_connected
+        nats.process.send_signal(signal.SIGCONT)
+        await until(lambda: pulse.why_not_healthy() is None)
+        nats.kill()
+        await until(lambda: not bus.is_connected)
+        await asyncio.sleep(0.5)  # longer than silence may last
+        assert pulse.why_not_healthy() is None
+    finally:
+        await tasks.close(1.0)
+        await bus.close()

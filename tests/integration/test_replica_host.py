@@ -63,6 +63,7 @@ APP = """
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 
@@ -142,6 +143,27 @@ class Sick:
 
     def __call__(self, request):
         return "sick"
+
+
+class Talker:
+    def __init__(self):
+        print("constructed")
+
+    async def __call__(self, request: Request):
+        if request.url.path.endswith("/flood"):
+            await asyncio.to_thread(self.flood, int(request.query_params["n"]))
+            return "flooded"
+        if request.url.path.endswith("/rss"):
+            with open("/proc/self/status") as status:
+                return next(line.split()[1] for line in status if line.startswith("VmRSS"))
+        if request.url.path.endswith("/say"):
+            print("printed for", request.query_params["who"])
+            await asyncio.to_thread(logging.getLogger("talker").warning, "logged", extra={"shape": [1, 2]})
+        return "said"
+
+    def flood(self, count):
+        for number in range(count):
+            print("line", number, "of", count, "x" * 50)
 
 
 class Picky:
@@ -235,6 +257,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SERVE_SPARE_REPLICAS": "2",
         "SERVE_APP_ROOT": str(directory),
         "SERVE_DRAIN_TIMEOUT_S": "5",
+        "SERVE_UNHEALTHY_AFTER_S": "2",
     }
     command = [sys.executable, "-m", "serve_replica_host"]
     log_path = directory / "host.log"
@@ -245,6 +268,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     try:
         stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
         _until_ready(stack, (503, "NATS is not connected\n"))
+        assert stack.get("/healthz") == (200, "ok\n")  # a restart would not help
         nats.start()
         _until_ready(stack, (200, "ok\n"))
         yield stack
@@ -880,7 +904,7 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
 
     async def until(is_so: Callable[[dict[str, float]], bool]) -> None:
         async with asyncio.timeout(10):
-            while not is_so(samples("counter", "gauge", "histogram")):
+            while not is_so(samples("counter", "gauge", "histogram")):  # noqa: ASYNC110 - it is scraped
                 await asyncio.sleep(0.05)
 
     echo = driver.replica("Echo")
@@ -906,6 +930,109 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
     assert after[f"serve_replica_failures_total{[*backend, ('reason', 'death')]}"] >= 1.0
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
+
+
+def host_lines(stack: Stack) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stack.log.read_text().splitlines()]
+
+
+async def muster_logs(stack: Stack, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "muster.cli.main", "logs", *arguments, "--json"),
+        env={
+            **os.environ,
+            "MUSTER_NATS_URL": stack.url,
+            "MUSTER_NATS_PASSWORD": stack.passwords("admin"),
+        },
+        stdout=asyncio.subprocess.PIPE,
+        cwd=ROOT,
+    )
+
+
+async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_follows(
+    driver: Driver, stack: Stack
+) -> None:
+    talker = driver.replica("Talker")
+    await driver.run(talker)
+    follower = await muster_logs(stack, "app", "--tail", "200")
+    assert follower.stdout is not None
+
+    async def until_said(message: str) -> dict[str, Any]:
+        async with asyncio.timeout(20):
+            while line := json.loads(await follower.stdout.readline()):
+                if line.get("message") == message and line["replica_tag"] == talker.replica_tag:
+                    return line
+        raise AssertionError(message)
+
+    try:
+        # Remembered, for nobody listened when it was said.
+        constructed = await until_said("constructed")
+        request = driver.request(talker.replica_tag, "/app/say", query="who=me")
+        await request.answer()
+        printed = await until_said("printed for me")
+        logged = await until_said("logged")
+    finally:
+        follower.send_signal(signal.SIGINT)
+        assert await follower.wait() == 0
+    ids = {"replica_tag": talker.replica_tag, "backend_tag": "default/app", "host_id": HOST}
+    assert printed.items() >= {**ids, "event": "print", "logger": "stdout", "level": "info"}.items()
+    assert logged.items() >= {**ids, "event": "log", "logger": "talker", "level": "warning"}.items()
+    assert logged["shape"] == [1, 2]
+    assert "request_id" not in constructed
+    assert printed["request_id"] == logged["request_id"] == f"r-{request.token}"
+    for line in (constructed, printed, logged):
+        assert line in host_lines(stack)
+
+
+async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_was_left_out(
+    driver: Driver, stack: Stack
+) -> None:
+    talker = driver.replica("Talker")
+    await driver.run(talker)
+    loop = asyncio.get_running_loop()
+
+    async def rss_kb() -> int:
+        return int((await driver.call(talker.replica_tag, "/app/rss"))[1])
+
+    heard: list[dict[str, Any]] = []
+
+    async def follow(follower: asyncio.subprocess.Process) -> None:
+        assert follower.stdout is not None
+        while line := await follower.stdout.readline():
+            heard.append(json.loads(line))
+
+    async def until(is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not is_so():  # noqa: ASYNC110 - the host's output is a file
+                await asyncio.sleep(0.2)
+
+    def counted(lines: list[dict[str, Any]]) -> tuple[int, int]:
+        """The flood's lines, and how many are said to have been left out."""
+        lines = [line for line in lines if line.get("replica_tag") == talker.replica_tag]
+        dropped = sum(line["count"] for line in lines if line["event"] == "log_lines_dropped")
+        return sum(str(line.get("message", "")).startswith("line ") for line in lines), dropped
+
+    waited_s = []
+    async with asyncio.TaskGroup() as group:
+        follower = await muster_logs(stack, "app", "--tail", "1")
+        group.create_task(follow(follower))
+        await until(lambda: bool(heard))
+        before_kb = await rss_kb()
+        flood = driver.request(talker.replica_tag, "/app/flood", query="n=100000")
+        while flood.frames.empty():
+            began = loop.time()
+            await driver.call(talker.replica_tag)
+            waited_s.append(loop.time() - began)
+            await asyncio.sleep(0.01)
+        assert (await flood.answer())[1] == b"flooded"
+        grown_kb = await rss_kb() - before_kb
+        await until(lambda: sum(counted(host_lines(stack))) >= 100_000)
+        await until(lambda: sum(counted(heard)) >= 100_000)
+        follower.send_signal(signal.SIGINT)
+    assert sum(counted(host_lines(stack))) == sum(counted(heard)) == 100_000
+    assert counted(heard)[0] < 50_000
+    assert sorted(waited_s)[len(waited_s) // 2] < 0.5
+    assert grown_kb < 60_000
 
 
 async def test_sigterm_drains_and_leaves_no_process_behind(driver: Driver, stack: Stack) -> None:

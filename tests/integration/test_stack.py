@@ -226,6 +226,22 @@ def without_volatile(status: dict[str, Any]) -> list[Any]:
     ]
 
 
+async def test_what_the_whole_stack_does_and_says_can_be_watched(stack: Stack) -> None:
+    async with under_load(stack):
+        top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval", "1"))
+    [row] = [row for row in top["rows"] if row["name"] == "default/digits"]
+    assert row["requests_per_s"] > 1
+    assert 0 < row["p50_s"] <= row["p99_s"] < 10
+    assert (row["running"], row["wanted"], row["errors_per_s"]) == (2, 2, 0.0)
+    assert top["unreachable"] == []
+    said = stack.muster("logs", "--no-follow", "--tail", "1000", "--json").splitlines()
+    services = {json.loads(line)["service"] for line in said}
+    assert services >= {"controller", "proxy", "replica-host"}
+    shown = stack.muster("logs", "--no-follow", "--service", "proxy", "--tail", "200")
+    assert "proxy-1 proxy_listening" in shown
+    assert "digits" in stack.muster("events", "digits")
+
+
 async def test_a_killed_controller_costs_no_request_and_comes_back_unchanged(stack: Stack) -> None:
     before = without_volatile(stack.status())
     async with under_load(stack) as load:
@@ -357,6 +373,8 @@ async def test_every_process_serves_its_metrics(stack: Stack) -> None:
     }
     pages = {}
     async with aiohttp.ClientSession() as session:
+        assert await classify(session, stack.url) == "ok"
+        await asyncio.sleep(1.0)  # replicas write twice a second
         for name, lines in wanted.items():
             async with session.get(f"{stack.record()['ops_urls'][name]}/metrics") as response:
                 text = pages[name] = await response.text()

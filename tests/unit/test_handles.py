@@ -229,7 +229,6 @@ async def test_a_call_that_waited_for_the_bucket_does_not_wait_as_long_for_its_e
             await response
 
 
-
 async def test_a_bucket_that_is_not_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router, "BUCKET_WAIT_S", 0.01)
     world = make_world(monkeypatch)

@@ -135,6 +135,31 @@ def test_a_process_that_was_left_out_of_its_page_for_a_moment_is_no_burst() -> N
     assert reading.over_s == 2.0
 
 
+def test_an_address_that_somebody_else_has_now_is_no_burst() -> None:
+    windows = LoadWindows()
+    steady(windows, 10)
+    for at in (12, 14):
+        other = page(
+            'serve_host_info{host_id="h2"} 1',
+            f'serve_replica_ongoing_seconds_total{{backend_tag="a/b"}} {90_000 + at}',
+        )
+        windows.add(HOST, at, other, KEEP_S)
+        windows.add(PROXY, at, proxy_page(50), KEEP_S)
+    reading = read(windows, 14, ask(hosts=frozenset({HostId("h2")})))
+    assert (reading.seen, reading.over_s) == (pytest.approx(1.0), 2.0)
+
+
+def test_backends_that_are_gone_from_a_page_are_forgotten() -> None:
+    windows = LoadWindows()
+    steady(windows, 20)
+    for at in range(22, 400, 2):
+        windows.add(HOST, at, host_page(None), KEEP_S)
+        windows.add(PROXY, at, proxy_page(None), KEEP_S)
+    assert read(windows, 398).seen == 0.0
+    history = windows._targets[HOST]
+    assert (len(history.points[-1].seconds), len(history._counters), len(history._tags)) == (0, 0, 0)
+
+
 def test_no_series_at_all_is_no_load_where_everybody_was_scraped() -> None:
     windows = LoadWindows()
     for at in (0, 2, 4):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from serve_common.autoscaling import AutoscalingPolicy
-from serve_controller.adapters.policy_runner import SubprocessPolicies, child_environment
+from serve_controller.adapters.policy_process import child_environment
+from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import PolicyAnswer, PolicyContext, PolicyFailed
 

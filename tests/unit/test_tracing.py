@@ -23,6 +23,7 @@ from serve_common.tracing.settings import read_tracing_settings
 from serve_common.tracing.spans import TEXT_LENGTH_MAX, Span, SpanKind
 from serve_common.tracing.trace_context import (
     SpanRef,
+    headers_of_environment,
     may_be_sampled,
     parse_traceparent,
     tracestate_of,
@@ -125,6 +126,15 @@ def test_a_tracestate_is_passed_on_only_if_it_is_one(text: str, usable: str) -> 
 def test_a_tracestate_in_several_headers_is_one_list() -> None:
     assert tracestate_of([(b"tracestate", b"a=1"), (b"x", b"y"), (b"tracestate", b"b=2")]) == "a=1,b=2"
     assert tracestate_of([(b"x", b"y")]) == ""
+
+
+def test_a_program_that_is_run_in_a_trace_is_told_so_by_its_environment() -> None:
+    assert (
+        headers_of_environment({}) == headers_of_environment({"TRACEPARENT": "no", "TRACESTATE": "a=1"}) == {}
+    )
+    assert headers_of_environment({"TRACEPARENT": SAMPLED}) == {"traceparent": SAMPLED}
+    told = headers_of_environment({"TRACEPARENT": SAMPLED, "TRACESTATE": "a=1"})
+    assert told == {"traceparent": SAMPLED, "tracestate": "a=1"}
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Final, TypeVar, final
 
@@ -139,14 +139,6 @@ class Level(Measure):
             self._values[key] = value
             self._changed.add(key)
 
-    def add(self, value: float, key: LabelValues = ()) -> None:
-        """It is higher by ``value``, which may be negative."""
-        with self.lock:
-            if key not in self._seen:
-                key = self._known(key)
-            self._values[key] = self._values.get(key, 0.0) + value
-            self._changed.add(key)
-
     def drain(self) -> dict[LabelValues, float]:
         """The values that were set since the last time."""
         with self.lock:
@@ -194,8 +186,6 @@ class Measures:
     """The measures of a process, by name."""
 
     def __init__(self) -> None:
-        self.before_drain: Final[list[Callable[[], None]]] = []
-        """Called before everything is written out, by the thread that does so; must not raise."""
         self._lock = threading.Lock()
         self._measures: dict[str, AnyMeasure] = {}
         self._names: dict[str, str] = {}
@@ -204,22 +194,19 @@ class Measures:
     def __len__(self) -> int:
         return len(self._measures)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._measures
-
-    def total(self, spec: MetricSpec, series_max: int = SERIES_MAX, *, names_backend: bool = False) -> Total:
+    def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> Total:
         """The counter of that specification, made when there is none.
 
-        ``names_backend``: callers give ``backend_tag`` themselves, for it is not the replica's own. Raises
+        The label ``backend_tag`` is not the callers': it is added when the measure is written out. Raises
         `MeasureConflict` when the name is taken by another one.
         """
-        return self._declare(Total, spec, series_max, names_backend=names_backend)
+        return self._declare(Total, spec, series_max)
 
     def level(
         self, spec: MetricSpec, series_max: int = SERIES_MAX, aggregate: Aggregate = Aggregate.SUM
     ) -> Level:
         """The gauge; as `total`."""
-        level = self._declare(Level, spec, series_max, aggregate=aggregate)
+        level = self._declare(Level, spec, series_max, aggregate)
         if level.aggregate is not aggregate:
             raise MeasureConflict(
                 f"the metric {spec.name!r} exists already, with aggregate={level.aggregate.value!r}"
@@ -232,17 +219,9 @@ class Measures:
 
     def pending(self) -> Iterator[AnyMeasure]:
         """Those that have something to drain."""
-        for tell in tuple(self.before_drain):
-            tell()
         for measure in list(self._measures.values()):
             if measure._has_pending():  # noqa: SLF001 - it is this module's
                 yield measure
-
-    def forget(self) -> None:
-        """For tests: as in a new process."""
-        self._measures.clear()
-        self._names.clear()
-        self.before_drain.clear()
 
     def renew_locks(self) -> None:
         """In a forked child, where another thread's lock would stay locked for ever."""
@@ -255,8 +234,6 @@ class Measures:
         kind: type[_M],
         spec: MetricSpec,
         series_max: int,
-        *,
-        names_backend: bool = False,
         aggregate: Aggregate = Aggregate.SUM,
     ) -> _M:
         with self._lock:
@@ -268,7 +245,7 @@ class Measures:
                     raise MeasureConflict(
                         f"the metric {spec.name!r} would have the name {name!r}, as {self._names[name]!r} has it"
                     )
-            labels = spec.labels if names_backend else tuple(la for la in spec.labels if la != _OWN_LABEL)
+            labels = tuple(label for label in spec.labels if label != _OWN_LABEL)
             measure = kind(spec, labels, series_max, threading.Lock())
             measure.aggregate = aggregate
             self._measures[spec.name] = measure

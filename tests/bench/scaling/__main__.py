@@ -10,6 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
+import math
+import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -142,6 +146,37 @@ def judged(
     )
 
 
+async def without_source(
+    admin: AdminClient, target: Target, config: AutoscalingConfig, away: str, back: str, clients_count: int
+) -> bool:
+    """A steady load, while what loads are read from goes away and comes back: no wrong number at any moment."""
+    loop = asyncio.get_running_loop()
+    needed = math.ceil(clients_count / config.target_ongoing_requests)
+    await deploy(admin, target, msgspec.structs.replace(config, initial_replicas=needed))
+    looks: list[Look] = []
+    watching = loop.create_task(watch(admin, NAME, looks))
+    marks: list[str] = []
+    async with Clients.asking(f"{target.http_url}/{NAME}") as clients:
+        began_at = loop.time()
+        clients.set(clients_count)
+        for command, wait_s in (("", 40.0), (away, 60.0), (back, 60.0)):
+            if command:
+                marks.append(f"{command!r} at {loop.time() - began_at:.0f} s")
+                await asyncio.to_thread(subprocess.run, shlex.split(command), check=True, capture_output=True)
+            await asyncio.sleep(wait_s)
+    watching.cancel()
+    print(f"\n{clients_count} clients; {', '.join(marks)}")
+    print("\n".join(rows(looks, clients.asked, began_at)))
+    decided = {look.decided for look in looks}
+    sources = [source for source, _ in itertools.groupby(look.source for look in looks if look.source)]
+    failed = [a for a in clients.asked if a.error]
+    print(
+        f"requests {len(clients.asked)}, failed {len(failed)}; replicas decided: {sorted(decided)} ({needed} needed)"
+    )
+    print(f"read from: {' → '.join(sources)}")
+    return not failed and all(needed - 1 <= each <= needed + 1 for each in decided)
+
+
 async def from_zero(admin: AdminClient, target: Target, together: int) -> bool:
     """Let it fall asleep, ask once, and later ask so many at once."""
     loop = asyncio.get_running_loop()
@@ -204,6 +239,8 @@ async def run(options: argparse.Namespace) -> bool:
             good = await step(admin, target, CONFIG, options.clients, options.seconds) and good
         if "zero" in options.story:
             good = await from_zero(admin, target, 100) and good
+        if "source" in options.story:
+            good = await without_source(admin, target, CONFIG, options.away, options.back, 20) and good
         await admin.pause_autoscaling(PauseAutoscaling(backend_tag=NAME))
         await admin.delete_deployment(NAME)
     return good
@@ -212,12 +249,14 @@ async def run(options: argparse.Namespace) -> bool:
 def main() -> int:
     """The exit status: 0 when everything followed."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.scaling", description=__doc__)
-    parser.add_argument("--story", nargs="+", choices=["step", "zero"], default=["step", "zero"])
+    parser.add_argument("--story", nargs="+", choices=["step", "zero", "source"], default=["step", "zero"])
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load is high")
     parser.add_argument("--nats", help="of a stack that runs, such as nats://127.0.0.1:4222")
     parser.add_argument("--password-file", help="of the NATS user admin")
     parser.add_argument("--http", help="where that stack takes requests")
+    parser.add_argument("--away", default="", help="for the story 'source': what ends Prometheus")
+    parser.add_argument("--back", default="", help="and what starts it again")
     parser.add_argument("--app-dir", help="this story's model, as that stack's replica hosts see it")
     options = parser.parse_args()
     return 0 if asyncio.run(run(options)) else 1

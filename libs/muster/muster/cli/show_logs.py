@@ -28,7 +28,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
     level = str(line.get("level", ""))
     style = _STYLES.get(level, "")
     text = Text()
-    text.append(f"{_time_of(line)} ", style="dim")
+    text.append(f"{_time_of(line):<12} ", style="dim")
     text.append(f"{level.upper():<8} ", style=style)
     text.append(f"{who(line)} ", style="cyan")
     is_users = line.get("event") in _OF_USERS

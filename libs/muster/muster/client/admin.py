@@ -5,7 +5,7 @@ Why three files behind it: commands and queries change when the API does, and ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from muster.client.asking import Asker, ignore
 from muster.client.changes import Changes
@@ -23,6 +23,7 @@ class AdminClient(Changes, Queries):
         subjects: Subjects,
         *,
         who: str = "",
+        headers: Mapping[str, str] | None = None,
         retry_for_s: float = 30.0,
         retry_pause_s: float = 0.25,
         on_retry: Callable[[str], None] = ignore,
@@ -33,6 +34,7 @@ class AdminClient(Changes, Queries):
                 requests,
                 subjects,
                 who=who,
+                headers=headers,
                 retry_for_s=retry_for_s,
                 retry_pause_s=retry_pause_s,
                 on_retry=on_retry,

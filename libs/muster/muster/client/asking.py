@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -46,17 +46,19 @@ class Asker:
         subjects: Subjects,
         *,
         who: str = "",
+        headers: Mapping[str, str] | None = None,
         retry_for_s: float = 30.0,
         retry_pause_s: float = 0.25,
         on_retry: Callable[[str], None] = ignore,
     ) -> None:
         """Transient errors are tried again for ``retry_for_s``; ``on_retry`` hears why, for people.
 
-        ``who`` stands in the audit log beside every change; empty says nothing.
+        ``who`` stands in the audit log beside every change; empty says nothing. ``headers`` go with every change too.
         """
         self._requests = requests
         self._subjects = subjects
-        self._headers = {WHO_HEADER: who[:WHO_LENGTH_MAX]} if who else None
+        own = {WHO_HEADER: who[:WHO_LENGTH_MAX]} if who else {}
+        self._headers = {**(headers or {}), **own} or None
         self._retry_for_s = retry_for_s
         self._retry_pause_s = retry_pause_s
         self._on_retry = on_retry

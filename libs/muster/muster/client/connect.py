@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,7 @@ from muster.client.admin import AdminClient
 from muster.client.calls import Caller
 from muster.client.who import who_am_i
 from serve_common.subjects import Subjects
+from serve_common.tracing.trace_context import headers_of_environment
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ async def connect_stack(
 ) -> AsyncIterator[Stack]:
     """Connect, and let go at the end. ``who`` stands in the audit log; None is ``user@host`` of this process.
 
+    Changes belong to the trace that TRACEPARENT and TRACESTATE name, where whatever runs this process has set them.
+
     Raises `BusUnavailable` when NATS does not answer within ``connect_within_s``, and `BusAuthorizationFailed`.
     """
     # Only here: the driver takes longer to import than `muster --help` should take.
@@ -43,7 +47,14 @@ async def connect_stack(
     try:
         await requests.connect(within_s=connect_within_s, on_retry=on_retry)
         yield Stack(
-            admin=AdminClient(requests, subjects, who=who, retry_for_s=retry_for_s, on_retry=on_retry),
+            admin=AdminClient(
+                requests,
+                subjects,
+                who=who,
+                headers=headers_of_environment(os.environ),
+                retry_for_s=retry_for_s,
+                on_retry=on_retry,
+            ),
             caller=Caller(requests, subjects),
         )
     finally:

@@ -195,7 +195,7 @@ class _Exporter(SpanExporter):
         """See `SpanExporter`."""
         count = len(spans)
         self.counts.leave(count)
-        result = SpanExportResult.FAILURE
+        result, reason = SpanExportResult.FAILURE, "the receiver did not take them"
         try:
             whole = [
                 otlp_spans.readable(span.span, self._resource) if isinstance(span, _Late) else span

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import final
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.metrics_core import Metric
@@ -23,6 +23,8 @@ def register_process_metrics(
     registry: CollectorRegistry, lag: LoopLag, connections: Mapping[str, Callable[[], bool]]
 ) -> None:
     """Make ``registry`` show them; ``connections`` tell whether they are up, by the label's value."""
+    # Those are one more series for each counter, which says when it began and nothing else.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry.register(_ProcessCollector(lag, connections))
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)

@@ -240,6 +240,8 @@ class Dispatcher:
 
     def never_begun(self, call: Call) -> None:
         """See `Outcomes`: it was lost on its way there, so it is sent as if for the first time."""
+        if call.ask.trace is not None:
+            call.ask.trace.attempt_failed("never_begun", "the request did not arrive")
         if call.answer is not None or not call.is_whole:
             self._losses.disowned(call)
         elif self.leave_router(call):
@@ -283,6 +285,8 @@ class Dispatcher:
         try:
             self._outgoing.begin(call, replica)
         except NotConnected:
+            if call.ask.trace is not None:
+                call.ask.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
             freed = self._give_back(call, router)
             self._park(call)
             return freed

@@ -140,8 +140,9 @@ class LogRelay:
 
     def _run(self) -> None:
         while True:
-            # An outlet that was away is tried again without new lines.
-            self._wake.wait(_AWAY_S if self._unsent and self._outlet is not None else None)
+            # What could not be published yet is tried again without new lines.
+            is_owing = self._outlet is not None and (self._unsent or self._unpublished)
+            self._wake.wait(_AWAY_S if is_owing else None)
             self._wake.clear()
             self._carry()
             time.sleep(GATHER_S)
@@ -151,6 +152,8 @@ class LogRelay:
             with self._lock:
                 lines, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
                 dropped, self._dropped = self._dropped, 0
+            queued = sum(self._queue(line) for line in lines)
+            self.count_lost(len(lines) - queued + dropped)
             if dropped:
                 lines.append(self._told_of(dropped, "they came faster than they could be written"))
             if self._write is not None:
@@ -159,8 +162,6 @@ class LogRelay:
             with self._lock:
                 for line in list(lines)[-RECALL_LINES_MAX:]:
                     self._remember(line)
-            left_out = sum(not self._queue(line) for line in lines)
-            self.count_lost(left_out)
             self._publish()
 
     def _told_of(self, count: int, why: str) -> bytes:

@@ -140,7 +140,7 @@ def _meaning(spec: MetricSpec) -> str:
         parts.append(f"Present {spec.when}.")
     if spec.kind is MetricKind.HISTOGRAM:
         parts.append(f"Bounds: {', '.join(f'{bound:g}' for bound in spec.buckets)}.")
-    if len(spec.exporters) > 1:
+    if len(spec.exporters) > 1 or spec in EVERYWHERE_METRICS:
         parts.append(f"Exported by: {', '.join(exporter.value for exporter in spec.exporters)}.")
     return " ".join(parts)
 

@@ -45,7 +45,6 @@ REPLICA_REFUSED: Final = MetricSpec(
     unit="requests",
     labels=("backend_tag", "reason"),
     exporters=_HERE,
-    when="once a request was refused",
 )
 REPLICA_REQUEST_SECONDS: Final = MetricSpec(
     name="serve_replica_request_seconds",

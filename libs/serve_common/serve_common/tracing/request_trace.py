@@ -62,7 +62,10 @@ class RequestTrace:
             self._error = text
 
     def attempt_ended(self, status: int) -> None:
-        """The sending that is under way has ended; ``status`` of the answer, or 0 when there is none."""
+        """The sending that is under way has ended; ``status`` of the answer, or 0 when there is none.
+
+        Where nobody has said why there is none, nobody wants it any more.
+        """
         attempt = self._attempt
         if attempt is None:
             return
@@ -73,6 +76,8 @@ class RequestTrace:
             if status >= 500:
                 attempt.attributes["error.type"] = str(status)
                 error = ""
+        elif error is None:
+            attempt.attributes["error.type"] = "cancelled"
         self._tracer.end(attempt, error)
 
     def note(self, name: str, value: Value) -> None:

@@ -6,6 +6,7 @@ Source: https://www.w3.org/TR/trace-context/ (Recommendation of 2021; levels 1 a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -82,6 +83,18 @@ def usable_tracestate(text: str) -> str:
         return ""
     keys = {member.partition("=")[0] for member in members}
     return joined if len(keys) == len(members) else ""
+
+
+def headers_of_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """What a program was told of the trace that it is run in, as headers; empty when it was told nothing usable.
+
+    Source: OpenTelemetry's "Environment Variables as Context Propagation Carriers", which build servers follow.
+    """
+    ref = parse_traceparent(variables.get("TRACEPARENT", ""))
+    if ref is None:
+        return {}
+    tracestate = usable_tracestate(variables.get("TRACESTATE", ""))
+    return {TRACEPARENT: ref.traceparent} | ({TRACESTATE: tracestate} if tracestate else {})
 
 
 def tracestate_of(headers: list[tuple[bytes, bytes]]) -> str:

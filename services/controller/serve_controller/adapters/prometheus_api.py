@@ -36,6 +36,11 @@ class Element(msgspec.Struct, frozen=True):
     """Time and number. None for a matrix, and for a native histogram, which is no number."""
     values: list[tuple[float, str]] = []
 
+    @property
+    def number(self) -> float | None:
+        """Its value, if there is one; it may be no finite number."""
+        return None if self.value is None else float(self.value[1])
+
 
 class _Result(msgspec.Struct, frozen=True, rename="camel"):
     result_type: str
@@ -78,7 +83,7 @@ class PrometheusApi:
     async def time(self) -> float:
         """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all of these do."""
         answer = await self._ask("time()", None)
-        return _number(_SCALAR.decode(answer.result)[1])
+        return float(_SCALAR.decode(answer.result)[1])
 
     async def elements(self, promql: str, at: float) -> list[Element]:
         """The elements of a vector or a matrix, evaluated as of ``at`` by the server's clock."""
@@ -91,7 +96,7 @@ class PrometheusApi:
         """The one finite number that ``promql`` gives: a scalar, or a vector of one element."""
         answer = await self._ask(promql, at)
         if answer.result_type == "scalar":
-            return _finite(_SCALAR.decode(answer.result)[1])
+            return _finite(float(_SCALAR.decode(answer.result)[1]))
         if answer.result_type != "vector":
             raise QueryRefused(f"the query gives a {answer.result_type} instead of one number")
         elements = _ELEMENTS.decode(answer.result)
@@ -101,10 +106,10 @@ class PrometheusApi:
             raise QueryRefused(
                 f"the query gives {len(elements)} numbers instead of one; sum() or max() makes one"
             )
-        value = elements[0].value
-        if value is None:
+        number = elements[0].number
+        if number is None:
             raise QueryRefused("the query gives a histogram instead of a number")
-        return _finite(value[1])
+        return _finite(number)
 
     async def _ask(self, promql: str, at: float | None) -> _Result:
         form = {"query": promql, "timeout": f"{TIMEOUT_S:g}s"}
@@ -145,14 +150,9 @@ class PrometheusApi:
         return answer.data
 
 
-def _number(text: str) -> float:
-    return float(text)  # Prometheus writes NaN, +Inf and -Inf as Python reads them
-
-
-def _finite(text: str) -> float:
-    number = _number(text)
+def _finite(number: float) -> float:
     if not math.isfinite(number):
-        raise QueryRefused(f"the query gives {text}")
+        raise QueryRefused(f"the query gives {number}")
     return number
 
 

@@ -7,30 +7,27 @@ look over the same window. Only users' own queries are asked one by one.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar, final
+from typing import Final, TypeVar, final
 
 import structlog
 
-from serve_common.autoscaling import AggregationFunction
 from serve_common.names import BackendTag
 from serve_controller.adapters import prometheus_queries as promql
 from serve_controller.adapters.prometheus_api import Element, PrometheusApi, PrometheusAway, QueryRefused
-from serve_controller.adapters.prometheus_coverage import WINDOW_INTERVALS, Coverage, Process, Scraped, Window
+from serve_controller.adapters.prometheus_coverage import WINDOW_INTERVALS, Coverage, Process, Scraped
+from serve_controller.adapters.prometheus_groups import Group, Placed, Placer
+from serve_controller.adapters.prometheus_rates import SOURCE, Rates, missing
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 
 _log = structlog.get_logger(__name__)
 
-SOURCE: Final = "prometheus"
 _HORIZON_MIN_S: Final = 60.0
 _HORIZON_MAX_S: Final = 300.0
 """Of every single scrape that is looked at; for longer windows they are counted."""
 _UNKNOWN_INTERVAL_HORIZON_S: Final = 300.0
-_INTERVAL_MAX_S: Final = 120.0
-"""Who scrapes less often gives no load: the windows would have to be longer than five minutes."""
 _LOADS_DEADLINE_S: Final = 6.0
 """For everything that is asked for all backends together."""
 _QUERIES_DEADLINE_S: Final = 6.0
@@ -40,24 +37,7 @@ _BATCH: Final = 500
 _GROUPS_MAX: Final = 64
 """Of different windows in one look; the backends of those beyond are told to use fewer."""
 
-_Loads = dict[BackendTag, float]
 _T = TypeVar("_T")
-
-
-class _Group(NamedTuple):
-    """What one set of queries answers for all backends that share it."""
-
-    window_s: float
-    burst_s: float | None
-    aggregation: AggregationFunction
-
-
-class _Placed(NamedTuple):
-    """An ask and the windows that it may be answered over."""
-
-    ask: LoadAsk
-    group: _Group
-    newest_at: float
 
 
 @final
@@ -97,7 +77,7 @@ class PrometheusSource:
         if coverage is not None:
             queries = [ask for ask in asks if ask.config.query is not None]
             readings |= await self._read_queries(queries, coverage, now)
-        return {ask.backend_tag: readings.get(ask.backend_tag) or _missing(now, why) for ask in asks}
+        return {ask.backend_tag: readings.get(ask.backend_tag) or missing(now, why) for ask in asks}
 
     async def close(self) -> None:
         """Close the connections to the server."""
@@ -133,7 +113,7 @@ class PrometheusSource:
         for kind, info in infos:
             for element in await self._api.elements(promql.count_of(info, self._selector, window_s), at):
                 process, _ = _process_of(kind, element)
-                found[process] += int(_value_of(element) or 0)
+                found[process] += int(element.number or 0)
         return dict(found)
 
     def _learn(self, interval_s: float | None) -> None:
@@ -159,26 +139,26 @@ class PrometheusSource:
         readings: dict[BackendTag, Reading],
     ) -> None:
         """Fill in ``readings``; what was read stays when it raises `PrometheusAway`."""
-        groups: defaultdict[_Group, list[_Placed]] = defaultdict(list)
-        placer = _Placer(coverage, now)
+        groups: defaultdict[Group, list[Placed]] = defaultdict(list)
+        placer = Placer(coverage, now)
         for number, ask in enumerate(asks):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
             placed = placer.place(ask)
             if isinstance(placed, str):
-                readings[ask.backend_tag] = _missing(now, placed)
+                readings[ask.backend_tag] = missing(now, placed)
             elif placed.group in groups or len(groups) < _GROUPS_MAX:
                 groups[placed.group].append(placed)
             else:
                 why = f"more than {_GROUPS_MAX} different look-back periods are in use"
-                readings[ask.backend_tag] = _missing(now, why)
-        rates = _Rates(self._api, self._selector, coverage)
+                readings[ask.backend_tag] = missing(now, why)
+        rates = Rates(self._api, self._selector, coverage)
         for group, members in groups.items():
             try:
                 found = await rates.of(group)
             except QueryRefused as error:
                 why = f"Prometheus: {error}"
-                readings |= {placed.ask.backend_tag: _missing(now, why) for placed in members}
+                readings |= {placed.ask.backend_tag: missing(now, why) for placed in members}
                 continue
             for placed in members:
                 readings[placed.ask.backend_tag] = found.reading(
@@ -196,7 +176,7 @@ class PrometheusSource:
         for ask in asks:
             look_back_s = ask.config.look_back_period_s
             if last_break is not None and last_break[1] > coverage.at - look_back_s:
-                readings[ask.backend_tag] = _missing(now, _break_told(last_break, coverage.at))
+                readings[ask.backend_tag] = missing(now, _break_told(last_break, coverage.at))
             elif ask.config.query is not None:
                 expressions[ask.backend_tag] = promql.with_placeholders(
                     ask.config.query.promql, ask.backend_tag, look_back_s
@@ -205,7 +185,7 @@ class PrometheusSource:
         for tag, expression in expressions.items():
             answer = answers[expression]
             readings[tag] = (
-                _missing(now, answer)
+                missing(now, answer)
                 if isinstance(answer, str)
                 else Reading(at=now, seen=answer, source=SOURCE)
             )
@@ -232,122 +212,6 @@ class PrometheusSource:
         return answers
 
 
-@final
-class _Placer:
-    """Finds each ask's windows; those that expect the same processes are decided once."""
-
-    def __init__(self, coverage: Coverage, now: float) -> None:
-        self._coverage = coverage
-        self._now = now
-        self._known: dict[tuple[object, ...], Window | str] = {}
-
-    def place(self, ask: LoadAsk) -> _Placed | str:
-        interval_s = self._coverage.interval_s
-        if interval_s is not None and interval_s > _INTERVAL_MAX_S:
-            return f"Prometheus scrapes every {interval_s:.0f} s, more than {_INTERVAL_MAX_S:.0f} s"
-        seen = self._window(ask, ask.config.look_back_period_s)
-        if isinstance(seen, str):
-            return seen
-        burst = self._window(ask, ask.config.panic_window_s) if ask.config.panic_threshold else ""
-        burst_s = burst.length_s if isinstance(burst, Window) else None
-        return _Placed(ask, _Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at)
-
-    def _window(self, ask: LoadAsk, wanted_s: float) -> Window | str:
-        key = (wanted_s, ask.proxies, ask.hosts)
-        found = self._known.get(key)
-        if found is None:
-            expected = [Process("proxy", name) for name in ask.proxies]
-            expected += [Process("host", name) for name in ask.hosts]
-            expected = expected or self._coverage.fresh()
-            ahead_s = self._coverage.at - self._now
-            began_at = {name: at + ahead_s for name, at in ask.began_at.items()}
-            found = self._known[key] = self._coverage.window(wanted_s, expected, began_at)
-        return found
-
-
-@final
-class _Found:
-    """The loads of all backends over the windows of one group."""
-
-    def __init__(self, seen: _Loads, queued: _Loads, burst: _Loads | None) -> None:
-        self._seen = seen
-        self._queued = queued
-        self._burst = burst
-
-    def reading(self, placed: _Placed, at: float) -> Reading:
-        """A backend without a series never had a request: everybody who could tell of one was scraped."""
-        tag = placed.ask.backend_tag
-        seen = self._seen.get(tag, 0.0)
-        burst = None if self._burst is None else self._burst.get(tag, 0.0)
-        if not math.isfinite(seen) or (burst is not None and not math.isfinite(burst)):
-            return _missing(at, f"Prometheus: the rate of its requests is {seen}")
-        return Reading(
-            at=at,
-            seen=seen,
-            burst=burst,
-            queued=min(self._queued.get(tag, 0.0), seen),
-            source=SOURCE,
-            over_s=placed.group.window_s,
-        )
-
-
-@final
-class _Rates:
-    """Asks for rates, each of them once in a look."""
-
-    def __init__(self, api: PrometheusApi, selector: str, coverage: Coverage) -> None:
-        self._api = api
-        self._selector = selector
-        self._coverage = coverage
-        self._known: dict[str, _Loads] = {}
-
-    async def of(self, group: _Group) -> _Found:
-        """Raises `PrometheusAway` or `QueryRefused`."""
-        ongoing = await self._loads(promql.mean_of(promql.ONGOING, self._selector, group.window_s))
-        queued = await self._loads(promql.mean_of(promql.QUEUED, self._selector, group.window_s))
-        seen = _sum(ongoing, queued)
-        if group.aggregation is not AggregationFunction.MEAN:
-            seen = await self._loads(self._extreme(group))
-        burst = None
-        if group.burst_s is not None:
-            burst = _sum(
-                await self._loads(promql.mean_of(promql.ONGOING, self._selector, group.burst_s)),
-                await self._loads(promql.mean_of(promql.QUEUED, self._selector, group.burst_s)),
-            )
-        return _Found(seen, queued, burst)
-
-    def _extreme(self, group: _Group) -> str:
-        interval_s = self._coverage.interval_s or 1.0
-        inner_s = WINDOW_INTERVALS * interval_s
-        return promql.extreme_of(
-            group.aggregation,
-            self._selector,
-            # The first of the short windows begins where the long one does.
-            window_s=max(group.window_s - inner_s, interval_s),
-            inner_s=inner_s,
-            step_s=max(interval_s, group.window_s / 200),
-        )
-
-    async def _loads(self, query: str) -> _Loads:
-        found = self._known.get(query)
-        if found is None:
-            elements = await self._api.elements(query, self._coverage.asked_at)
-            found = self._known[query] = {
-                BackendTag(element.metric.get("backend_tag", "")): value
-                for element in elements
-                if (value := _value_of(element)) is not None
-            }
-        return found
-
-
-def _sum(first: _Loads, second: _Loads) -> _Loads:
-    return {tag: first.get(tag, 0.0) + second.get(tag, 0.0) for tag in first.keys() | second.keys()}
-
-
-def _value_of(element: Element) -> float | None:
-    return None if element.value is None else float(element.value[1])
-
-
 def _process_of(kind: str, element: Element) -> tuple[Process, str]:
     labels = element.metric
     target = f"{labels.get('job', '')} {labels.get('instance', '')}".strip()
@@ -359,10 +223,6 @@ def _break_told(last_break: tuple[float, float], at: float) -> str:
     if ended >= at:
         return f"Prometheus has scraped nothing for {at - began:.0f} s"
     return f"Prometheus scraped nothing for {ended - began:.0f} s until {at - ended:.0f} s ago"
-
-
-def _missing(at: float, why: str) -> Reading:
-    return Reading(at=at, seen=None, source=SOURCE, missing=why)
 
 
 async def _together(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:

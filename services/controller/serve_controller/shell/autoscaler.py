@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, final
 
+import msgspec
 import structlog
 
 from serve_common.names import BackendTag
@@ -158,29 +159,19 @@ class Autoscaler:
         followed.readings.append(reading)
         if reading.seen is not None:
             followed.read_at = reading.at
-        decided = None
         if inputs.config.policy.policy_function and reading.seen is not None:
             try:
                 answer = await self._ask_policy(backend, inputs, followed)
             except PolicyFailed as error:
-                decided = ScalingDecision(
-                    target=inputs.num_replicas,
-                    state=followed.state,
-                    verdict=Verdict.HELD,
-                    seen=reading.seen,
-                    wanted=None,
-                    why=f"held: the policy {inputs.config.policy.policy_function} failed: {_last_line(error)}",
-                )
+                why = f"the policy {inputs.config.policy.policy_function} failed: {_last_line(error)}"
+                _log.warning("policy_failed", backend_tag=tag, error=str(error))
+                reading = msgspec.structs.replace(reading, seen=None, burst=None, missing=why)
+                followed.readings[-1] = reading
             else:
-                inputs = ScalingInput(
-                    config=inputs.config,
-                    num_replicas=inputs.num_replicas,
-                    num_running=inputs.num_running,
-                    asked=answer.num_replicas,
-                    asked_state=answer.policy_state,
+                inputs = msgspec.structs.replace(
+                    inputs, asked=answer.num_replicas, asked_state=answer.policy_state
                 )
-        if decided is None:
-            decided = decide_scaling(inputs, list(followed.readings), followed.state, self._clock.now())
+        decided = decide_scaling(inputs, list(followed.readings), followed.state, self._clock.now())
         self._decided(tag, followed, decided, reading.source)
         return decided
 

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from serve_common.measures import Aggregate, Distribution, LabelValues, Level, Measure, Measures, Total
+from serve_common.measures import Aggregate, Distribution, Level, Measures, Total
 from serve_common.names import BackendTag
 
 _BACKEND: Final = "backend_tag"
@@ -47,29 +47,22 @@ class MeasureFiles:
             if isinstance(measure, Total):
                 counter = self._counter(measure)
                 for key, value in measure.drain().items():
-                    counter.labels(*self._labels(measure, key)).inc(value)
+                    counter.labels(self._backend_tag, *key).inc(value)
             elif isinstance(measure, Level):
                 gauge = self._gauge(measure)
                 for key, value in measure.drain().items():
-                    gauge.labels(*self._labels(measure, key)).set(value)
+                    gauge.labels(self._backend_tag, *key).set(value)
             else:
                 histogram = self._histogram(measure)
                 for key, observations in measure.drain().items():
-                    labelled = histogram.labels(*self._labels(measure, key))
+                    labelled = histogram.labels(self._backend_tag, *key)
                     add_to_histogram(labelled, observations.counts, observations.total)
-
-    def _labels(self, measure: Measure, key: LabelValues) -> LabelValues:
-        return key if _BACKEND in measure.labels else (self._backend_tag, *key)
-
-    @staticmethod
-    def _names(measure: Measure) -> LabelValues:
-        return measure.labels if _BACKEND in measure.labels else (_BACKEND, *measure.labels)
 
     def _counter(self, measure: Total) -> Counter:
         spec = measure.spec
         counter = self._counters.get(spec.name)
         if counter is None:
-            counter = Counter(spec.family, spec.text, self._names(measure), registry=None)
+            counter = Counter(spec.family, spec.text, (_BACKEND, *measure.labels), registry=None)
             self._counters[spec.name] = counter
         return counter
 
@@ -80,7 +73,7 @@ class MeasureFiles:
             gauge = self._gauges[spec.name] = Gauge(
                 spec.family,
                 spec.text,
-                self._names(measure),
+                (_BACKEND, *measure.labels),
                 multiprocess_mode=_MODES[measure.aggregate],  # type: ignore[arg-type]
                 registry=None,
             )
@@ -91,6 +84,6 @@ class MeasureFiles:
         histogram = self._histograms.get(spec.name)
         if histogram is None:
             histogram = self._histograms[spec.name] = Histogram(
-                spec.family, spec.text, self._names(measure), buckets=spec.buckets, registry=None
+                spec.family, spec.text, (_BACKEND, *measure.labels), buckets=spec.buckets, registry=None
             )
         return histogram

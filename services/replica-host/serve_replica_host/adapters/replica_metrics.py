@@ -39,6 +39,7 @@ OFF_VARIABLE: Final = "SERVE_UNCOUNTED"
 
 _BOUNDS: Final = REPLICA_REQUEST_SECONDS.buckets
 _OTHER_CODE: Final = "other"
+_REASONS: Final = ("busy", "draining")
 
 
 @final
@@ -69,6 +70,8 @@ class PrometheusReplicaMetrics:
         self._reconnects = 0
         self._requests_total = _counter(REPLICA_REQUESTS)
         self._refused_total = _counter(REPLICA_REFUSED)
+        for reason in _REASONS:
+            self._refused_total.labels(backend_tag, reason)
         self._ongoing_total = _counter(ONGOING_SECONDS).labels(backend_tag)
         self._reconnects_total = _counter(REPLICA_RECONNECTS).labels(backend_tag)
         self._request_seconds = Histogram(

@@ -5,10 +5,18 @@ Why the deadline is taken back when an answer begins: it bounds the time until t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from serve_common.request_context import RequestContext, request_context
-from serve_common.tracing.trace_context import may_be_sampled, parse_traceparent, tracestate_of
+from serve_common.tracing.trace_context import (
+    SpanRef,
+    format_traceparent,
+    may_be_sampled,
+    parse_traceparent,
+    tracestate_of,
+)
 from serve_common.wires.frames import CallHead, Kind
 from serve_replica_host.replica.exchange import Exchange
 from serve_replica_host.replica.traces import Traces
@@ -35,34 +43,49 @@ def enter_request(exchange: Exchange) -> None:
 
 def enter_trace(exchange: Exchange, traces: Traces) -> None:
     """If ``exchange`` is traced, its spans begin, and the running task, which has entered it, works below them."""
-    head = exchange.head
-    if not may_be_sampled(head.traceparent):
-        if head.traceparent and traces.tracer.enter_unsampled is not None:
-            ref = parse_traceparent(head.traceparent)
-            if ref is not None:
-                traces.tracer.enter_unsampled(ref)
+    head, tracer = exchange.head, traces.tracer
+    traceparent = head.traceparent
+    if traceparent and not may_be_sampled(traceparent) and tracer.sampler.respects_parent:
+        if tracer.enter_unsampled is not None:
+            _enter_unsampled(traceparent, tracer.enter_unsampled)
         return
-    parent = parse_traceparent(head.traceparent, tracestate_of(head.headers))
-    if parent is None or not traces.tracer.sampler.decide(parent, parent.trace_id):
+    parent = parse_traceparent(traceparent, tracestate_of(head.headers)) if traceparent else None
+    trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
+    if not tracer.sampler.decide(parent, trace_id):
+        span_id = tracer.new_span_id() if parent is None else parent.span_id
+        decided = format_traceparent(trace_id, span_id, is_sampled=False)
+        _change_context(traceparent=decided)
+        if tracer.enter_unsampled is not None:
+            _enter_unsampled(decided, tracer.enter_unsampled)
         return
     call = head.call or _NO_CALL
     trace = exchange.trace = traces.begin(
         parent,
+        trace_id,
         kind=head.kind.name.lower(),
         method_name=call.method_name,
         request_id=head.request_id,
         began_at=exchange.began_at,
     )
     span = trace.user_code
-    context = request_context.get()
-    if context is not None:
-        context = msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
-        request_context.set(context)
+    _change_context(traceparent=span.traceparent, tracestate=span.tracestate)
     if head.kind is Kind.HTTP or head.kind is Kind.WEBSOCKET:
         # What instruments applications looks there; the client's own would leave out all spans between.
         head.headers[:] = [header for header in head.headers if header[0] != b"traceparent"]
         head.headers.append((b"traceparent", span.traceparent.encode()))
-    traces.tracer.enter(span)
+    tracer.enter(span)
+
+
+def _enter_unsampled(traceparent: str, enter: Callable[[SpanRef], None]) -> None:
+    ref = parse_traceparent(traceparent)
+    if ref is not None:
+        enter(ref)
+
+
+def _change_context(**changes: str) -> None:
+    context = request_context.get()
+    if context is not None:
+        request_context.set(msgspec.structs.replace(context, **changes))
 
 
 def answer_begun() -> None:

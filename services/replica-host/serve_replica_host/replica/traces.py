@@ -26,9 +26,19 @@ class Traces:
         self._replica_tag = replica_tag
 
     def begin(
-        self, parent: SpanRef, *, kind: str, method_name: str, request_id: str, began_at: float
+        self,
+        parent: SpanRef | None,
+        trace_id: str,
+        *,
+        kind: str,
+        method_name: str,
+        request_id: str,
+        began_at: float,
     ) -> ExchangeTrace:
-        """For a request that came at ``began_at``, by `time.monotonic`, and whose code is called now."""
+        """For a request that came at ``began_at``, by `time.monotonic`, and whose code is called now.
+
+        Without a ``parent`` the trace begins here.
+        """
         tracer = self.tracer
         attributes: dict[str, Value] = {
             "muster.backend_tag": self._backend_tag,
@@ -42,7 +52,8 @@ class Traces:
             parent,
             attributes,
             began_ns=tracer.at_ns(began_at),
-            is_parent_remote=True,
+            trace_id=trace_id,
+            is_parent_remote=parent is not None,
         )
         method_name = method_name or "__call__"
         code: dict[str, Value] = {"code.function.name": method_name}

@@ -57,6 +57,8 @@ class NatsFeed:
         """Disconnect."""
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
+            # They would tell of a loss that was meant.
+            client._disconnected_cb = client._closed_cb = None  # noqa: SLF001 - the library has no other way
             await close_nats(client)
 
     async def hear(self, within_s: float | None = None) -> Heard | None:
