@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-scale compose-up compose-down secrets lock clean
+	bench-chaos bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,16 @@ bench-chaos: $(STAMP) ## Kill a replica every 2 s for a minute under load, and c
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
 	$(PY) -m tests.bench.scale
+
+bench-autoscaling: $(STAMP) ## Compare the autoscaling policy with Ray Serve's and Knative's on simulated loads
+	$(PY) -m tests.bench.autoscaling
+
+bench-scaling: $(STAMP) ## Let real replicas follow a load of 1 to 50 clients and back, and wake from zero
+	$(PY) -m tests.bench.scaling
+
+dashboards: $(STAMP) ## Write METRICS.md and Grafana's dashboards anew from what describes them
+	$(PY) -m serve_common.metrics_catalogue > METRICS.md
+	$(PY) -m deploy.grafana.boards
 
 secrets: $(STAMP) ## Generate the passwords that compose needs, into secrets/ (kept when present)
 	.venv/bin/muster secrets --directory secrets

@@ -14,6 +14,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from muster.handles import get_deployment_handle
+from muster.handles import runtime as handle_runtime
 from serve_common.tracing.settings import read_tracing_settings
 from serve_common.values import HttpOptions
 from serve_proxy.wiring import Proxy
@@ -233,6 +235,24 @@ async def test_a_websocket_is_traced_while_it_lasts(client: Client) -> None:
         assert trace_id not in {span.trace_id for span in client.receiver.spans}
     assert await client.tree(trace_id, 4) == through("/pages", PAGES, ["user code __call__"])
     assert (await client.spans(trace_id, 4))[0].attributes["http.response.status_code"] == 101
+
+
+async def test_a_call_that_nobody_has_decided_about_begins_its_trace_in_the_replica(
+    stack: HandleStack, receiver: OtlpReceiver
+) -> None:
+    handle_runtime.use(stack.nats.settings("client"))
+    try:
+        assert await get_deployment_handle("back").remote("from outside") == "from outside"
+    finally:
+        handle_runtime.disconnect()
+
+    def begun(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
+        return [span for span in spans if span.name == f"replica {BACK}" and not span.parent_id]
+
+    (replica,) = begun(await asyncio.to_thread(receiver.wait, begun))
+    assert tree(await asyncio.to_thread(receiver.of_trace, replica.trace_id, 2)) == [
+        [f"replica {BACK}", ["user code __call__"]]
+    ]
 
 
 async def test_a_batch_has_a_span_that_is_linked_to_all_its_requests(client: Client) -> None:

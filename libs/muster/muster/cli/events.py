@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Final
 
@@ -16,6 +15,7 @@ from muster.cli.streaming import streaming
 from muster.cli.tables import moment, print_table, styled, table
 from muster.client.address import StackAddress
 from muster.client.feed import Heard
+from serve_common.adapters.system_clock import SystemClock
 from serve_common.errors import BadField
 from serve_common.names import ReplicaTag, backend_tag_of, deployment_tag
 from serve_common.subjects import Subjects
@@ -61,7 +61,7 @@ async def events(
             _show_events(found)
         return
     subjects = Subjects(address.subject_prefix)
-    matching = Matching(subject)
+    matching, clock = Matching(subject), SystemClock()
     # Listening comes first: what happens between the two is told twice rather than never.
     async with session.listen(address, [subjects.events]) as feed:
         shown = await _ask(session, address, query)
@@ -69,7 +69,7 @@ async def events(
         _show_each(shown, as_json=as_json)
         while True:
             heard = await feed.hear()
-            event = None if heard is None else read_event(heard, subjects, time.time())  # noqa: TID251 - a terminal's
+            event = None if heard is None else read_event(heard, subjects, clock.now())
             if event is not None and matching.is_meant(event) and event not in shown:
                 _show_each([event], as_json=as_json)
 

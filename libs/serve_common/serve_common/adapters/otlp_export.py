@@ -202,12 +202,14 @@ class _Exporter(SpanExporter):
                 for span in spans
             ]
             result = self._inner.export(whole)
-        finally:
-            is_taken = result is SpanExportResult.SUCCESS
-            self.counts.end(count, is_taken=is_taken)
+        except Exception as error:  # noqa: BLE001 - the next ones must still be tried
+            reason = repr(error)
+        is_taken = result is SpanExportResult.SUCCESS
+        self.counts.end(count, is_taken=is_taken)
         if not is_taken:
+            dropped = self.counts.dropped
             self._losses.log(
-                time.monotonic(), "spans_not_exported", lost=count, lost_so_far=self.counts.dropped
+                time.monotonic(), "spans_not_exported", reason=reason, lost=count, lost_so_far=dropped
             )
         return result
 

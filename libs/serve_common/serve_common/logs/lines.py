@@ -21,7 +21,7 @@ _LINE_BYTES_MAX: Final = 60 * 1024
 
 def timestamp(at: float) -> str:
     """``at``, in seconds since 1970, as all log lines have it."""
-    return datetime.fromtimestamp(at, tz=UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    return f"{datetime.fromtimestamp(at, tz=UTC).replace(tzinfo=None).isoformat(timespec='microseconds')}Z"
 
 
 def cut(text: str, length_max: int = TEXT_LENGTH_MAX) -> str:
