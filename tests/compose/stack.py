@@ -112,6 +112,20 @@ class Stack:
 
         self._wait_until(is_healthy, f"{name} is healthy")
 
+    def wait_for_autoscaling(self, name: str, *, is_seen: bool = False, **expected: Any) -> dict[str, Any]:
+        """Wait until the autoscaling of a deployment says what is expected; what it says then."""
+        found: dict[str, Any] = {}
+
+        def is_so() -> bool:
+            views = json.loads(self.muster("autoscaling", "list", "--json"))
+            found.update(next(view for view in views if view["backend_tag"] == f"default/{name}"))
+            return {key: found[key] for key in expected} == expected and (
+                not is_seen or found["seen"] is not None
+            )
+
+        self._wait_until(is_so, f"{name} is autoscaled as {expected}")
+        return found
+
     def query(self, promql: str) -> list[tuple[dict[str, str], float]]:
         """An instant query's labels and values."""
         query = urllib.parse.urlencode({"query": promql})

@@ -525,6 +525,13 @@ async def test_async_code_answers_a_request_with_method_path_query_and_headers(d
     }  # fmt: skip
 
 
+async def test_the_host_reports_the_address_of_its_page(driver: Driver) -> None:
+    report = await driver.until(lambda report: bool(report.metrics_url))
+    assert report.metrics_url == f"{driver.stack.ops_url}/metrics"
+    _, page = await asyncio.to_thread(driver.stack.get, "/metrics?name[]=serve_host_info")
+    assert f'serve_host_info{{host_id="{HOST}"}} 1.0' in page
+
+
 async def test_plain_functions_run_at_the_same_time_in_threads(driver: Driver) -> None:
     plain = driver.replica("plain")
     await driver.run(plain)

@@ -56,12 +56,11 @@ def test_a_metric_is_found_by_the_name_of_its_samples() -> None:
     assert spec_of("serve_proxy_request_seconds_total") is None
 
 
-def test_exporters_that_name_their_metrics_themselves_name_those_of_the_catalogue() -> None:
-    families = {spec.family for spec in CATALOGUE} | {spec.name for spec in CATALOGUE}
+def test_no_exporter_names_a_metric_by_itself() -> None:
     files = [*ROOT.glob("services/*/*/adapters/*metrics*.py"), *ROOT.glob("libs/*/*/adapters/*metrics*.py")]
     named = {name for file in files for name in re.findall(rf'"({OWN_PREFIX}[a-z_]+)"', file.read_text())}
-    assert named
-    assert named <= families
+    assert len(files) > 3
+    assert named == set()
 
 
 _REPLICA = """

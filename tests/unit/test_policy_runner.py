@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -184,6 +185,19 @@ async def test_a_policy_that_hangs_is_ended_and_the_next_one_answered(ask: Answe
     assert failure.endswith("policies:spins took more than 0.3 s")
     assert "in spins" in failure
     assert (await ask("by_load")).num_replicas == 4
+
+
+async def test_one_that_nobody_waits_for_any_more_does_not_answer_the_next(ask: Answering) -> None:
+    await ask("process")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await ask("spins")
+    assert (await ask("by_load")).num_replicas == 4
+
+
+async def test_functions_of_one_app_dir_wait_for_one_another(ask: Answering) -> None:
+    answers = await asyncio.gather(*(ask("by_load", per_replica=number) for number in (1, 7)))
+    assert [answer.num_replicas for answer in answers] == [7, 1]
 
 
 async def test_a_policy_that_ends_or_exhausts_its_process_harms_nobody_else(ask: Answering) -> None:

@@ -23,7 +23,7 @@ INSTANCES: Final = Variable(name="instance", title="Process", series="up", label
 
 DEPLOYS: Final = Annotation(
     name="Change",
-    expr=f'sum(delta(serve_controller_goals{{status!="pending"}}{WINDOW})) > 0',
+    expr=f"sum(increase(serve_controller_goals_ended_total{WINDOW})) > 0",
     text="A goal ended: a deployment, its traffic or its number of replicas was changed",
     color="blue",
 )

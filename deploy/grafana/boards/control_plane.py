@@ -6,7 +6,7 @@ from typing import Final
 
 from deploy.grafana.boards import common
 from deploy.grafana.boards.model import Board, Kind, Panel, Query, Row, Step
-from deploy.grafana.boards.promql import OF_BACKEND, rate, total
+from deploy.grafana.boards.promql import OF_BACKEND, increase, rate, total
 
 _LAG_STEPS: Final = (Step(value=None, color="green"), Step(value=0.25, color="red"))
 
@@ -69,6 +69,19 @@ _GOALS: Final = Row(
             stacked=True,
             steps_between=True,
             queries=(Query(expr=total("serve_controller_goals", by="status"), legend="{{status}}"),),
+        ),
+        Panel(
+            title="Goals that ended",
+            description="How many ended from point to point, by how. Failed ones: see `muster events`.",
+            unit="none",
+            stacked=True,
+            steps_between=True,
+            queries=(
+                Query(
+                    expr=increase("serve_controller_goals_ended_total", by="status"),
+                    legend="{{status}}",
+                ),
+            ),
         ),
         Panel(
             title="Oldest pending goal",

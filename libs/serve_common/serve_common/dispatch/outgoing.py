@@ -61,9 +61,9 @@ class Outgoing:
         token, reply = self._replies.new_reply(call.take_reply, call.take_no_responders)
         attempt = call.attempt = Attempt(replica, self._subject(replica), token, reply, ask)
         attempt.sent_at = attempt.heard_at = attempt.probed_at = now
-        trace, traceparent = ask.trace, ask.traceparent
-        if trace is not None:
-            traceparent = trace.attempt_begun(replica, is_patient=call.is_patient)
+        traceparent = ask.traceparent
+        if ask.trace is not None:
+            traceparent = ask.trace.attempt_begun(replica, is_patient=call.is_patient)
         upload = ask.upload
         first = attempt.pieces[0] if upload is None else upload.piece(0) or b""
         head = RequestHead(

@@ -53,6 +53,9 @@ REPLICAS_WANTED: Final = _gauge(
     ("backend_tag",),
 )
 GOALS: Final = _gauge("serve_controller_goals", "Goals that are remembered, by status.", "goals", ("status",))
+GOALS_ENDED: Final = _counter(
+    "serve_controller_goals_ended_total", "Goals that ended, by how.", "goals", ("status",)
+)
 OLDEST_PENDING_GOAL: Final = _gauge(
     "serve_controller_oldest_pending_goal_seconds",
     "Age of the goal that has been pending for longest; 0 when none is.",
@@ -94,6 +97,7 @@ CONTROLLER_METRICS: Final = (
     REPLICAS,
     REPLICAS_WANTED,
     GOALS,
+    GOALS_ENDED,
     OLDEST_PENDING_GOAL,
     HOSTS,
     PROXIES,

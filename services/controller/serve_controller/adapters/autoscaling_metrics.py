@@ -7,10 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from serve_common.adapters.process_metrics import family_of
+from serve_common.metrics_catalogue.controllers import (
+    DATA_AGE,
+    DECISIONS,
+    MAX_REPLICAS,
+    MIN_REPLICAS,
+    PAUSED,
+    READINGS,
+    SEEN_REQUESTS,
+    TARGET_REPLICAS,
+    VERDICT,
+    WAKEUPS,
+    WANTED_REPLICAS,
+)
 from serve_common.names import BackendTag
 from serve_common.ports import Clock
 from serve_controller.core.autoscaling.values import ScalingStatus, Verdict
@@ -43,35 +56,22 @@ class AutoscalingCollector(Collector):
         ]
         yield from _limits(backends)
         yield from _findings(dict(term.autoscaling), self._clock.now())
-        decisions = CounterMetricFamily(
-            "serve_autoscaler_decisions",
-            "Looks at the load, by what they came to",
-            labels=["backend_tag", "verdict"],
-        )
-        wakeups = CounterMetricFamily(
-            "serve_autoscaler_wakeups", "Times that a waiting request woke it from zero", labels=["backend_tag"]
-        )
+        decisions, wakeups = family_of(DECISIONS), family_of(WAKEUPS)
         for tag, (verdicts, count) in autoscaler.counts().items():
             for verdict in Verdict:
                 decisions.add_metric([tag, verdict.value], verdicts.get(verdict.value, 0))
             wakeups.add_metric([tag], count)
         yield decisions
         yield wakeups
-        readings = CounterMetricFamily(
-            "serve_autoscaler_readings",
-            "Readings of a load, by where it was read and whether it could be used",
-            labels=["source", "outcome"],
-        )
+        readings = family_of(READINGS)
         for (source, outcome), count in list(autoscaler.readings.items()):
             readings.add_metric([source, outcome], count)
         yield readings
 
 
 def _limits(backends: Iterable[Backend]) -> Iterable[Metric]:
-    target = _gauge("serve_autoscaler_target_replicas", "Replicas that were decided on")
-    low = _gauge("serve_autoscaler_min_replicas", "Configured min_replicas")
-    high = _gauge("serve_autoscaler_max_replicas", "Configured max_replicas")
-    paused = _gauge("serve_autoscaler_paused", "1 while a user has paused autoscaling")
+    target, paused = family_of(TARGET_REPLICAS), family_of(PAUSED)
+    low, high = family_of(MIN_REPLICAS), family_of(MAX_REPLICAS)
     for backend in backends:
         config = backend.target.backend_config.autoscaling_config
         assert config is not None
@@ -84,19 +84,8 @@ def _limits(backends: Iterable[Backend]) -> Iterable[Metric]:
 
 
 def _findings(statuses: Mapping[BackendTag, ScalingStatus], now: float) -> Iterable[Metric]:
-    seen = _gauge(
-        "serve_autoscaler_seen_requests",
-        "Requests worked on and waiting, over the look-back period, or what the query gave; absent while not known",
-    )
-    wanted = _gauge(
-        "serve_autoscaler_wanted_replicas", "Replicas that the load comes to, before limits and delays"
-    )
-    age = _gauge("serve_autoscaler_data_age_seconds", "Age of the newest reading that could be used")
-    verdict = GaugeMetricFamily(
-        "serve_autoscaler_verdict",
-        "1 for what the last look at the load came to",
-        labels=["backend_tag", "verdict"],
-    )
+    seen, wanted = family_of(SEEN_REQUESTS), family_of(WANTED_REPLICAS)
+    age, verdict = family_of(DATA_AGE), family_of(VERDICT)
     for tag, status in statuses.items():
         decision = status.decision
         if decision.seen is not None:
@@ -108,7 +97,3 @@ def _findings(statuses: Mapping[BackendTag, ScalingStatus], now: float) -> Itera
         for each in Verdict:
             verdict.add_metric([tag, each.value], each is decision.verdict)
     return seen, wanted, age, verdict
-
-
-def _gauge(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, labels=["backend_tag"])

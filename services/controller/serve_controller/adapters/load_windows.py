@@ -90,7 +90,12 @@ class LoadLook:
     def reading(self, ask: LoadAsk, wall_now: float) -> Reading:
         """The load of one backend; ``wall_now`` is now in seconds since 1970."""
         if ask.config.query is not None:
-            return Reading(at=wall_now, seen=None, source=SOURCE, missing="a query needs a Prometheus server")
+            return Reading(
+                at=wall_now,
+                seen=None,
+                source=SOURCE,
+                missing="a query needs a Prometheus server, and SERVE_PROMETHEUS_URL names none",
+            )
         config = ask.config
         seen = self._seen(ask, config.look_back_period_s, wall_now)
         if isinstance(seen, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,6 +17,7 @@ from serve_common.metrics_catalogue.controllers import (
     EFFECTS,
     EPOCH,
     GOALS,
+    GOALS_ENDED,
     HOSTS,
     LEADER,
     OLDEST_PENDING_GOAL,
@@ -82,6 +83,7 @@ class _TermCollector(Collector):
         yield _replicas(checkpoint)
         yield _replicas_wanted(checkpoint)
         yield _goals(list(checkpoint.goals.values()))
+        yield _goals_ended(term.goals_ended)
         pending_s = [now - goal.created_at for goal in checkpoint.pending.values()]
         yield _single(OLDEST_PENDING_GOAL, max(0.0, *pending_s) if pending_s else 0.0)
         yield _hosts(checkpoint, observed, now)
@@ -117,6 +119,14 @@ def _goals(goals: list[Goal]) -> Metric:
     for status in GoalStatus:
         gauge.add_metric([status.value], sum(goal.status is status for goal in goals))
     return gauge
+
+
+def _goals_ended(ended: Mapping[GoalStatus, int]) -> Metric:
+    counter = family_of(GOALS_ENDED)
+    for status in GoalStatus:
+        if status is not GoalStatus.PENDING:
+            counter.add_metric([status.value], ended.get(status, 0))
+    return counter
 
 
 def _hosts(checkpoint: Checkpoint, observed: ObservedState, now: float) -> Metric:

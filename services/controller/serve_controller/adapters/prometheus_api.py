@@ -118,7 +118,11 @@ class PrometheusApi:
         async with self._places:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    status, body = await self._post(form)
+                    try:
+                        status, body = await self._post(form)
+                    except (aiohttp.ServerDisconnectedError, ConnectionResetError):
+                        # A kept connection whose server was started anew meanwhile.
+                        status, body = await self._post(form)
             except TimeoutError as error:
                 raise PrometheusAway(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
             except (aiohttp.ClientError, OSError, ValueError) as error:

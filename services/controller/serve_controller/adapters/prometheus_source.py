@@ -27,11 +27,15 @@ _log = structlog.get_logger(__name__)
 _HORIZON_MIN_S: Final = 60.0
 _HORIZON_MAX_S: Final = 300.0
 """Of every single scrape that is looked at; for longer windows they are counted."""
+_LONG_WINDOWS_MAX: Final = 16
 _UNKNOWN_INTERVAL_HORIZON_S: Final = 300.0
 _LOADS_DEADLINE_S: Final = 6.0
 """For everything that is asked for all backends together."""
 _QUERIES_DEADLINE_S: Final = 6.0
 """For all users' queries of one look together."""
+_SLOW_S: Final = 1.0
+_REST_S: Final = 5.0
+"""A server that fails after `_SLOW_S` or more is not asked for so long: looks wait for one another."""
 _BATCH: Final = 500
 """Backends between two turns of the loop."""
 _GROUPS_MAX: Final = 64
@@ -51,6 +55,8 @@ class PrometheusSource:
         self._interval_s: float | None = None
         """As the latest look learned it."""
         self._said_interval_s: float | None = None
+        self._resting_until = 0.0
+        self._resting_why = ""
 
     async def read(
         self,
@@ -64,6 +70,10 @@ class PrometheusSource:
         readings: dict[BackendTag, Reading] = {}
         coverage: Coverage | None = None
         why = f"Prometheus: nothing but slow answers for {_LOADS_DEADLINE_S:g} s"
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        if began_at < self._resting_until:
+            return {ask.backend_tag: missing(now, self._resting_why) for ask in asks}
         try:
             async with asyncio.timeout(_LOADS_DEADLINE_S):
                 coverage = await self._look(asks, await self._api.time())
@@ -71,9 +81,11 @@ class PrometheusSource:
                     [ask for ask in asks if ask.config.query is None], coverage, now, readings
                 )
         except TimeoutError:
-            pass
+            pass  # the readings that are left out say so
         except (PrometheusAway, QueryRefused) as error:
             why = f"Prometheus: {error}"
+        if coverage is None and loop.time() - began_at >= _SLOW_S:
+            self._resting_until, self._resting_why = loop.time() + _REST_S, why
         if coverage is not None:
             queries = [ask for ask in asks if ask.config.query is not None]
             readings |= await self._read_queries(queries, coverage, now)
@@ -99,9 +111,8 @@ class PrometheusSource:
             for element in elements:
                 process, target = _process_of(kind, element)
                 processes[process].append(Scraped([time for time, _ in element.values], target))
-        counts = {
-            window_s: await self._count(infos, window_s, at) for window_s in windows if window_s > horizon_s
-        }
+        long_windows = sorted(window_s for window_s in windows if window_s > horizon_s)[:_LONG_WINDOWS_MAX]
+        counts = {window_s: await self._count(infos, window_s, at) for window_s in long_windows}
         coverage = Coverage(at, horizon_s, processes, counts)
         self._learn(coverage.interval_s)
         return coverage

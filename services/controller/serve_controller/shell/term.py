@@ -8,7 +8,7 @@ leader begins from what was recorded.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeVar
@@ -25,7 +25,7 @@ from serve_common.tracing.trace_context import SpanRef
 from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.views import EventView, HistoryView
+from serve_common.wires.views import EventView, GoalStatus, HistoryView
 from serve_controller.core.attention import EVERYTHING, Attention, of_changes
 from serve_controller.core.audit import audit_of
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
@@ -92,6 +92,8 @@ class Term:
         self._boundary = boundary
         self._telemetry = telemetry
         self._regain = regain
+        self.goals_ended: Counter[GoalStatus] = Counter()
+        """Since this term began."""
         self.autoscaling: dict[BackendTag, ScalingStatus] = {}
         """What the autoscaler found last of each backend that it follows; kept by `shell.autoscaler`."""
         self._scalings: dict[BackendTag, ScalingDecision] = {}
@@ -262,7 +264,9 @@ class Term:
         self.checkpoint = after
         self._is_checkpoint_certain = True
         self._tell([*told, *events_of(before, after, changes, self._clock.now())])
-        self.on_goals([value.goal_id for value in changes.puts if isinstance(value, Goal)])
+        goals = [value for value in changes.puts if isinstance(value, Goal)]
+        self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
+        self.on_goals([goal.goal_id for goal in goals])
 
     async def _make_certain(self) -> None:
         if self._is_over:

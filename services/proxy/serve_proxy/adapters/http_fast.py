@@ -22,7 +22,6 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import ServeError
-from serve_common.tracing.request_trace import RequestTrace
 from serve_proxy.adapters.http_answers import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.own_paths import OWN_PREFIX
@@ -74,7 +73,6 @@ class FastExchange:
         "_ingress",
         "_is_done",
         "_tally",
-        "_trace",
         "call",
         "message",
         "payload",
@@ -101,7 +99,6 @@ class FastExchange:
         self._ingress = ingress
         self._began = time.perf_counter()  # the loop's own time stands still within an iteration
         self._tally = ingress.routes.unmatched
-        self._trace: RequestTrace | None = None
 
     def begin(self, requests: HttpRequests) -> None:
         """Ask; the answer may be written before this returns."""
@@ -110,9 +107,8 @@ class FastExchange:
         message = self.message
         read = self._headers
         self.request_id = read.request_id or requests.new_request_id()
-        traces = requests.traces
-        if traces is not None:
-            self._trace = traces.begin(read, message.method, path, "http", self.request_id)
+        if requests.traces is not None:
+            requests.traces.begin(read, message.method, path, "http", self.request_id)
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
@@ -126,7 +122,6 @@ class FastExchange:
                 request_id=self.request_id,
                 deadline=None,
                 peer=self._connection.peer,
-                trace=self._trace,
             )
         except ServeError as error:
             self.fail(error)
@@ -146,14 +141,14 @@ class FastExchange:
             self._ingress.abandon(self.call)
         self.count(CLIENT_GONE)
 
-    def count(self, status: int, problem: Problem | None = None) -> None:
-        """The request has ended with this status, which is that of the ``problem`` if there is one."""
+    def count(self, status: int) -> None:
+        """The request has ended with this status."""
         # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
         self.call = None
         self._is_done = True
         self._tally.add(self.message.method, status, time.perf_counter() - self._began)
-        if self._trace is not None:
-            end_request(self._trace, status, problem)
+        if self._headers.trace is not None:
+            end_request(self._headers.trace, status)
 
     def _take_answer(self, call: Call, answer: Answer) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
@@ -185,18 +180,13 @@ class FastExchange:
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
         head = _status_line(problem.status) + lines + b"content-length: "
-        self._finish(problem.status, head, b"%d" % len(body), body, problem)
+        if self._headers.trace is not None:
+            end_request(self._headers.trace, problem.status, problem)
+        self._finish(problem.status, head, b"%d" % len(body), body)
 
-    def _finish(
-        self,
-        status: int,
-        head: bytes,
-        length: bytes,
-        body: bytes | memoryview,
-        problem: Problem | None = None,
-    ) -> None:
+    def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for an answer that has none, with its last header."""
-        self.count(status, problem)
+        self.count(status)
         closes = self._ingress.is_draining
         self._connection.finish_fast(
             b"".join(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -25,7 +26,6 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.tasks import TaskOwner
 from serve_common.tracing.http_spans import note_route
-from serve_common.tracing.request_trace import RequestTrace
 from serve_common.values import EndpointOptions, HttpOptions
 from serve_common.wires.frames import CallHead, Kind
 from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, respond
@@ -71,7 +71,6 @@ class _Visit:
         "request_id",
         "status",
         "tally",
-        "trace",
     )
 
     def __init__(
@@ -89,7 +88,6 @@ class _Visit:
         """When it counts as ended, if that is before its end; by time.perf_counter."""
         self.problem: Problem | None = None
         """What it is answered with, when this process has failed it."""
-        self.trace = None if exchange is None else exchange.trace
 
 
 @final
@@ -144,7 +142,6 @@ class HttpRequests:
         peer: str,
         scheme: str = "http",
         kind: Kind = Kind.HTTP,
-        trace: RequestTrace | None = None,
     ) -> Ask:
         """What a request asks of ``endpoint``; without a ``deadline`` it is what the options in force allow.
 
@@ -171,9 +168,7 @@ class HttpRequests:
         upload = None
         if isinstance(body, RequestBody):
             upload, body = body, b""
-        if trace is not None:
-            note_route(trace, method, endpoint.route, endpoint.tag)
-        return Ask(
+        ask = Ask(
             endpoint=endpoint,
             kind=kind,
             method=method,
@@ -192,8 +187,12 @@ class HttpRequests:
             backend_tag=_backend_of(endpoint, backend) if backend else None,
             is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
             deadline=deadline,
-            trace=trace,
         )
+        trace = headers.trace
+        if trace is None:
+            return ask
+        note_route(trace, method, endpoint.route, endpoint.tag)
+        return msgspec.structs.replace(ask, trace=trace)
 
     def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
         """Treat requests that arrive from now on so; the first middleware is the outermost."""
@@ -250,8 +249,8 @@ class HttpRequests:
         exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched)
         if self.traces is not None:
             path = target_of(request).partition("?")[0]
-            exchange.trace = self.traces.begin(read, request.method, path, _scheme_of(request), request_id)
-            exchange.traceparent = read.traceparent
+            self.traces.begin(read, request.method, path, _scheme_of(request), request_id)
+            exchange.trace, exchange.traceparent = read.trace, read.traceparent
         status = CLIENT_GONE
         try:
             response = await exchange.run(chain, request, options)
@@ -285,12 +284,11 @@ class HttpRequests:
             visit.request_id = headers.request_id or self.new_request_id()
             visit.deadline = self._loop.time() + options.request_timeout_s
             if self.traces is not None:
-                visit.trace = self.traces.begin(
-                    headers, request.method, path, _scheme_of(request), visit.request_id
-                )
+                self.traces.begin(headers, request.method, path, _scheme_of(request), visit.request_id)
         else:
             visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
-            headers.traceparent = exchange.traceparent or headers.traceparent
+            if self.traces is not None:
+                headers.trace, headers.traceparent = exchange.trace, exchange.traceparent
         try:
             return await self._answer_endpoint(request, headers, visit)
         except ServeError as error:
@@ -312,8 +310,8 @@ class HttpRequests:
             if exchange is None:
                 ended = visit.ended or time.perf_counter()
                 visit.tally.add(request.method, visit.status, ended - began)
-                if visit.trace is not None:
-                    end_request(visit.trace, visit.status, visit.problem)
+                if headers.trace is not None:
+                    end_request(headers.trace, visit.status, visit.problem)
             else:
                 exchange.tally = visit.tally
                 exchange.problem = visit.problem
@@ -349,7 +347,6 @@ class HttpRequests:
             peer=peer_of(request),
             scheme=_scheme_of(request),
             kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
-            trace=visit.trace,
         )
         if ask.upload is None:
             return await self._pass_on(request, ask, visit)

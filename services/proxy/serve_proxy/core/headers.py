@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import Headers
 
 REQUEST_ID: Final = "X-Request-ID"
@@ -108,6 +109,8 @@ class RequestHeaders(msgspec.Struct, gc=False):
     request_id: str = ""
     """As the client sent it when that is usable; otherwise empty."""
     traceparent: str = ""
+    trace: RequestTrace | None = None
+    """Set by whoever decides that the request is traced."""
     has_idempotency_key: bool = False
     host: bytes = b""
     forwarded_for: bytes = b""

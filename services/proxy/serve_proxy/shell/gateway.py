@@ -131,11 +131,12 @@ class Gateway:
             request_id = read.request_id or request_id
             tag = self._subjects.endpoint_of_call(subject.decode("utf-8", "replace"))
             if self._traces is not None:
-                trace = self._traces.begin_call(read, tag, request_id)
+                self._traces.begin_call(read, tag, request_id)
+                trace = read.trace
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
             in_pieces = value_of(read, WANTS_STREAM).lower() not in _NO
-            ask = self._ask_of(endpoint, read, payload, request_id, trace)
+            ask = self._ask_of(endpoint, read, payload, request_id)
             call, answer = await self._ingress.ask(ask)
             try:
                 await self._replies.send(reply, answer, request_id, ask.deadline, in_pieces=in_pieces)
@@ -159,14 +160,7 @@ class Gateway:
             if trace is not None:
                 end_request(trace, status, problem)
 
-    def _ask_of(
-        self,
-        endpoint: Endpoint,
-        read: RequestHeaders,
-        payload: bytes,
-        request_id: str,
-        trace: RequestTrace | None,
-    ) -> Ask:
+    def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
         """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadRequest`, `DeadlineExceeded`."""
         options = endpoint.options
         now = self._loop.time()
@@ -193,7 +187,7 @@ class Gateway:
             backend_tag=backend if backend in endpoint.split.backend_tags else None,
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
-            trace=trace,
+            trace=read.trace,
         )
 
 

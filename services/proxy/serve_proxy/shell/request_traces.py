@@ -33,33 +33,29 @@ class RequestTraces:
         self._tracer = tracer
         self._ratio_bound = tracer.sampler.bound
 
-    def begin(
-        self, headers: RequestHeaders, method: str, path: str, scheme: str, request_id: str
-    ) -> RequestTrace | None:
-        """The trace of an HTTP request that is sampled. ``headers.traceparent`` is then what goes on to replicas.
+    def begin(self, headers: RequestHeaders, method: str, path: str, scheme: str, request_id: str) -> None:
+        """Decide about an HTTP request: ``headers.trace`` is then its trace if it is sampled, and
+        ``headers.traceparent`` what goes on to replicas.
 
         A trace that begins here has the request's id when the proxy has made that up, of 32 hexadecimal digits: who
         has the one has the other. Ids that clients choose may come again.
         """
         parent = self._decide(headers, request_id)
-        if parent is None:
-            return None
-        attributes = http_spans.request_attributes(method, path, scheme, request_id)
-        return self._begin(headers, http_spans.name_of(method), attributes, parent)
+        if parent is not None:
+            attributes = http_spans.request_attributes(method, path, scheme, request_id)
+            self._begin(headers, http_spans.name_of(method), attributes, parent)
 
-    def begin_call(
-        self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str
-    ) -> RequestTrace | None:
+    def begin_call(self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str) -> None:
         """The same of a call over NATS."""
         parent = self._decide(headers, request_id)
         if parent is None:
-            return None
+            return
         attributes: dict[str, Value] = {
             "rpc.system.name": "nats",
             "muster.endpoint_tag": cut(endpoint_tag),
             "muster.request_id": request_id,
         }
-        return self._begin(headers, "call", attributes, parent)
+        self._begin(headers, "call", attributes, parent)
 
     def _decide(self, headers: RequestHeaders, request_id: str) -> SpanRef | None:
         """What a sampled request's span is below; without a span id when the trace begins with it."""
@@ -82,7 +78,7 @@ class RequestTraces:
 
     def _begin(
         self, headers: RequestHeaders, name: str, attributes: dict[str, Value], parent: SpanRef
-    ) -> RequestTrace:
+    ) -> None:
         span = self._tracer.begin_sampled(
             name,
             SpanKind.SERVER,
@@ -92,7 +88,7 @@ class RequestTraces:
             is_parent_remote=bool(parent.span_id),
         )
         headers.traceparent = span.traceparent
-        return RequestTrace(self._tracer, span)
+        headers.trace = RequestTrace(self._tracer, span)
 
 
 def end_request(trace: RequestTrace, status: int, problem: Problem | None = None) -> None:

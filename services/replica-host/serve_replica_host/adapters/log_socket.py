@@ -39,6 +39,7 @@ class LogSocket:
 
     def open(self) -> None:
         """Take lines from now on. Where no socket can be, replicas write to the files that Ray gives them."""
+        os.environ.pop(LOG_SOCKET, None)  # of a host that this one was started by
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_unheard(self.path.parent)
