@@ -72,8 +72,9 @@ class UsersWinOverTheAutoscaler:
         was, number = known.target.backend_config.num_replicas, backend.target.backend_config.num_replicas
         if was != number:
             self.world.trace(f"{backend.backend_tag} is autoscaled {was} → {number}")
+            is_scaled = known.target.backend_config.autoscaling_config is not None
             self.world.check(
-                known.autoscaling is not None,
+                is_scaled and not known.autoscaling_paused and not known.halted and not known.deleting,
                 f"{backend.backend_tag} was moved from {was} to {number} though the load has no say",
             )
         self.world.check(

@@ -25,6 +25,7 @@ from serve_controller.core import (
     reconcile,
     replica_reports,
     rollout,
+    scaling,
     snapshots,
 )
 from serve_controller.core.attention import Attention
@@ -81,7 +82,7 @@ class PerformsBeforeRecording(Term):
 
     async def run_cycle(self) -> float | None:
         await self._make_certain()
-        plan = self._plan()
+        plan = self._plan({})
         look_again_at = await self._perform_all(plan.actions)
         try:
             if plan.changes:
@@ -106,6 +107,15 @@ def test_a_mutant_of_the_order_of_effects_is_caught(mutant: type[Term]) -> None:
 
 
 # -- the core ----------------------------------------------------------------------------------------------------------
+
+
+def _autoscaled_though_paused(backend: Backend) -> Any:
+    is_off = backend.deleting or backend.halted
+    return None if is_off else backend.target.backend_config.autoscaling_config
+
+
+def _without_limits(config: Any, num_replicas: int) -> Any:
+    return msgspec.structs.replace(config, num_replicas=num_replicas)
 
 
 def _reused_ordinals(draft: Draft) -> int:
@@ -242,6 +252,13 @@ MUTANTS: dict[str, list[Patch]] = {
     "a recorded change asks for no look at goals": [
         (reconcile, "of_changes", _without("goals", attention.of_changes)),
     ],
+    "the autoscaler moves what a user has paused": [
+        (Backend, "autoscaling", property(_autoscaled_though_paused))
+    ],
+    "a deploy says how many replicas an autoscaled backend has": [
+        (deployments, "as_scaled", lambda wanted, _existing: wanted),
+    ],
+    "the autoscaler knows no limits": [(scaling, "_with_num", _without_limits)],
     "a host's report asks for no look at the host": [
         (hearing, "of_host_report", _without("hosts", attention.of_host_report)),
     ],

@@ -18,12 +18,13 @@ from serve_common.errors import (
     PermanentError,
     StoreUnavailable,
 )
-from serve_common.names import ControllerId, HostId
+from serve_common.names import BackendTag, ControllerId, HostId
 from serve_common.tasks import TaskOwner
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import EventView, GoalStatus, GoalView
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
 from serve_controller.core.observed import HOST_LOST_AFTER_S
 from serve_controller.shell import leadership, service
 from serve_controller.shell.boundary import OpenBoundary
@@ -281,6 +282,49 @@ async def test_a_write_of_unknown_fate_is_read_back_under_a_new_epoch() -> None:
         goal_id = await world.deploy("b", num=0)
         assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
         assert world.bus.ended == 0, "it is still the same term"
+
+
+def scaling_to(target: int) -> dict[BackendTag, ScalingDecision]:
+    decision = ScalingDecision(
+        target=target, state=ScalingState(), verdict=Verdict.UP, seen=6.0, wanted=3.0, why="6 requests seen"
+    )
+    return {BackendTag("default/a"): decision}
+
+
+async def test_what_the_autoscaler_decided_is_recorded_with_a_plan_and_told() -> None:
+    async with running() as world:
+        limits = {"min_replicas": 0, "max_replicas": 5}
+        await world.wait_for(await world.deploy(autoscaling_config=limits))
+        goals = {key for key in world.store.rows if key[0] == "goal"}
+        term = world.service.term
+        assert term is not None
+        term.scale(scaling_to(3))
+        backend = BackendTag("default/a")
+        await world.until(lambda: term.checkpoint.backends[backend].num_wanted == 3)
+        assert {key for key in world.store.rows if key[0] == "goal"} == goals
+        told = [
+            msgspec.json.decode(payload) for kind, _, payload in world.bus.events if kind == "autoscaling"
+        ]
+        assert [event["message"] for event in told] == ["0 → 3 replicas: 6 requests seen"]
+
+
+async def test_what_the_autoscaler_decides_while_the_store_is_away_is_the_newest_that_it_said() -> None:
+    async with running() as world:
+        limits = {"min_replicas": 0, "max_replicas": 5}
+        await world.wait_for(await world.deploy(autoscaling_config=limits))
+        term = world.service.term
+        assert term is not None
+        world.store.available = False
+        term.scale(scaling_to(3))
+        await world.until(lambda: not term.is_store_available)
+        term.scale(scaling_to(4))
+        await asyncio.sleep(0.05)  # some cycles
+        assert term.checkpoint.backends[BackendTag("default/a")].num_wanted == 0
+        world.store.available = True
+        await world.until(lambda: term.checkpoint.backends[BackendTag("default/a")].num_wanted == 4)
+        told = [payload for kind, _, payload in world.bus.events if kind == "autoscaling"]
+        assert len(told) == 1
+        assert world.failures == []
 
 
 async def test_while_the_store_is_away_queries_are_answered_and_commands_refused() -> None:

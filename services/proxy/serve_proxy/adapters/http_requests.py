@@ -287,8 +287,8 @@ class HttpRequests:
                 self.traces.begin(headers, request.method, path, _scheme_of(request), visit.request_id)
         else:
             visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
-            if self.traces is not None:
-                headers.trace, headers.traceparent = exchange.trace, exchange.traceparent
+            headers.trace = exchange.trace
+            headers.traceparent = exchange.traceparent or headers.traceparent
         try:
             return await self._answer_endpoint(request, headers, visit)
         except ServeError as error:
