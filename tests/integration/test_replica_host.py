@@ -123,6 +123,7 @@ def plain(request: Request) -> dict:
 
 class Broken:
     def __init__(self):
+        print("before it broke")
         self.load()
 
     def load(self):
@@ -959,14 +960,20 @@ async def muster_logs(stack: Stack, *arguments: str) -> asyncio.subprocess.Proce
 async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_follows(
     driver: Driver, stack: Stack
 ) -> None:
+    broken = driver.replica("Broken")
+    await driver.goal(broken)
+    await driver.until_status(broken.replica_tag, ReplicaStatus.FAILED)
     talker = driver.replica("Talker")
     await driver.run(talker)
     follower = await muster_logs(stack, "app", "--tail", "200")
     assert follower.stdout is not None
 
+    heard: list[dict[str, Any]] = []
+
     async def until_said(message: str) -> dict[str, Any]:
         async with asyncio.timeout(20):
             while line := json.loads(await follower.stdout.readline()):
+                heard.append(line)
                 if line.get("message") == message and line["replica_tag"] == talker.replica_tag:
                     return line
         raise AssertionError(message)
@@ -974,6 +981,7 @@ async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_f
     try:
         # Remembered, for nobody listened when it was said.
         constructed = await until_said("constructed")
+        assert any(line.get("message") == "before it broke" for line in heard)
         request = driver.request(talker.replica_tag, "/app/say", query="who=me")
         await request.answer()
         printed = await until_said("printed for me")

@@ -147,7 +147,9 @@ async def test_a_load_is_read_with_everybody_who_must_have_been_heard_and_its_de
     (ask,) = asks
     assert (ask.backend_tag, ask.config) == (TAG, AT_ONCE)
     assert ask.hosts == {HostId("host-1")}
-    assert ask.proxies == {ProxyId("p1")}, "p2 has only just begun"
+    assert ask.proxies == {ProxyId("p1"), ProxyId("p2")}
+    assert ask.began_at == {"p1": NOW - 100, "p2": NOW - 1, "host-1": NOW - 100}
+    assert ask.num_replicas == 0, "it has only just begun to serve"
     assert targets.urls == {"http://p1/metrics", "http://p2/metrics"}
     assert rig.last.target == 3
     status = rig.term.autoscaling[TAG]

@@ -234,7 +234,11 @@ def test_scale_sets_the_number_of_what_is_not_autoscaled_too() -> None:
 @pytest.mark.parametrize(
     ("command", "error", "match"),
     [
-        (Scale(backend_tag="a", num_replicas=6), BadField, r"^num_replicas: is 6; it must be between 1 and 5"),
+        (
+            Scale(backend_tag="a", num_replicas=6),
+            BadField,
+            r"^num_replicas: is 6; it must be between 1 and 5",
+        ),
         (Scale(backend_tag="a", num_replicas=-1), BadField, r"^num_replicas: is -1"),
         (Scale(backend_tag="b", num_replicas=1), NotFound, "there is no backend 'b'"),
         (

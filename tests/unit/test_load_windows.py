@@ -16,6 +16,7 @@ NAMES = (
     "serve_host_info",
     "serve_replica_ongoing_seconds_total",
     "serve_router_queued_seconds_total",
+    "serve_replica_bus_connected",
 )
 PROXY, HOST = "http://p/metrics", "http://h/metrics"
 WALL = 1_000_000.0
@@ -71,6 +72,19 @@ def test_a_reading_is_the_mean_over_the_window_of_what_all_services_tell() -> No
     assert reading.burst == pytest.approx(4.0)
     assert reading.queued == pytest.approx(1.0)
     assert (reading.at, reading.over_s, reading.source) == (WALL - 1, 30.0, "scrape")
+
+
+def test_a_replica_that_is_on_no_page_makes_the_load_unknown() -> None:
+    windows = LoadWindows()
+    steady(windows, 30)
+    assert read(windows, 31, ask(num_replicas=2)).missing.startswith(
+        "0 of 2 replicas are on their hosts' pages"
+    )
+    for count, is_known in ((1, False), (2, True)):
+        line = f'serve_replica_bus_connected{{backend_tag="a/b"}} {count}'
+        windows.add(HOST, 31 + count, [*host_page(100 + 3.0 * (31 + count)), *page(line)], KEEP_S)
+        reading = read(windows, 31 + count, ask(num_replicas=2))
+        assert (reading.seen is not None) is is_known, reading
 
 
 def test_a_burst_shows_in_the_short_window_first() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -126,6 +127,20 @@ async def test_thousands_of_backends_cost_as_many_queries_as_one(
     # The clock, both kinds of processes, and two counters over the look-back period and the panic window.
     assert len(fake.asked) == 7
     assert all('cluster="a"' in query for query in fake.asked[1:])
+
+
+async def test_a_replica_that_is_on_no_page_makes_the_load_unknown(
+    source: PrometheusSource, fake: FakePrometheus
+) -> None:
+    known = {"metric": {"backend_tag": "busy"}, "value": [AT, "2"]}
+    fake.answers["serve_replica_bus_connected"] = success("vector", [known])
+    two, three = ask(), ask()
+    two = msgspec.structs.replace(two, num_replicas=2)
+    three = msgspec.structs.replace(three, num_replicas=3)
+    (reading,) = await read(source, two)
+    assert reading.seen == 7.0
+    (reading,) = await read(source, three)
+    assert reading.missing.startswith("2 of 3 replicas are on their hosts' pages of metrics")
 
 
 async def test_other_windows_and_aggregations_cost_queries_of_their_own(

@@ -63,6 +63,7 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         shell.report_now()
 
     runtime = RayRuntime(_ray_settings(settings), lambda event: shell.take_event(event))  # noqa: PLW0108 - made below
+    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id)
     bus = ControlBus(
         settings.bus,
         settings.host_id,
@@ -70,9 +71,10 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         on_leader=lambda payload: shell.take_leader(payload),  # noqa: PLW0108 - made below
         on_connected=lambda: shell.report_now(),  # noqa: PLW0108 - made below
         on_reconnect=reconnected,
-        logs=NatsLogOutlet(logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id),
+        logs=NatsLogOutlet(
+            logs, Subjects(settings.bus.subject_prefix), "host", settings.host_id, log_socket.recent
+        ),
     )
-    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id)
     shell = HostShell(
         settings.host_id,
         runtime=runtime,

@@ -16,14 +16,22 @@ import typer
 
 from muster.cli import output
 from muster.cli.session import Session
-from muster.cli.show_logs import read_line, show_line
+from muster.cli.show_logs import show_line
 from muster.cli.streaming import streaming
 from muster.client.address import StackAddress
 from muster.client.feed import Feed, Heard
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
 from serve_common.subjects import RECALLED, Subjects
-from serve_common.wires.logs import KINDS, LEVELS, RECALL_LINES_MAX, LogFilter, RecallLogs
+from serve_common.wires.logs import (
+    KINDS,
+    LEVELS,
+    RECALL_LINES_MAX,
+    LogFilter,
+    RecallLogs,
+    kind_of,
+    read_line,
+)
 
 _RECALL_S: Final = 0.7
 """How long processes may take to send what they remember."""
@@ -65,8 +73,8 @@ async def logs(
       muster logs --service proxy --level warning
       muster logs --request-id 5f1c… --no-follow --tail 200
 
-    Each process remembers its newest 200 lines. With --json, a line of
-    JSON for each.
+    Each process remembers its newest 200 lines, and hosts the newest of
+    replicas that have ended. With --json, a line of JSON for each.
     """
     wanted = LogFilter(
         kinds=_kinds(service, name),
@@ -135,7 +143,7 @@ class _Following:
             kind = heard.subject.rpartition(".")[2]
         for data in heard.payload.splitlines():
             line = read_line(data)
-            if self._wanted.matches(kind, line):
+            if self._wanted.matches(kind_of(line, kind), line):
                 yield data, line
 
     def _show(self, data: bytes, line: dict[str, Any]) -> None:

@@ -55,17 +55,6 @@ def who(line: Mapping[str, Any]) -> str:
     return str(line.get("service", "?"))
 
 
-def read_line(data: bytes) -> dict[str, Any]:
-    """A line of a log; one that is no JSON object is a message."""
-    try:
-        line = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        line = None
-    if isinstance(line, dict):
-        return line
-    return {"event": "print", "message": data.decode(errors="replace")}
-
-
 def _time_of(line: Mapping[str, Any]) -> str:
     _, _, clock = str(line.get("timestamp", "")).partition("T")
     return clock[:12].rstrip("Z") or "-"

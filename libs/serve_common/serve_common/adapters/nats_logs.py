@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Final, final
 
 import structlog
@@ -29,8 +30,16 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 class NatsLogOutlet:
     """A `LogOutlet` on the loop that made it."""
 
-    def __init__(self, relay: LogRelay, subjects: Subjects, kind: str, process_id: str) -> None:
-        """Publishes nothing before `join`."""
+    def __init__(
+        self,
+        relay: LogRelay,
+        subjects: Subjects,
+        kind: str,
+        process_id: str,
+        of_others: Callable[[], list[bytes]] = list,
+    ) -> None:
+        """Publishes nothing before `join`. ``of_others``: lines that this process remembers for others."""
+        self._of_others = of_others
         self._relay = relay
         self._subjects = subjects
         self._kind = kind
@@ -78,7 +87,8 @@ class NatsLogOutlet:
         if client is None:
             return
         try:
-            for subject, piece in recalled(message.data, self._kind, self._relay.recent(), self._subjects):
+            recent = [*self._of_others(), *self._relay.recent()]
+            for subject, piece in recalled(message.data, self._kind, recent, self._subjects):
                 await client.publish(subject, piece)
         except (BadField, NatsError, OSError) as error:
             self._refused.log(time.monotonic(), "logs_not_recalled", reason=str(error))

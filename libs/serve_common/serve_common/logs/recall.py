@@ -14,7 +14,7 @@ from serve_common.errors import BadField
 from serve_common.logs.relay import pieces
 from serve_common.names import check_name
 from serve_common.subjects import Subjects
-from serve_common.wires.logs import RecallLogs
+from serve_common.wires.logs import RecallLogs, kind_of, read_line
 
 
 def recalled(
@@ -26,8 +26,8 @@ def recalled(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadField("recall", str(error)) from error
     subject = subjects.recalled_log(check_name(asked.token, "token"), kind)
-    if asked.filter.kinds and kind not in asked.filter.kinds:
-        return
-    wanted = [line for line in recent if asked.filter.matches(kind, msgspec.json.decode(line))]
-    for piece, _ in pieces(wanted[-asked.limit :] if asked.limit > 0 else []):
+    read = [(line, read_line(line)) for line in recent]
+    wanted = [(line, fields) for line, fields in read if asked.filter.matches(kind_of(fields, kind), fields)]
+    wanted.sort(key=lambda each: str(each[1].get("timestamp", "")))
+    for piece, _ in pieces([line for line, _ in wanted[-asked.limit :]] if asked.limit > 0 else []):
         yield subject, piece

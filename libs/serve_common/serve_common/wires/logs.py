@@ -22,6 +22,22 @@ def level_number(name: str) -> int:
     return LEVELS.index(name) if name in LEVELS else LEVELS.index("info")
 
 
+def read_line(data: bytes) -> dict[str, Any]:
+    """A line of a log; one that is no JSON object is a message."""
+    try:
+        line = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        line = None
+    if isinstance(line, dict):
+        return line
+    return {"event": "print", "message": data.decode(errors="replace").rstrip("\n")}
+
+
+def kind_of(line: Mapping[str, Any], told_by: str) -> str:
+    """Of which kind of process ``line`` is: hosts also tell what their replicas said."""
+    return "replica" if line.get("service") == "replica" else told_by
+
+
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which lines are wanted; what is empty restricts nothing."""
 

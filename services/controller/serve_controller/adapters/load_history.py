@@ -15,7 +15,7 @@ from immutables import Map, MapMutation
 from serve_common.names import BackendTag
 from serve_controller.adapters.load_page import Sample
 from serve_controller.adapters.prometheus_coverage import Process
-from serve_controller.adapters.prometheus_queries import HOST, ONGOING, PROXY, QUEUED
+from serve_controller.adapters.prometheus_queries import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 
 _SPACING: Final = 16.0
 """Of two scrapes that are closer than this part of their age one is forgotten."""
@@ -62,6 +62,8 @@ class TargetHistory:
         self.points: list[Point] = []
         self.since: dict[Process, float] = {}
         """Who is on its page, since when without a break."""
+        self.measured: dict[BackendTag, int] = {}
+        """Replicas of each backend on its page."""
         self.failure = ""
         """Why the latest scrape failed; empty when it did not."""
         self._counters: dict[str, tuple[float, float]] = {}
@@ -74,6 +76,7 @@ class TargetHistory:
         """Take in the page of a scrape; those older than ``keep_s`` are forgotten."""
         processes: set[Process] = set()
         counted: list[Sample] = []
+        measured: dict[BackendTag, int] = {}
         for sample in samples:
             if sample.name == PROXY:
                 processes.add(Process("proxy", sample.labels.get("proxy_id", "")))
@@ -81,12 +84,16 @@ class TargetHistory:
                 processes.add(Process("host", sample.labels.get("host_id", "")))
             elif sample.name in (ONGOING, QUEUED):
                 counted.append(sample)
+            elif sample.name == CONNECTED:
+                tag = BackendTag(sample.labels.get("backend_tag", ""))
+                measured[tag] = measured.get(tag, 0) + int(sample.value)
         if processes.isdisjoint(self.since):
             self._counters = {}  # somebody else has this address now
         # A series that appears together with its process was perhaps only left out before: it says nothing yet.
         begins_at_zero = bool(self.points) and processes <= self.since.keys()
         self._append(Point(at, self._added(at, counted, begins_at_zero=begins_at_zero)), keep_s)
         self.since = {process: self.since.get(process, at) for process in processes}
+        self.measured = measured
         self.failure = ""
 
     def _added(

@@ -20,7 +20,7 @@ from serve_common.wires.views import LoadView
 from serve_controller.adapters.load_page import Sample, parse_page
 from serve_controller.adapters.load_view import VIEWED, sum_up
 from serve_controller.adapters.load_windows import LoadWindows
-from serve_controller.adapters.prometheus_queries import HOST, ONGOING, PROXY, QUEUED
+from serve_controller.adapters.prometheus_queries import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 
@@ -30,7 +30,7 @@ PERIOD_S: Final = 2.0
 TIMEOUT_S: Final = 2.0
 CONCURRENCY: Final = 16
 PAGE_BYTES_MAX: Final = 32 * 1024 * 1024
-NAMES: Final = (PROXY, HOST, ONGOING, QUEUED)
+NAMES: Final = (PROXY, HOST, ONGOING, QUEUED, CONNECTED)
 _FIRST_ROUNDS_S: Final = 2 * (PERIOD_S + TIMEOUT_S)
 """How long the first reading waits for its two scrapes at most."""
 _IDLE_MIN_S: Final = 30.0

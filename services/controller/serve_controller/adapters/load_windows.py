@@ -6,7 +6,7 @@ what they share is worked out once.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
@@ -15,6 +15,7 @@ from serve_common.names import BackendTag
 from serve_controller.adapters.load_history import Between, TargetHistory
 from serve_controller.adapters.load_page import Sample
 from serve_controller.adapters.prometheus_coverage import Process
+from serve_controller.core.autoscaling.asks import unmeasured
 from serve_controller.core.autoscaling.values import LoadAsk, Reading
 
 SOURCE: Final = "scrape"
@@ -84,6 +85,9 @@ class LoadLook:
         for number, target in enumerate(self._targets):
             for tag in target.points[-1].seconds:
                 self._places[tag].append(number)
+        self._measured: Counter[BackendTag] = Counter()
+        for target in self._targets:
+            self._measured.update(target.measured)
         self._known: dict[tuple[object, ...], _Seen | str] = {}
         self._moments: dict[float, list[Between]] = {}
 
@@ -98,8 +102,9 @@ class LoadLook:
             )
         config = ask.config
         seen = self._seen(ask, config.look_back_period_s, wall_now)
-        if isinstance(seen, str):
-            return Reading(at=wall_now, seen=None, source=SOURCE, missing=seen)
+        why = seen if isinstance(seen, str) else unmeasured(ask, self._measured.get(ask.backend_tag, 0))
+        if why or isinstance(seen, str):
+            return Reading(at=wall_now, seen=None, source=SOURCE, missing=why)
         ongoing, queued = self._mean(ask.backend_tag, seen.end - seen.length_s, seen.end)
         load = ongoing + queued
         if config.aggregation_function is not AggregationFunction.MEAN:

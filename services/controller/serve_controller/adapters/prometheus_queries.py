@@ -12,15 +12,21 @@ from typing import Final
 from serve_common.autoscaling import AggregationFunction
 from serve_common.metrics_catalogue.hosts import HOST_INFO
 from serve_common.metrics_catalogue.proxies import PROXY_INFO, QUEUED_SECONDS
-from serve_common.metrics_catalogue.replicas import ONGOING_SECONDS
+from serve_common.metrics_catalogue.replicas import ONGOING_SECONDS, REPLICA_CONNECTED
 from serve_common.names import BackendTag
 
 ONGOING: Final = ONGOING_SECONDS.name
 QUEUED: Final = QUEUED_SECONDS.name
 PROXY: Final = PROXY_INFO.name
 HOST: Final = HOST_INFO.name
+CONNECTED: Final = REPLICA_CONNECTED.name
 
 _PLACEHOLDER: Final = re.compile(r"\$(backend_tag|look_back|deployment)\b")
+
+
+def sum_of(gauge: str, matchers: str) -> str:
+    """Of each backend, by ``backend_tag``: the present value of ``gauge``."""
+    return f"sum by (backend_tag) ({gauge}{{{matchers}}})"
 
 
 def duration(seconds: float) -> str:

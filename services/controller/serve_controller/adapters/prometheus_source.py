@@ -19,6 +19,7 @@ from serve_controller.adapters.prometheus_api import Element, PrometheusApi, Pro
 from serve_controller.adapters.prometheus_coverage import WINDOW_INTERVALS, Coverage, Process, Scraped
 from serve_controller.adapters.prometheus_groups import Group, Placed, Placer
 from serve_controller.adapters.prometheus_rates import SOURCE, Rates, missing
+from serve_controller.core.autoscaling.asks import unmeasured
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 
@@ -150,12 +151,13 @@ class PrometheusSource:
         readings: dict[BackendTag, Reading],
     ) -> None:
         """Fill in ``readings``; what was read stays when it raises `PrometheusAway`."""
+        measured = await self._measured(asks, coverage)
         groups: defaultdict[Group, list[Placed]] = defaultdict(list)
         placer = Placer(coverage, now)
         for number, ask in enumerate(asks):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
-            placed = placer.place(ask)
+            placed = unmeasured(ask, measured.get(ask.backend_tag, 0)) or placer.place(ask)
             if isinstance(placed, str):
                 readings[ask.backend_tag] = missing(now, placed)
             elif placed.group in groups or len(groups) < _GROUPS_MAX:
@@ -175,6 +177,14 @@ class PrometheusSource:
                 readings[placed.ask.backend_tag] = found.reading(
                     placed, now - (coverage.at - placed.newest_at)
                 )
+
+    async def _measured(self, asks: Sequence[LoadAsk], coverage: Coverage) -> dict[str, int]:
+        """How many replicas of each backend are on the pages of hosts."""
+        if not any(ask.num_replicas for ask in asks):
+            return {}
+        query = promql.sum_of(promql.CONNECTED, self._selector)
+        elements = await self._api.elements(query, coverage.asked_at)
+        return {element.metric.get("backend_tag", ""): int(element.number or 0) for element in elements}
 
     # -- users' queries -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Writes the log lines of this host's replicas to the host's own standard error, as they come.
+"""Writes the log lines of this host's replicas to its own standard error as they come, and remembers the newest.
 
 Why a thread: whoever reads standard error may be slow, and the host's loop must not wait for that.
 """
@@ -16,6 +16,7 @@ from typing import Final, final
 
 import structlog
 
+from serve_replica_host.core.recent_lines import RecentLines
 from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET
 
 _log = structlog.get_logger(__name__)
@@ -35,6 +36,8 @@ class LogSocket:
         self.path = directory / f"log-{secrets.token_hex(4)}.sock"
         self._host_id = host_id
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._recent = RecentLines()
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="replica-logs", daemon=True)
 
     def open(self) -> None:
@@ -61,11 +64,18 @@ class LogSocket:
         self.path.unlink(missing_ok=True)
         self._socket.close()
 
+    def recent(self) -> list[bytes]:
+        """The newest lines of all replicas, also of those that have ended."""
+        with self._lock:
+            return self._recent.all()
+
     def _run(self) -> None:
         while (lines := self._socket.recv(_PIECE_BYTES_MAX)) != _END:
             # As our own lines: the stream keeps what it is given at once together.
             sys.stderr.write(lines.decode(errors="backslashreplace"))
             sys.stderr.flush()
+            with self._lock:
+                self._recent.take(lines)
 
 
 def _remove_unheard(directory: Path) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from serve_common.names import BackendTag, HostId, ProxyId
+from serve_common.names import BackendTag, ProxyId
 from serve_controller.core.autoscaling.values import LoadAsk, Targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.observed import HostStatus, ObservedState, host_status, is_proxy_live
 from serve_controller.core.transitions import ROUTED
 
-NEWCOMER_S: Final = 20.0
-"""A younger process need not have been scraped: Prometheus finds it within seconds, and it has borne little yet."""
+MEASURED_AFTER_S: Final = 20.0
+"""A replica that serves for so long must be on its host's page, as it was scraped last."""
 
 
 def autoscaled(checkpoint: Checkpoint) -> list[BackendTag]:
@@ -28,30 +28,29 @@ def asks_of(
     checkpoint: Checkpoint, observed: ObservedState, tags: Iterable[BackendTag], now: float
 ) -> list[LoadAsk]:
     """What to read of these backends; of those that are not autoscaled (any more), nothing."""
-    proxies = frozenset(
-        proxy_id
-        for proxy_id, proxy in observed.proxies.items()
-        if is_proxy_live(observed, proxy_id, now) and now - proxy.report.started_at >= NEWCOMER_S
-    )
+    proxies = frozenset(p for p in observed.proxies if is_proxy_live(observed, p, now))
+    began_at = {str(p): observed.proxies[p].report.started_at for p in proxies}
+    began_at |= {str(host_id): host.report.started_at for host_id, host in observed.hosts.items()}
     asks = []
     for tag in tags:
         backend = checkpoint.backends.get(tag)
         config = None if backend is None else backend.autoscaling
-        if config is not None:
-            hosts = _hosts_of(checkpoint, observed, tag, now)
-            asks.append(LoadAsk(backend_tag=tag, config=config, proxies=proxies, hosts=hosts))
+        if config is None:
+            continue
+        routed = [r for r in checkpoint.replicas_of(tag).values() if r.state in ROUTED]
+        asks.append(
+            LoadAsk(
+                backend_tag=tag,
+                config=config,
+                proxies=proxies,
+                hosts=frozenset(
+                    r.host_id for r in routed if r.host_id is not None and r.host_id in observed.hosts
+                ),
+                num_replicas=sum(now - replica.since >= MEASURED_AFTER_S for replica in routed),
+                began_at=began_at,
+            )
+        )
     return asks
-
-
-def _hosts_of(
-    checkpoint: Checkpoint, observed: ObservedState, tag: BackendTag, now: float
-) -> frozenset[HostId]:
-    found: set[HostId] = set()
-    for replica in checkpoint.replicas_of(tag).values():
-        host = None if replica.host_id is None else observed.hosts.get(replica.host_id)
-        if host is not None and replica.state in ROUTED and now - host.report.started_at >= NEWCOMER_S:
-            found.add(host.report.host_id)
-    return frozenset(found)
 
 
 def targets_of(observed: ObservedState, now: float) -> Targets:
@@ -67,3 +66,13 @@ def targets_of(observed: ObservedState, now: float) -> Targets:
 def num_running(checkpoint: Checkpoint, tag: BackendTag) -> int:
     """Replicas of a backend that take requests."""
     return sum(replica.state in ROUTED for replica in checkpoint.replicas_of(tag).values())
+
+
+def unmeasured(ask: LoadAsk, measured: int) -> str:
+    """Why a load is not known though everybody was scraped; empty when that is not so. ``measured``: replicas found."""
+    if measured >= ask.num_replicas:
+        return ""
+    return (
+        f"{measured} of {ask.num_replicas} replicas are on their hosts' pages of metrics: "
+        "the others are cut off from NATS, or run on other machines than their hosts"
+    )
