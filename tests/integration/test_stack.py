@@ -227,7 +227,7 @@ def without_volatile(status: dict[str, Any]) -> list[Any]:
 
 
 async def test_what_the_whole_stack_does_and_says_can_be_watched(stack: Stack) -> None:
-    async with under_load(stack):
+    async with under_load(stack, workers=1):
         top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval", "1"))
     [row] = [row for row in top["rows"] if row["name"] == "default/digits"]
     assert row["requests_per_s"] > 1
@@ -237,9 +237,6 @@ async def test_what_the_whole_stack_does_and_says_can_be_watched(stack: Stack) -
     said = stack.muster("logs", "--no-follow", "--tail", "1000", "--json").splitlines()
     services = {json.loads(line)["service"] for line in said}
     assert services >= {"controller", "proxy", "replica-host"}
-    shown = stack.muster("logs", "--no-follow", "--service", "proxy", "--tail", "200")
-    assert "proxy-1 proxy_listening" in shown
-    assert "digits" in stack.muster("events", "digits")
 
 
 async def test_a_killed_controller_costs_no_request_and_comes_back_unchanged(stack: Stack) -> None:
