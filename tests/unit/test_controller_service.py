@@ -183,6 +183,23 @@ async def test_a_deploy_is_recorded_before_it_is_answered_and_then_published() -
         assert set(world.bus.bucket) == {"backends.default.a", "endpoints.default.a"}
 
 
+async def test_who_cannot_reach_the_store_is_not_ready_whether_it_leads_or_not() -> None:
+    async with running() as world:
+        assert world.service.why_not_ready() is None
+        second = world.controller("controller-2")
+        world.tasks.start(second.run(), "second")
+        await asyncio.sleep(0.02)
+        assert second.why_not_ready() is None, "it stands by"
+        world.store.available = False
+        with pytest.raises(StoreUnavailable):
+            await world.deploy(num=0)
+        assert "leads, but Postgres is away" in (world.service.why_not_ready() or "")
+        await world.until(lambda: second.why_not_ready() is not None)
+        assert "could not take over" in (second.why_not_ready() or "")
+        world.store.available = True
+        await world.until(lambda: world.service.why_not_ready() is None is second.why_not_ready())
+
+
 async def test_a_standby_refuses_and_does_nothing() -> None:
     async with running() as world:
         second = world.controller("controller-2")

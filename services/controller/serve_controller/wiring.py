@@ -76,10 +76,7 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event, logs: LogRel
     def why_not_ready() -> str | None:
         if bus is None or not bus.is_connected:
             return "NATS is not connected"
-        term = None if service is None else service.term
-        if term is not None and not term.is_store_available:
-            return "this controller leads, but Postgres is away: it answers queries and refuses commands"
-        return None
+        return None if service is None else service.why_not_ready()
 
     pulse = BusPulse(
         "control plane",

@@ -39,6 +39,8 @@ class Leadership:
         self._lead = lead
         self.epoch: int | None = None
         """The epoch while this controller leads."""
+        self.is_store_away = False
+        """Whether a controller that does not lead asked the store in vain last: it could not take over."""
         self._lease = asyncio.Lock()
         self._beat_at = float("-inf")
         """When the lease was last known to be ours or, failing that, when the store was last asked in vain."""
@@ -94,6 +96,7 @@ class Leadership:
                     # Once: standing by must cost the database next to nothing, and hold no lock in it.
                     is_migrated = True
                 epoch = await self._acquire()
+                self.is_store_away = False
                 if epoch is not None:
                     return epoch, await self._load(epoch, has_stood_by=has_stood_by)
                 if not has_stood_by:
@@ -102,6 +105,7 @@ class Leadership:
                 await asyncio.sleep(STANDBY_POLL_S)
             except StoreUnavailable as error:
                 is_migrated = False
+                self.is_store_away = True
                 failures += 1
                 if failures in (1, 20):
                     _log.warning("store_unavailable", error=str(error), failures=failures)

@@ -85,6 +85,15 @@ class ControllerService:
         """Serve until cancelled."""
         await self._leadership.run()
 
+    def why_not_ready(self) -> str | None:
+        """Why this controller neither leads well nor could take over; None when it does, or could."""
+        term = self.term
+        if term is not None and not term.is_store_available:
+            return "this controller leads, but Postgres is away: it answers queries and refuses commands"
+        if term is None and self._leadership.is_store_away:
+            return "this controller does not lead and could not take over: Postgres is away"
+        return None
+
     def _leading_term(self) -> Term | None:
         """The term, unless this process slept so long that another one may lead by now."""
         return self.term if self._leadership.is_sure else None
