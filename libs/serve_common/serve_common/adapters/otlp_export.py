@@ -42,8 +42,28 @@ _LOUD: Final = (
     "opentelemetry.sdk.trace.export",
     "opentelemetry.sdk._shared_internal",
 )
-"""Loggers of the SDK that speak of every batch and every span that is lost; we count them, and say so now and then."""
+"""Loggers of the SDK that speak of every batch and every span that is lost."""
 _ANY_SAMPLED: Final = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+
+
+@final
+class _Rarely(logging.Filter):
+    """Lets a line of each logger through now and then; they are not silenced, for user code may use them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        now_s = time.monotonic()
+        if now_s - self._last_s.get(record.name, float("-inf")) < LOG_INTERVAL_S:
+            return False
+        self._last_s[record.name] = now_s
+        return True
+
+
+_rarely: Final = _Rarely()
 
 
 @final
@@ -54,7 +74,7 @@ class OtlpTracing:
         self, settings: TracingSettings, service: str, instance_id: str, attributes: Mapping[str, str]
     ) -> None:
         for name in _LOUD:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+            logging.getLogger(name).addFilter(_rarely)
         for complaint in settings.complaints:
             _log.warning("tracing_setting_ignored", reason=complaint)
         self._settings = settings
