@@ -22,11 +22,14 @@ install: $(STAMP) ## Make .venv and install everything that is locked
 run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl line; Ctrl-C stops it
 	.venv/bin/muster up --deploy-example
 
-test: $(STAMP) ## Run every test that this machine allows
-	$(PY) -m pytest
+# What needs no servers is spread over the cores; the rest waits more than it works, and measures times.
+QUICK := tests/unit tests/properties tests/simulation
+
+test: test-quick ## Run every test that this machine allows
+	$(PY) -m pytest $(addprefix --ignore=,$(QUICK))
 
 test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
-	$(PY) -m pytest tests/unit tests/properties tests/simulation
+	$(PY) -m pytest -n auto $(QUICK)
 
 check: $(STAMP) ## Lint, types and import contracts
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

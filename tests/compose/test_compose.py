@@ -69,38 +69,29 @@ def test_prometheus_sees_every_process(stack: Stack) -> None:
     assert {value for _, value in stack.query("up")} == {1.0}
 
 
-def test_replicas_follow_a_query_and_stay_as_they_are_while_prometheus_is_away(stack: Stack) -> None:
-    """Six by a query, at two each: three replicas, whatever becomes of Prometheus."""
+def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_away(stack: Stack) -> None:
+    """Six by a query, at two each: three replicas, whatever becomes of Prometheus. Requests are read elsewhere then."""
     config = {
-        "min_replicas": 1,
-        "max_replicas": 5,
-        "upscale_delay_s": 0,
-        "downscale_delay_s": 0,
-        "metrics_interval_s": 1,
-        "query": {"promql": "vector(6)", "target": 2},
+        **{"min_replicas": 1, "max_replicas": 5, "upscale_delay_s": 0, "downscale_delay_s": 0},
+        **{"metrics_interval_s": 1, "query": {"promql": "vector(6)", "target": 2}},
     }
     stack.muster(
         "deploy", "noop:Noop", "--name", "followed", "--route-prefix", "/followed", "--app-dir", "/apps/noop",
         "--num-cpus", "0.1", "--autoscaling-config", json.dumps(config),
     )  # fmt: skip
+    stack.deploy_digits("--autoscaling-config", "min_replicas=1,max_replicas=2,metrics_interval_s=1")
     stack.wait_for_autoscaling("followed", num_replicas=3, verdict="steady", source="prometheus")
+    stack.wait_for_autoscaling("digits", source="prometheus", is_seen=True)
     stack.wait_until_healthy("default/followed")
     stack.run("kill", "prometheus")
     held = stack.wait_for_autoscaling("followed", num_replicas=3, verdict="held")
     assert "Prometheus" in held["why"]
+    stack.wait_for_autoscaling("digits", num_replicas=1, source="scrape", is_seen=True)
     stack.up("prometheus")
     stack.wait_for_autoscaling("followed", num_replicas=3, verdict="steady", source="prometheus")
+    stack.wait_for_autoscaling("digits", num_replicas=1, source="prometheus", is_seen=True)
     stack.wait_for_query('serve_autoscaler_target_replicas{backend_tag="default/followed"}', 3)
     stack.muster("delete", "followed")
-
-
-def test_the_load_is_read_from_prometheus_and_from_the_services_while_that_is_away(stack: Stack) -> None:
-    stack.deploy_digits("--autoscaling-config", "min_replicas=1,max_replicas=2,metrics_interval_s=1")
-    stack.wait_for_autoscaling("digits", source="prometheus", is_seen=True)
-    stack.run("kill", "prometheus")
-    stack.wait_for_autoscaling("digits", source="scrape", is_seen=True)
-    stack.up("prometheus")
-    stack.wait_for_autoscaling("digits", source="prometheus", is_seen=True)
     stack.deploy_digits()
 
 

@@ -182,6 +182,30 @@ async def test_hosts_proxies_and_options(muster: Muster) -> None:
     assert proxy["applied_snapshot_id"] > 0
 
 
+async def test_autoscaling_is_listed_paused_and_resumed_and_a_person_wins_over_it(muster: Muster) -> None:
+    limits = ("--autoscaling-config", "min_replicas=1,max_replicas=3")
+    assert (await muster.ok(*deploy("followed", "1", *limits)))["result"] == "succeeded"
+    assert (await muster.ok("autoscaling", "pause", "followed"))["result"] == "succeeded"
+    assert (await muster.ok("autoscaling", "pause", "followed"))["result"] == "unchanged"
+    assert (await muster.ok("autoscaling", "resume", "followed"))["result"] == "succeeded"
+    assert (await muster.ok("scale", "followed", "2"))["result"] == "succeeded"
+    (view,) = await muster.ok("autoscaling", "list")
+    assert (view["backend_tag"], view["num_replicas"], view["paused"]) == ("default/followed", 2, "scale")
+    refused, _ = await muster.fails(2, "scale", "followed", "4")
+    assert refused["error"]["field"] == "num_replicas"
+    assert (await muster.ok("delete", "followed"))["result"] == "succeeded"
+
+
+async def test_logs_and_the_table_of_loads_are_there_for_programs_too(muster: Muster) -> None:
+    result = await muster.run("logs", "--no-follow", "--tail", "5", "--service", "controller", "--json")
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert lines
+    assert {line["service"] for line in lines} == {"controller"}
+    table = await muster.ok("top", "--once", "--interval", "0.2")
+    assert isinstance(table, dict)
+
+
 async def test_what_happened_and_who_did_it(muster: Muster) -> None:
     await muster.ok(*deploy("audited", "1"))
     (entry,) = await muster.ok("history", "audited")

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 import structlog
 
+from serve_common.autoscaling import AutoscalingConfig
 from serve_common.errors import NotFound
 from serve_common.values import BackendConfig, EndpointOptions, HttpOptions
 from serve_common.wires import queries as q
@@ -27,6 +28,7 @@ from serve_common.wires.commands import (
     DeploymentSpec,
     DrainHost,
     Rollback,
+    Scale,
     SetEndpointOptions,
     SetHttpOptions,
     SetTraffic,
@@ -263,6 +265,37 @@ async def test_an_endpoint_is_made_its_traffic_split_and_shadowed_and_it_is_dele
     assert desk.plane.proxy.snapshots["endpoints.default.canary"].content is None
     assert (await admin.delete_endpoint(DeleteEndpoint(endpoint="canary"))).goal_id is None
     assert {b.backend_tag for b in await admin.get_all_backends()} >= {"default/left", "default/right"}
+
+
+# -- numbers of replicas that follow the load --------------------------------------------------------------------------
+
+
+async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_holds(
+    desk: AdminDesk,
+) -> None:
+    admin = desk.admin
+    scaling = AutoscalingConfig(min_replicas=2, max_replicas=4, metrics_interval_s=1)
+    config = BackendConfig(autoscaling_config=scaling)
+    await desk.done(await admin.deploy(deploy("followed", backend_config=config)))
+    assert len((await admin.get_deployment_info("followed")).replicas) == 2
+    held = await desk.until_told("autoscaling", "default.followed", state="held")
+    assert isinstance(held[-1], EventView)
+    (view,) = await admin.get_autoscaling()
+    assert (view.backend_tag, view.verdict, view.num_replicas) == ("default/followed", "held", 2)
+    assert (view.seen, view.paused) == (None, "")
+    assert view.why in held[-1].message
+
+    await desk.done(await admin.scale(Scale(backend_tag="followed", num_replicas=4)))
+    (view,) = await admin.get_autoscaling()
+    assert (view.num_replicas, view.paused) == (4, "scale")
+    assert not (await admin.pause_autoscaling("followed")).updating
+    assert (await admin.resume_autoscaling("followed")).updating
+    (view,) = (await admin.get_status()).autoscaling
+    assert (view.num_replicas, view.paused) == (4, "")
+    load = await admin.get_load()
+    assert (load.endpoints, load.backends, load.unreachable) == ([], [], [])
+    await desk.done(await admin.delete_deployment("followed"))
+    assert await admin.get_autoscaling() == []
 
 
 # -- hosts, proxies, options -------------------------------------------------------------------------------------------

@@ -125,7 +125,10 @@ class BatchQueue(Generic[C]):
         if line is None:
             return
         if call in line.behind:
+            may_have_closed_it = next(iter(line.behind)) is call
             del line.behind[call]
+            if may_have_closed_it:
+                line.reopen()
         elif call in line.next_batch:
             line.next_batch.remove(call)
             line.reopen()
