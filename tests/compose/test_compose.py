@@ -72,8 +72,12 @@ def test_prometheus_sees_every_process(stack: Stack) -> None:
 def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_away(stack: Stack) -> None:
     """Six by a query, at two each: three replicas, whatever becomes of Prometheus. Requests are read elsewhere then."""
     config = {
-        **{"min_replicas": 1, "max_replicas": 5, "upscale_delay_s": 0, "downscale_delay_s": 0},
-        **{"metrics_interval_s": 1, "query": {"promql": "vector(6)", "target": 2}},
+        "min_replicas": 1,
+        "max_replicas": 5,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "metrics_interval_s": 1,
+        "query": {"promql": "vector(6)", "target": 2},
     }
     stack.muster(
         "deploy", "noop:Noop", "--name", "followed", "--route-prefix", "/followed", "--app-dir", "/apps/noop",
