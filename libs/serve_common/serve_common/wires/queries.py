@@ -76,7 +76,8 @@ class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: bool = True
     """False leaves out the single replicas, which make the answer long."""
     deployments: bool = True
-    """False leaves out the deployments: `ListDeployments` tells them in pages."""
+    """False leaves out the deployments and their autoscaling: `ListDeployments` and `GetAutoscaling` tell them in
+    pages."""
 
 
 class GetAutoscaling(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):

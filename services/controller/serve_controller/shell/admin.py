@@ -211,7 +211,9 @@ class Admin:
             else [],
             hosts=views.view_hosts(checkpoint, term.observed, now),
             proxies=views.view_proxies(term.observed, now),
-            autoscaling=views.view_autoscaling(checkpoint, term.autoscaling, now),
+            autoscaling=views.view_autoscaling(checkpoint, term.autoscaling, now)
+            if query.deployments
+            else [],
         )
 
     async def _load(self, term: LeadingTerm) -> LoadView:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from serve_common.autoscaling import AutoscalingConfig, QueryMeaning
-from serve_controller.core.autoscaling.reasons import number
+from serve_controller.core.autoscaling.reasons import number, requests
 from serve_controller.core.autoscaling.values import Reading, ScalingInput, Series
 
 SPARE: Final = 0.1
@@ -98,7 +98,8 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
     elif query is None:
         target = inputs.config.target_ongoing_requests
         wanted = min(seen / target, WANTED_MAX)
-        words = f"{number(seen)} requests seen over {inputs.config.look_back_period_s:g} s"
+        over_s = inputs.config.look_back_period_s if reading.over_s is None else reading.over_s
+        words = f"{requests(number(seen))} seen over {number(round(over_s, 1))} s"
         if is_starting:
             needed = max((seen - reading.queued) / target, float(inputs.num_replicas))
             only_waiting = max(wanted - needed, 0.0)

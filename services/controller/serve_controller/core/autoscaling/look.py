@@ -84,7 +84,7 @@ class Look:
         return self._add(
             target,
             Verdict.PANIC,
-            f"{seen} requests seen over {config.panic_window_s:g} s, {reasons.number(times)} times what "
+            f"{reasons.requests(seen)} seen over {config.panic_window_s:g} s, {reasons.number(times)} times what "
             f"{reasons.replicas(self._num_replicas)} should bear: {target - self._num_replicas} added at once",
         )
 

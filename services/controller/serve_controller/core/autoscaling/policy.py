@@ -88,15 +88,13 @@ def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) ->
             verdict=Verdict.STEADY,
             seen=None,
             wanted=None,
-            why=f"{waiting} requests wait for {reasons.replicas(num_replicas)} that there are already",
+            why=f"{reasons.waiting(waiting)} for {reasons.replicas(num_replicas)} that there are already",
         )
     if config.query is not None or config.policy.policy_function:
-        wanted, why = 1.0, f"{waiting} requests wait and none is there"
+        wanted, why = 1.0, f"{reasons.waiting(waiting)} and none is there"
     else:
         wanted = max(waiting, 1) / config.target_ongoing_requests
-        why = (
-            f"{waiting} requests wait and none is there: {reasons.replicas(max(round_up(wanted), 1))} wanted"
-        )
+        why = f"{reasons.waiting(waiting)} and none is there: {reasons.replicas(max(round_up(wanted), 1))} wanted"
     target = max(within(max(round_up(wanted), 1), config), num_replicas)
     at = now if state.last_up_at is None or not num_replicas else state.last_up_at
     return ScalingDecision(

@@ -19,6 +19,16 @@ def replicas(count: int) -> str:
     return "1 replica" if count == 1 else f"{count} replicas"
 
 
+def requests(count: str) -> str:
+    """``count``, as `number` tells it, with its noun."""
+    return f"{count} request" if count == "1" else f"{count} requests"
+
+
+def waiting(count: int) -> str:
+    """So many requests that wait."""
+    return "1 request waits" if count == 1 else f"{count} requests wait"
+
+
 def wanted(seen: str, count: int, limited: int) -> str:
     """What the load comes to, and what the limits make of it."""
     words = f"{seen}: {replicas(count)} wanted"
