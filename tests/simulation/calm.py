@@ -97,6 +97,11 @@ def _made_good(world: World, tag: str, good: ReplicaConfig) -> c.AnyCommand:
     )
 
 
+def has_unheard_load(world: World) -> bool:
+    """Whether an autoscaler said something that no plan has taken in yet: its controller stood still."""
+    return any(x.term is not None and bool(x.term._scalings) for x in world.controllers)
+
+
 def why_not_calm(world: World) -> str:
     """What is still under way; empty when nothing is."""
     checkpoint = world.store.checkpoint
@@ -105,6 +110,8 @@ def why_not_calm(world: World) -> str:
     leaders = [x for x in world.controllers if x.term is not None and x.term.epoch == world.store.epoch]
     if len(leaders) != 1:
         return "nobody leads"
+    if has_unheard_load(world):
+        return "no plan has taken in yet what the autoscaler said last"
     if checkpoint.pending:
         return f"pending: {[(g.goal_id, g.kind.value, g.subject) for g in checkpoint.pending.values()]}"
     serving = {tag for host in world.hosts for tag in host.serving}

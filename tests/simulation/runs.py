@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass, replace
 
 from serve_controller.shell.term import Term
-from tests.simulation.calm import check_converged, mending, why_not_calm
+from tests.simulation.calm import check_converged, has_unheard_load, mending, why_not_calm
 from tests.simulation.clients import Client, Step
 from tests.simulation.stories import draw_story
 from tests.simulation.weather import brew, draw_faults, move_load
@@ -84,7 +84,9 @@ def play(
         world.calm()
         for number in range(MENDINGS_MAX):
             # A goal that is under way may yet fail, and bring back what must be mended.
-            world.run_until(lambda: not world.store.checkpoint.pending, GOALS_LIMIT_S)
+            world.run_until(
+                lambda: not world.store.checkpoint.pending and not has_unheard_load(world), GOALS_LIMIT_S
+            )
             steps = mending(world)
             if not steps:
                 break

@@ -224,6 +224,18 @@ def test_a_pause_outlives_a_deploy_and_a_change_of_the_limits_but_not_the_end_of
     assert loop.backend().autoscaling_paused == ""
 
 
+def test_a_pause_ends_with_an_autoscaling_that_failed_to_come_up() -> None:
+    loop = Loop(PureHost("host-1"))
+    loop.done(deploy("a", num=2))
+    bad = deploy("a", version="v2", code=BAD_CODE, retries=1, autoscaling_config=ONE_TO_FIVE)
+    loop.command(bad)
+    failing = loop.command(Scale(backend_tag="a", num_replicas=3))
+    assert loop.backend().autoscaling_paused == "scale"
+    loop.settle()
+    assert loop.goal_status(failing.goal_id) is GoalStatus.FAILED
+    assert (num(loop), loop.backend().autoscaling_paused) == (2, "")
+
+
 def test_scale_sets_the_number_of_what_is_not_autoscaled_too() -> None:
     loop = Loop(PureHost("host-1"))
     loop.done(deploy("a"))

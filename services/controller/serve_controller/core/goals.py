@@ -178,6 +178,9 @@ def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None
             start_failures=0,
             retry_at=0.0,
             last_error=error,
+            autoscaling_paused=(
+                "" if target.backend_config.autoscaling_config is None else backend.autoscaling_paused
+            ),
         )
     )
 
