@@ -18,7 +18,7 @@ from tests.integration.prometheus_server import IMAGE
 
 MOUNT: Final = "/etc/prometheus"
 """Where the image sees the directory: as in compose."""
-_REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
+REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
 _TIMEOUT_S: Final = 60.0
 
 
@@ -36,8 +36,8 @@ def commands(directory: Path) -> list[list[str]]:
         found.append(["docker", "run", "--rm", *inside, "--entrypoint", "promtool", IMAGE])
     if not found:
         why = f"promtool is not on PATH, and there is no image {IMAGE}"
-        if os.environ.get(_REQUIRED) == "1":
-            pytest.fail(f"{_REQUIRED}=1, but {why}")
+        if os.environ.get(REQUIRED) == "1":
+            pytest.fail(f"{REQUIRED}=1, but {why}")
         pytest.skip(f"NOT TESTED: alert rules, for {why}")
     return found
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from serve_common.autoscaling import AutoscalingConfig, AutoscalingPolicy
+from serve_common.autoscaling_context import AutoscalingContext
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.views import EventView
@@ -23,7 +24,7 @@ from serve_controller.core.autoscaling.values import (
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.observed import ObservedState, observe_proxy
-from serve_controller.ports import PolicyAnswer, PolicyContext, PolicyFailed
+from serve_controller.ports import PolicyAnswer, PolicyFailed
 from serve_controller.shell.autoscaler import Autoscaler
 from tests.unit.controller_parts import (
     NOW,
@@ -90,9 +91,9 @@ class FakeLoads:
 class FakePolicies:
     def __init__(self, answer: PolicyAnswer | PolicyFailed | None = None) -> None:
         self.answer = answer
-        self.asked: list[tuple[AutoscalingPolicy, str, PolicyContext]] = []
+        self.asked: list[tuple[AutoscalingPolicy, str, AutoscalingContext]] = []
 
-    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: PolicyContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
         self.asked.append((policy, app_dir, context))
         assert self.answer is not None
         if isinstance(self.answer, PolicyFailed):

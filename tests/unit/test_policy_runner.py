@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from serve_common.autoscaling import AutoscalingPolicy
+from serve_common.autoscaling_context import AutoscalingContext, LoadReading
 from serve_controller.adapters.policy_process import child_environment
 from serve_controller.adapters.policy_runner import SubprocessPolicies
-from serve_controller.core.autoscaling.values import Reading
-from serve_controller.ports import PolicyAnswer, PolicyContext, PolicyFailed
+from serve_controller.ports import PolicyAnswer, PolicyFailed
 
 SOURCE = """
 import asyncio, ctypes, math, os, sys, time
@@ -73,7 +73,7 @@ number = 3
 """
 
 
-def context(**changes: object) -> PolicyContext:
+def context(**changes: object) -> AutoscalingContext:
     fields: dict[str, object] = {
         "deployment_name": "model",
         "app_name": "default",
@@ -87,10 +87,10 @@ def context(**changes: object) -> PolicyContext:
         "last_scale_up_time": None,
         "last_scale_down_time": 5.0,
         "current_time": 100.0,
-        "readings": [Reading(at=99.0, seen=7.0, burst=8.0, queued=1.0, source="scrape")],
+        "readings": [LoadReading(at=99.0, seen=7.0, burst=8.0, queued=1.0, source="scrape")],
         **changes,
     }
-    return PolicyContext(**fields)  # type: ignore[arg-type]  # tests change single fields
+    return AutoscalingContext(**fields)  # type: ignore[arg-type]  # tests change single fields
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from serve_common.autoscaling import AutoscalingPolicy
+from serve_common.autoscaling_context import AutoscalingContext
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ControllerId
 from serve_common.wires.host import HostGoal
@@ -26,7 +27,6 @@ __all__ = [
     "LoadAsk",
     "LoadSource",
     "PolicyAnswer",
-    "PolicyContext",
     "PolicyFailed",
     "PolicyRunner",
     "Publisher",
@@ -38,25 +38,6 @@ __all__ = [
 
 class PolicyFailed(ServeError):
     """A user's policy function raised, took too long, or gave no number."""
-
-
-class PolicyContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user's policy function is given, as `muster.AutoscalingContext`; names as in Ray Serve."""
-
-    deployment_name: str
-    app_name: str
-    current_num_replicas: int
-    target_num_replicas: int
-    total_num_requests: float
-    total_queued_requests: float
-    capacity_adjusted_min_replicas: int
-    capacity_adjusted_max_replicas: int
-    policy_state: dict[str, Any]
-    last_scale_up_time: float | None
-    last_scale_down_time: float | None
-    current_time: float
-    readings: list[Reading]
-    """The latest ones, the oldest first."""
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +158,7 @@ class LoadSource(Protocol):
 class PolicyRunner(Protocol):
     """Runs the users' policy functions, apart from the controller: one that hangs or crashes harms only its backend."""
 
-    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: PolicyContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
         """What the function says. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
         ...
 

@@ -10,15 +10,14 @@ import asyncio
 from pathlib import Path
 from typing import Final, final
 
-import msgspec
 import structlog
 
 from serve_common.autoscaling import AutoscalingPolicy
-from serve_common.autoscaling_context import AutoscalingContext, LoadReading
+from serve_common.autoscaling_context import AutoscalingContext
 from serve_common.tasks import TaskOwner
 from serve_controller.adapters.policy_process import START_TIMEOUT_S, PolicyProcess
 from serve_controller.policy_child import PolicyRequest
-from serve_controller.ports import PolicyAnswer, PolicyContext, PolicyFailed
+from serve_controller.ports import PolicyAnswer, PolicyFailed
 
 _log = structlog.get_logger(__name__)
 
@@ -44,13 +43,13 @@ class SubprocessPolicies:
         """By app_dir, the one used last at the end."""
         self._tasks = TaskOwner("policies")
 
-    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: PolicyContext) -> PolicyAnswer:
+    async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
         """As `PolicyRunner`."""
         directory = str(Path(self._app_root, app_dir)) if app_dir else ""
         home = self._homes.pop(directory, None) or _Home(directory, self._tasks, self._call_timeout_s)
         self._homes[directory] = home
         self._make_room()
-        return await home.run(policy, _context_of(context))
+        return await home.run(policy, context)
 
     async def close(self) -> None:
         """End all processes."""
@@ -139,9 +138,3 @@ class _Home:
             self.end()
             child = self._child = await PolicyProcess.start(self._app_dir, self._tasks)
         return child
-
-
-def _context_of(context: PolicyContext) -> AutoscalingContext:
-    fields = msgspec.structs.asdict(context)
-    readings = [msgspec.convert(reading, LoadReading, from_attributes=True) for reading in context.readings]
-    return AutoscalingContext(**{**fields, "readings": readings})

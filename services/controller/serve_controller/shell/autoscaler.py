@@ -15,6 +15,7 @@ from typing import Final, Protocol, final
 import msgspec
 import structlog
 
+from serve_common.autoscaling_context import AutoscalingContext, LoadReading
 from serve_common.names import BackendTag
 from serve_common.ports import Clock
 from serve_common.wires.views import EventView
@@ -33,7 +34,7 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.scaling import scaling_event
-from serve_controller.ports import LoadSource, PolicyAnswer, PolicyContext, PolicyFailed, PolicyRunner
+from serve_controller.ports import LoadSource, PolicyAnswer, PolicyFailed, PolicyRunner
 
 _log = structlog.get_logger()
 
@@ -186,7 +187,7 @@ class Autoscaler:
     async def _ask_policy(self, backend: Backend, inputs: ScalingInput, followed: _Followed) -> PolicyAnswer:
         config, reading = inputs.config, followed.readings[-1]
         app, _, deployment = backend.backend_tag.rpartition("/")
-        context = PolicyContext(
+        context = AutoscalingContext(
             deployment_name=deployment,
             app_name=app,
             current_num_replicas=inputs.num_running,
@@ -199,7 +200,7 @@ class Autoscaler:
             last_scale_up_time=followed.state.last_up_at,
             last_scale_down_time=followed.state.last_down_at,
             current_time=self._clock.now(),
-            readings=list(followed.readings),
+            readings=msgspec.convert(list(followed.readings), list[LoadReading], from_attributes=True),
         )
         return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
 
