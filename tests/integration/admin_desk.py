@@ -137,7 +137,9 @@ class AdminDesk:
                 self.told.append((kind, subject, content))
                 self._heard.notify_all()
 
-    async def until_told(self, kind: str, subject: str, *, state: str) -> list[GoalView | EventView]:
+    async def until_told(
+        self, kind: str, subject: str, *, state: str, timeout_s: float = 10.0
+    ) -> list[GoalView | EventView]:
         """Everything told of that subject, once ``state`` is."""
 
         def found() -> list[GoalView | EventView]:
@@ -146,7 +148,7 @@ class AdminDesk:
         def is_told() -> bool:
             return any(state == (c.status.value if isinstance(c, GoalView) else c.state) for c in found())
 
-        async with asyncio.timeout(10.0), self._heard:
+        async with asyncio.timeout(timeout_s), self._heard:
             await self._heard.wait_for(is_told)
         return found()
 

@@ -37,6 +37,7 @@ from serve_common.wires.commands import (
     UpdateBackendConfig,
 )
 from serve_common.wires.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
+from serve_controller.adapters.load_windows import YOUNG_S
 from tests.integration.admin_desk import BAD_CODE, CODE, TRACEBACK, AdminDesk
 from tests.integration.admin_refusals import REFUSALS
 from tests.integration.control_plane import NatsServer
@@ -48,6 +49,8 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
+LOOKS_LIMIT_S = 10.0
+"""Some looks of a second each, on a busy machine."""
 ASKED: set[str] = set()
 """Verbs that were answered with success in this module."""
 
@@ -278,7 +281,10 @@ async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_
     config = BackendConfig(autoscaling_config=scaling)
     await desk.done(await admin.deploy(deploy("followed", backend_config=config)))
     assert len((await admin.get_deployment_info("followed")).replicas) == 2
-    held = await desk.until_told("autoscaling", "default.followed", state="held")
+    # Nothing is missed of a proxy that has just begun, so the load counts as known until this one is YOUNG_S old.
+    held = await desk.until_told(
+        "autoscaling", "default.followed", state="held", timeout_s=YOUNG_S + LOOKS_LIMIT_S
+    )
     assert isinstance(held[-1], EventView)
     (view,) = await admin.get_autoscaling()
     assert (view.backend_tag, view.verdict, view.num_replicas) == ("default/followed", "held", 2)

@@ -16,6 +16,7 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from serve_common.errors import NotLeading
 from serve_common.names import BackendTag, replica_tag
 from serve_common.subjects import backend_key
+from serve_common.tasks import raise_if_cancelled
 from serve_common.wires.admin import ErrorView
 from serve_common.wires.host import HostGoal
 from serve_common.wires.snapshots import Snapshot
@@ -222,6 +223,7 @@ async def _keep_asking(plane: ControlPlane, answers: list[tuple[float, int]]) ->
     loop = asyncio.get_running_loop()
     while True:
         status = await plane.leader(0.2)
+        raise_if_cancelled()
         if status is not None:
             answers.append((loop.time(), status.epoch))
         await asyncio.sleep(0.005)

@@ -15,14 +15,20 @@ import structlog
 _log = structlog.get_logger(__name__)
 
 
-def raise_if_cancelled() -> None:
+def cancellations() -> int:
+    """How often the running task was told to end so far, to be handed to `raise_if_cancelled` later."""
+    task = asyncio.current_task()
+    return 0 if task is None else task.cancelling()
+
+
+def raise_if_cancelled(since: int = 0) -> None:
     """Raise the cancellation that something on the way has swallowed; for loops that must end when they are told to.
 
     Until Python 3.12, ``asyncio.wait_for`` loses a cancellation that comes in the same moment as the result, and
-    nats-py waits in it for nearly everything.
+    nats-py waits in it for nearly everything. ``since``: the `cancellations` that the caller's caller knew of, for
+    code that must also work while a task that was cancelled cleans up.
     """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    if cancellations() > since:
         raise asyncio.CancelledError
 
 

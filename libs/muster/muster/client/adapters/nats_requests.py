@@ -20,6 +20,7 @@ from muster.client.address import StackAddress
 from muster.client.ports import Answer, NoAnswer, NobodyListens
 from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
+from serve_common.tasks import cancellations, raise_if_cancelled
 
 _CONNECT_S: Final = 2
 _PAUSE_S: Final = 0.25
@@ -70,7 +71,7 @@ class NatsRequests:
         """See `Requests.request`."""
         client = await self._connected()
         self._forbidden = None
-        limit = asyncio.timeout(timeout_s)
+        limit, cancelled = asyncio.timeout(timeout_s), cancellations()
         try:
             async with limit:
                 self._limits.add(limit)
@@ -95,6 +96,7 @@ class NatsRequests:
             raise BusUnavailable(f"NATS at {self.where} failed: {error}") from error
         finally:
             self._limits.discard(limit)
+        raise_if_cancelled(cancelled)  # callers ask again and again
         return Answer(message.data, message.headers or {})
 
     async def _connected(self) -> Client:
