@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
 
 def pytest_configure() -> None:
     """Make Ctrl-C work again, here and in the processes that tests start.

@@ -18,7 +18,8 @@ from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions,
 from muster.embedded.logfiles import last_lines
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
 from serve_common.wires.views import GoalStatus
 from tests.bench.counting import UNCOUNTED

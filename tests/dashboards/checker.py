@@ -13,7 +13,7 @@ from tests.dashboards.reading import Question, all_questions, panels
 
 SCHEMA_VERSION: Final = 42
 GRID_WIDTH: Final = 24
-UNITS: Final = {"none", "s", "bytes", "reqps", "ops", "percentunit"}
+UNITS: Final = {"none", "s", "bytes", "binBps", "reqps", "ops", "percentunit"}
 """Grafana's names of them."""
 OTHERS: Final = {
     "up": {"job", "instance"},

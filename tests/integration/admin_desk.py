@@ -16,7 +16,7 @@ from muster.client.admin import AdminClient
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import VERBS, ErrorView
 from serve_common.wires.commands import ChangeReply
 from serve_common.wires.host import ReplicaGoal

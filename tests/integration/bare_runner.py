@@ -26,7 +26,8 @@ import uvloop
 from serve_common.names import BackendTag, ProxyId, ReplicaTag
 from serve_common.settings import BusSettings, OperationsSettings
 from serve_common.tracing.settings import read_tracing_settings
-from serve_common.values import HttpOptions, ReplicaConfig
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import aiohttp
 import asyncpg
 import msgspec
 from nats.aio.client import Client
@@ -38,7 +39,8 @@ from serve_common.routing.snapshot_table import SnapshotTable
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import Deploy, Request
 from serve_common.wires.host import HostGoal, ReplicaGoal, ReplicaStatus
 from serve_common.wires.proxy import ProxyReport
@@ -133,6 +135,14 @@ class ControllerProcess:
         """All lines of that event."""
         return [line for line in self.log if line["event"] == event]
 
+    async def metrics(self) -> str:
+        """Its page."""
+        await self.until_logged("operations_port")
+        url = f"http://127.0.0.1:{self.logged('operations_port')[0]['port']}/metrics"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            assert answer.status == 200, self.log[-5:]
+            return await answer.text()
+
     @property
     def exit_code(self) -> int | None:
         """None while it runs; minus the signal's number when one killed it."""
@@ -217,7 +227,7 @@ class NoMetrics:
     def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
         return
 
-    def retire_process(self, pid: int) -> None:
+    def retire_process(self, process: str) -> None:
         return
 
 

@@ -89,12 +89,16 @@ class FakeReplica:
     async def close(self) -> None:
         await self._bus.close()
 
+    async def flush(self) -> None:
+        """Until what the server had for it has come."""
+        await self._bus.flush(20)
+
     async def wait(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at after each frame."""
         event = asyncio.Event()
         self.on_change = lambda: event.set() if condition() else None
         self.on_change()
-        await asyncio.wait_for(event.wait(), 10)
+        await asyncio.wait_for(event.wait(), 30)
 
     def release(self, body: bytes = b"released") -> None:
         """Answer everything that is held."""

@@ -21,7 +21,7 @@ from serve_common.adapters.nats_client import connect_nats
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects, backend_key, endpoint_key
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_replica_host.replica.orders import StartOrder, encode
@@ -135,7 +135,7 @@ class HandleStack:
         routes: Mapping[str, str | None] | None = None,
     ) -> None:
         """One without replicas is scaled to zero."""
-        client = await connect_nats(self.nats.settings("controller"), name="test", deadline_s=5.0)
+        client = await connect_nats(self.nats.settings("controller"), name="test", deadline_s=20.0)
         try:
             bucket = await client.jetstream().create_key_value(KeyValueConfig(bucket=SUBJECTS.bucket))
             for deployment, replicas in deployments.items():
@@ -178,7 +178,7 @@ class HandleStack:
                 stream.close()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """For what only another process knows: ask again until it says so."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():

@@ -31,7 +31,8 @@ from muster.embedded.supervisor import Supervisor
 from muster.secrets import generate
 from serve_common.names import GoalId
 from serve_common.tasks import TaskOwner
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.views import GoalStatus, ReplicaView
 from tests.integration.control_plane import ControllerProcess

@@ -21,21 +21,26 @@ from serve_common.subjects import Subjects
 class NatsServer:
     """A nats-server with JetStream, on a port of the system's choice that it keeps over a restart."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, config: str | None = None) -> None:
+        """``config`` is the text of its configuration, beside what the command line says."""
         self.directory = directory
+        self._config = config
         self.port = -1
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
         arguments = ["-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", self.directory / "js"]
+        if self._config is not None:
+            (self.directory / "nats.conf").write_text(self._config)
+            arguments += ["-c", self.directory / "nats.conf"]
         with (self.directory / "log").open("ab") as log:
             process = subprocess.Popen(
                 [binary, *arguments, "--ports_file_dir", self.directory], stderr=log, stdout=log
             )
         self.process = process
         ports_file = self.directory / f"nats-server_{process.pid}.ports"
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 30
         while not ports_file.exists() or not ports_file.read_text():
             assert process.poll() is None, (self.directory / "log").read_text()
             assert time.monotonic() < give_up_at, (self.directory / "log").read_text()
@@ -67,7 +72,7 @@ async def connected(server: NatsServer, subjects: Subjects, **callbacks: Callabl
         inbox_prefix="_INBOX_test",
         subject_prefix=subjects.prefix,
     )
-    return await connect_nats(settings, name="test", deadline_s=5.0, **callbacks)
+    return await connect_nats(settings, name="test", deadline_s=20.0, **callbacks)
 
 
 async def until_known(client: Client) -> None:

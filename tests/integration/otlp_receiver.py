@@ -21,7 +21,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as ProtoSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 class ReceivedSpan:
@@ -141,14 +141,6 @@ def tree(spans: list[ReceivedSpan], root: str = "") -> list[Any]:
     """Names with what is below them, by time: ``[name, [child, …], …]``. ``root``: the first one's parent."""
     found = sorted((span for span in spans if span.parent_id == root), key=lambda span: span.began_ns)
     return [[span.name, *tree(spans, span.span_id)] for span in found]
-
-
-def closed_port() -> int:
-    """One on which nobody listens."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
-    port = server.server_port
-    server.server_close()
-    return port
 
 
 def until(condition: Callable[[], object], timeout_s: float = SOON_S) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -22,26 +21,28 @@ from nats.js.api import KeyValueConfig
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.settings import BusSettings, OperationsSettings
 from serve_common.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from tests.integration.fake_replica import FakeReplica
+from tests.integration.held_port import HeldPort
 
 TAG = "default/echo"
 R0, R1 = f"{TAG}#0", f"{TAG}#1"
 MIB = 1024 * 1024
+_LIMIT_S = 30.0
+"""For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""
 
 
 class NatsServer:
-    """A nats-server with JetStream that can be killed and started again on its port."""
+    """A nats-server with JetStream that can be killed and started again on its port, which it keeps until `close`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self._held_port = HeldPort()
+        self.port = self._held_port.number
         self.url = f"nats://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,6 +56,11 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        """For good."""
+        self.kill()
+        self._held_port.close()
 
 
 class Stack:
@@ -73,9 +79,11 @@ class Stack:
         self.client = await nats.connect(self.server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
         await self.client.subscribe(self.subjects.proxy_reports, cb=self._hear)
         self.http_options = HttpOptions(
-            request_timeout_s=options.pop("request_timeout_s", 10.0), body_bytes_max=10 * MIB
+            request_timeout_s=options.pop("request_timeout_s", _LIMIT_S), body_bytes_max=10 * MIB
         )
-        self.proxy = Proxy(make_settings(self.server, self.http_options, **options), on_failure=self._fail)
+        write_access = options.pop("write_access", None)
+        settings = make_settings(self.server, self.http_options, **options)
+        self.proxy = Proxy(settings, on_failure=self._fail, write_access=write_access)
         self.url = f"http://{await self.proxy.start()}"
         self.session = aiohttp.ClientSession(auto_decompress=False, connector=aiohttp.TCPConnector(limit=0))
 
@@ -150,7 +158,7 @@ class Stack:
 
     async def report(self, is_wanted) -> ProxyReport:
         """The first report, past or future, that ``is_wanted``."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(_LIMIT_S):
             while True:
                 for report in self.reports:
                     if is_wanted(report):
@@ -161,7 +169,7 @@ class Stack:
     async def queued(self, count: int = 1, tag: str = TAG) -> None:
         """Until so many requests wait in the proxy; its queue tells nobody, so it is looked at."""
         router = self.proxy._ingress.routes.routers[BackendTag(tag)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(_LIMIT_S):
             while router.queue_depth < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -181,6 +189,12 @@ class Stack:
         async with self.session.get(url) as response:
             return await response.text()
 
+    async def until_shown(self, line: str) -> None:
+        """Until the metrics have ``line`` somewhere: what lasts beyond its answer is counted after it."""
+        async with asyncio.timeout(_LIMIT_S):
+            while line not in await self.metrics():  # noqa: ASYNC110 - metrics tell nobody
+                await asyncio.sleep(0.01)
+
     async def get(self, path: str, method: str = "GET", **options):
         async with self.session.request(method, self.url + path, **options) as response:
             return response.status, await response.read(), response.headers
@@ -197,7 +211,7 @@ def make_settings(server: NatsServer, http: HttpOptions, **options) -> ProxySett
         http_port=0,
         http=http,
         drain_timeout_s=options.pop("drain_timeout_s", 5.0),
-        bus_wait_s=options.pop("bus_wait_s", 5.0),
+        bus_wait_s=options.pop("bus_wait_s", _LIMIT_S),
         **options,
     )
 
@@ -206,7 +220,7 @@ def make_settings(server: NatsServer, http: HttpOptions, **options) -> ProxySett
 async def running_stack(server: NatsServer, **options) -> AsyncIterator[Stack]:
     """A stack on ``server``, which may still be starting."""
     stack = Stack(server)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(_LIMIT_S):
         while True:
             try:
                 await stack.start(**options)

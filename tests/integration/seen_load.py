@@ -17,7 +17,9 @@ import aiohttp
 from muster.client.admin import AdminClient
 from serve_common.autoscaling import AutoscalingConfig
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.tasks import raise_if_cancelled
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy, ShadowTraffic
 from serve_common.wires.views import GoalStatus
 
@@ -101,6 +103,7 @@ async def under_load(http_url: str) -> AsyncIterator[None]:
 async def _for_ever(kind: Callable[[], Awaitable[None]]) -> None:
     while True:
         await kind()
+        raise_if_cancelled()  # it may have been taken for the end of a request
         await asyncio.sleep(0.02)  # a pace: there is no need for all that the machine can bear
 
 

@@ -22,6 +22,7 @@ from nats.micro.request import Request
 from nats.micro.service import ServiceConfig
 
 from muster.client import Stack, StackAddress, connect_stack
+from muster.client.asking import ATTEMPT_S
 from muster.secrets import NATS_INCLUDE, Secrets, generate
 from serve_common.errors import (
     BadField,
@@ -33,10 +34,13 @@ from serve_common.errors import (
 )
 from serve_common.names import EndpointTag, GoalId
 from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import ErrorView
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.views import GoalStatus, GoalView
+from tests.integration.held_port import HeldPort
+from tests.integration.nats_server import until_known
 
 pytestmark = pytest.mark.integration
 
@@ -53,9 +57,8 @@ class NatsServer:
         self.secrets: Secrets = generate(directory / "secrets")
         shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
         shutil.copy(self.secrets.path(NATS_INCLUDE), directory / "passwords.conf")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port: int = listener.getsockname()[1]
+        self._held_port = HeldPort()
+        self.port = self._held_port.number
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -67,7 +70,7 @@ class NatsServer:
             )
 
     def wait_until_ready(self) -> None:
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 30
         while True:
             try:
                 socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
@@ -81,6 +84,11 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        """For good."""
+        self.kill()
+        self._held_port.close()
 
     def address(self, user: str = "admin", password: str | None = None) -> StackAddress:
         return StackAddress(
@@ -98,11 +106,11 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
         server.wait_until_ready()
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 def reach(
-    server: NatsServer, user: str = "admin", retry_for_s: float = 10.0
+    server: NatsServer, user: str = "admin", retry_for_s: float = 30.0
 ) -> AbstractAsyncContextManager[Stack]:
     return connect_stack(server.address(user), retry_for_s=retry_for_s)
 
@@ -141,7 +149,7 @@ async def controller(server: NatsServer, **answers: Callable[[bytes], object]) -
 
         for verb, answer in answers.items():
             await group.add_endpoint(name=verb, handler=handler(answer))
-        await client.flush()
+        await until_known(client)
         yield
 
 
@@ -172,7 +180,7 @@ async def test_no_controller_is_known_at_once_and_said_with_the_address(server: 
         begun = time.monotonic()
         with pytest.raises(TransientError, match=f"no controller answers at nats://127.0.0.1:{server.port}"):
             await stack.admin.get_status()
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < ATTEMPT_S
         with pytest.raises(TransientError, match="no proxy answers calls"):
             await stack.caller.call("digits", b"", headers={}, timeout_s=0.1)
 
@@ -196,7 +204,7 @@ async def test_a_deploy_survives_the_death_of_nats_and_a_controller_that_comes_l
 
     is_answered = asyncio.Event()
     async with (
-        connect_stack(server.address(), retry_for_s=20, on_retry=troubles.put_nowait) as stack,
+        connect_stack(server.address(), retry_for_s=50, on_retry=troubles.put_nowait) as stack,
         asyncio.TaskGroup() as tasks,
     ):
         healing = tasks.create_task(heal())
@@ -213,31 +221,31 @@ async def test_a_request_under_way_ends_when_nats_dies_and_not_at_its_time_out(s
             heard.set()
 
         await client.subscribe(SUBJECTS.admin("get_status"), cb=never_answer)
-        await client.flush()
+        await until_known(client)
 
-        async def kill_once_heard() -> float:
+        async def kill_once_heard() -> None:
             await heard.wait()
             server.kill()
-            return time.monotonic()
 
         async with reach(server, retry_for_s=0.1) as stack, asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill_once_heard())
-            with pytest.raises(TransientError):
+            with pytest.raises(TransientError) as caught:
                 await stack.admin.get_status()
-            assert time.monotonic() - await killing < 2
+            await killing
+        assert "nothing came within" not in str(caught.value)
 
 
 async def test_a_wrong_password_is_told_as_such(server: NatsServer) -> None:
-    begun = time.monotonic()
     with pytest.raises(
         BusAuthorizationFailed, match="refused the user 'admin' with the password that was given"
     ):
-        async with connect_stack(server.address(password="wrong-password")):
+        async with connect_stack(server.address(password="wrong-password"), connect_within_s=3600):
             pass
     with pytest.raises(BusAuthorizationFailed, match="without a password"):
-        async with connect_stack(StackAddress(urls=(f"nats://127.0.0.1:{server.port}",))):
+        async with connect_stack(
+            StackAddress(urls=(f"nats://127.0.0.1:{server.port}",)), connect_within_s=3600
+        ):
             pass
-    assert time.monotonic() - begun < 3
 
 
 async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
@@ -246,7 +254,7 @@ async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:
                 await stack.admin.deploy(DEPLOY)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < ATTEMPT_S
 
 
 async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path: Path) -> None:
@@ -255,7 +263,8 @@ async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path
     with pytest.raises(BusUnavailable, match=f"NATS at nats://127.0.0.1:{server.port} does not answer"):
         async with connect_stack(server.address(), connect_within_s=0.3):
             pass
-    assert time.monotonic() - begun < 2
+    server.close()
+    assert time.monotonic() - begun < 4
 
 
 async def test_what_nats_cannot_carry_is_refused_by_its_size(server: NatsServer) -> None:
@@ -279,9 +288,9 @@ async def test_a_call_reaches_the_gateways_and_bears_headers_both_ways(server: N
             await gateway.publish(message.reply, message.data + shout.encode(), headers={"X-Answer": "yes"})
 
         await gateway.subscribe(subject, queue=GATEWAY_QUEUE, cb=answer)
-        await gateway.flush()
-        reply = await stack.caller.call("digits", b"7", headers={"X-Shout": "!"}, timeout_s=5)
+        await until_known(gateway)
+        reply = await stack.caller.call("digits", b"7", headers={"X-Shout": "!"}, timeout_s=20)
         assert reply.body == b"7!"
         assert reply.headers["X-Answer"] == "yes"
         with pytest.raises(UserCodeRaised, match="ValueError: no"):
-            await stack.caller.call("digits", b"raise", headers={}, timeout_s=5)
+            await stack.caller.call("digits", b"raise", headers={}, timeout_s=20)

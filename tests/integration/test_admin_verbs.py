@@ -13,7 +13,9 @@ import structlog
 
 from serve_common.autoscaling import AutoscalingConfig
 from serve_common.errors import NotFound
-from serve_common.values import BackendConfig, EndpointOptions, HttpOptions
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires import queries as q
 from serve_common.wires.admin import COMMANDS, QUERIES
 from serve_common.wires.commands import (

@@ -19,11 +19,12 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
-from serve_common.bus.connection import BusConnection, MessageCallback
+from serve_common.bus.connection import BusConnection
 from serve_common.bus.errors import InboxFull, InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.bus.headers import encode_headers, parse_headers
 from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
+from serve_common.bus.subscriptions import MessageCallback
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 
 pytestmark = pytest.mark.integration

@@ -127,7 +127,7 @@ async def test_what_the_server_finds_too_large_ends_the_connection_with_its_word
     async with connected(server) as connection:
         back = _next_call(connection.on_connected)
         assert connection._link is not None
-        connection._link.max_payload = 10_000  # as if it had been lowered since
+        connection._link._outbox.max_payload = 10_000  # as if it had been lowered since
         with capture_logs() as logs:
             connection.publish("t.a", b"x" * 2000)
             await back

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from tests.integration.control_plane import ControlPlane, NatsServer
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
@@ -67,6 +68,8 @@ async def test_a_deploy_and_the_plan_that_follows_are_one_trace(
             name, *effects = admin[3]
             assert (name, effects[0]) == ("reconcile", ["record_plan"])
             assert ["send_host_goal"] in effects
+            page = await plane.controllers[0].metrics()
+            assert 'serve_trace_spans_dropped_total{reason="receiver"} 0.0' in page
             of = {span.name: span for span in spans}
             assert of["admin deploy"].service == "muster-controller"
             assert of["admin deploy"].attributes["muster.subject"] == "default/m"

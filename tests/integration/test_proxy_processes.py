@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ class ProxyProcesses:
         return [line for line in self.log if line["event"] == event]
 
     async def until_logged(self, event: str, count: int = 1) -> list[dict[str, Any]]:
-        async with asyncio.timeout(30), self._logged:
+        async with asyncio.timeout(50), self._logged:
             await self._logged.wait_for(lambda: len(self.logged(event)) >= count)
         return self.logged(event)
 
@@ -89,7 +89,7 @@ class ProxyProcesses:
         await self.until_ready()
 
     async def until_ready(self) -> None:
-        async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+        async with aiohttp.ClientSession() as session, asyncio.timeout(30):
             while True:
                 async with session.get(f"{self.operations}/readyz") as answer:
                     if answer.status == 200:
@@ -108,7 +108,7 @@ class ProxyProcesses:
 
     async def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             return await self.process.wait()
 
     async def close(self) -> None:
@@ -130,7 +130,7 @@ async def processes() -> AsyncIterator[ProxyProcesses]:
 
 
 async def until_gone(pids: list[int]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         while any(map(_is_alive, pids)):  # noqa: ASYNC110 - they are no children of ours
             await asyncio.sleep(0.02)
 
@@ -164,7 +164,7 @@ async def test_each_process_is_a_proxy_of_its_own_behind_one_port_and_all_drain_
     hold = f"http://127.0.0.1:{processes.port}/echo/hold"
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         held = [group.create_task(session.post(hold, headers={"Connection": "close"})) for _ in range(8)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while sum(len(replica.held) for replica in stack.replicas) < 8:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
         ending = group.create_task(processes.end())
@@ -205,6 +205,7 @@ async def test_one_of_two_may_be_stopped_or_killed_and_none_outlives_the_parent(
     assert load.failed == {}
     await processes.until_logged("proxy_listening", 4)
     await processes.until_ready()
+    await processes.until_logged("proxy_process_started", 4)
     assert processes.pids[2] != first
 
     pids = list(processes.pids.values())
@@ -223,7 +224,7 @@ async def test_a_port_on_which_others_listen_is_not_shared_with_them(
         other.bind(("127.0.0.1", 0))
         other.listen()
         await processes.start(server, http_port=other.getsockname()[1])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             assert await processes.process.wait() == 1
     await processes.until_logged("cannot_listen")
     assert processes.pids == {}

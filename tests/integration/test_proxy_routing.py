@@ -11,7 +11,7 @@ import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.subjects import backend_key
-from serve_common.values import BackpressureConfig, CircuitBreaker, OutlierEjection
+from serve_common.values.backend_config import BackpressureConfig, CircuitBreaker, OutlierEjection
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 from tests.integration.proxy_stack import R0, R1, TAG, NatsServer, Stack, running_stack
 
@@ -25,7 +25,7 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ async def test_requests_for_a_model_go_where_it_is_said_to_be_held(stack: Stack)
             await stack.client.publish(subject, msgspec.msgpack.encode(held))
         await stack.client.flush()
         session = {"serve_multiplexed_model_id": "m1"}
-        async with asyncio.timeout(5):  # two connections: nothing orders what is said and what is asked
+        async with asyncio.timeout(30):  # two connections: nothing orders what is said and what is asked
             while (  # noqa: ASYNC110 - routers tell nobody what they heard
                 await stack.get("/echo", headers=session)
             )[2]["x-replica"] != holder:

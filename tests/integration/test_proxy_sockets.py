@@ -18,6 +18,7 @@ from serve_common.replica_context import set_replica_context
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
 from serve_proxy.adapters import http_sockets
 from serve_replica_host.ports import Occupancy
+from serve_replica_host.replica import quiet_sockets
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.bare_runner import RunOrder, start_order
 from tests.integration.fake_replica import FakeReplica, Held
@@ -34,14 +35,14 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     server.start()
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture
 async def stack(server: NatsServer) -> AsyncIterator[Stack]:
     async with running_stack(server) as stack:
         yield stack
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while stack.proxy.http.in_flight or len(stack.proxy._requests.sockets):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not stack.proxy._dispatcher.calls
@@ -76,8 +77,7 @@ async def test_messages_go_both_ways_and_keep_their_kind(stack: Stack) -> None:
     assert b"upgrade" not in names
     assert b"connection" not in names
     assert b"sec-websocket-key" in names
-    metrics = await stack.metrics()
-    assert f'serve_proxy_requests_total{{code="101",endpoint_tag="{TAG}",method="GET"}} 1.0' in metrics
+    await stack.until_shown(f'serve_proxy_requests_total{{code="101",endpoint_tag="{TAG}",method="GET"}} 1.0')
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65536, FRAME_BODY_BYTES_MAX + 1, MESSAGE_BYTES_MAX])
@@ -93,7 +93,7 @@ async def test_a_message_that_is_too_large_closes_with_1009(stack: Stack) -> Non
     (replica,) = await stack.serve(R0)
     async with stack.session.ws_connect(stack.url + "/echo/ws", max_msg_size=0) as ws:
         await ws.send_bytes(bytes(MESSAGE_BYTES_MAX + 1))
-        message = await ws.receive(timeout=5)
+        message = await ws.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1009)
     assert (await closed(replica, replica.sockets[0]))[0] == 1009
 
@@ -102,7 +102,7 @@ async def test_text_that_is_no_utf8_closes_with_1007(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
     async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
         await ws._writer.send_frame(b"\xff\xfe", WSMsgType.TEXT)
-        message = await ws.receive(timeout=5)
+        message = await ws.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1007)
     assert (await closed(replica, replica.sockets[0]))[0] == 1007
     assert not replica.sockets[0].messages
@@ -112,7 +112,7 @@ async def test_what_is_no_frame_closes_with_1002(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
     async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
         ws._writer.transport.write(b"\xff\xff\xff\xff")
-        message = await ws.receive(timeout=5)
+        message = await ws.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1002)
     assert (await closed(replica, replica.sockets[0]))[0] == 1002
 
@@ -125,7 +125,7 @@ async def test_the_replica_may_close_with_a_code_and_a_reason(stack: Stack) -> N
             replica.say(held, b"last", is_text=True)
             replica.close_socket(held, said, "ü" * 100)
             assert await ws.receive_str() == "last"
-            message = await ws.receive(timeout=5)
+            message = await ws.receive(timeout=20)
             assert (message.type, message.data) == (WSMsgType.CLOSE, heard)
             assert message.extra == "ü" * 61
 
@@ -172,7 +172,7 @@ async def handshake(stack: Stack, request: bytes, *, answers: int = 1) -> tuple[
     try:
         writer.write(request)
         for _ in range(answers):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
             length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             await reader.readexactly(length)
     finally:
@@ -209,7 +209,7 @@ async def test_a_replica_that_dies_closes_with_1011(stack: Stack) -> None:
         assert await ws.receive_str() == "x"
         await replica.close()
         await stack.put_backend()
-        message = await ws.receive(timeout=5)
+        message = await ws.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
 
 
@@ -219,7 +219,7 @@ async def test_a_lost_frame_closes_with_1011_and_is_never_passed_over(stack: Sta
         held = replica.sockets[0]
         held.sequence += 1
         replica.say(held, b"x", is_text=False)
-        message = await ws.receive(timeout=5)
+        message = await ws.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
     await replica.wait(lambda: replica.cancelled == ["/echo/ws"])
 
@@ -255,7 +255,7 @@ async def test_a_client_that_takes_nothing_holds_up_the_replica(stack: Stack) ->
     assert held.to_send
     got = 0
     while got < 16_000_000 + 40 * MIB:
-        got += len(await ws.receive_bytes(timeout=5))
+        got += len(await ws.receive_bytes(timeout=20))
     assert not held.to_send
     await ws.close()
 
@@ -269,16 +269,16 @@ async def test_a_client_that_answers_no_ping_is_cut_off(stack: Stack, monkeypatc
 
 
 async def test_a_socket_outlives_the_request_timeout(server: NatsServer) -> None:
-    async with running_stack(server, request_timeout_s=0.3) as stack:
+    async with running_stack(server, request_timeout_s=1.0) as stack:
         await stack.serve(R0)
         async with stack.session.ws_connect(stack.url + "/echo/ws") as ws:
-            await asyncio.sleep(0.6)
+            await asyncio.sleep(1.2)
             await ws.send_str("still")
             assert await ws.receive_str() == "still"
 
 
 async def test_a_drain_closes_sockets_with_1001_after_their_grace(server: NatsServer) -> None:
-    async with running_stack(server, drain_timeout_s=1.0) as stack:
+    async with running_stack(server, drain_timeout_s=3.0) as stack:
         (replica,) = await stack.serve(R0)
         ws = await stack.session.ws_connect(stack.url + "/echo/ws")
         async with asyncio.TaskGroup() as group:
@@ -286,7 +286,7 @@ async def test_a_drain_closes_sockets_with_1001_after_their_grace(server: NatsSe
             await stack.report(lambda report: report.leaving)
             await ws.send_str("still")
             assert await ws.receive_str() == "still"
-            message = await ws.receive(timeout=5)
+            message = await ws.receive(timeout=20)
             assert (message.type, message.data) == (WSMsgType.CLOSE, 1001)
         assert (await closed(replica, replica.sockets[0]))[0] == 1001
         assert drain.done()
@@ -300,17 +300,17 @@ async def test_middlewares_see_the_upgrade_and_may_refuse_it(server: NatsServer,
         "        return web.Response(status=401)\n"
         "    return await handler(request)\n"
     )
-    async with running_stack(server, middleware_dir=str(tmp_path), request_timeout_s=0.3) as stack:
+    async with running_stack(server, middleware_dir=str(tmp_path)) as stack:
         await stack.serve(R0)
-        await stack.applied(await stack.put_http(middlewares=["socket_guard:guard"], request_timeout_s=0.3))
+        await stack.applied(await stack.put_http(middlewares=["socket_guard:guard"], request_timeout_s=1.0))
         with pytest.raises(aiohttp.WSServerHandshakeError) as caught:
             await stack.session.ws_connect(stack.url + "/echo/ws")
         assert caught.value.status == 401
         async with stack.session.ws_connect(stack.url + "/echo/ws", headers={"X-Key": "k"}) as ws:
-            await asyncio.sleep(1.0)  # beyond the time that middlewares get for an answer to begin
+            await asyncio.sleep(1.2)  # beyond the time that middlewares get for an answer to begin
             await ws.send_str("in")
             assert await ws.receive_str() == "in"
-        assert 'code="101"' in await stack.metrics()
+        await stack.until_shown('code="101"')
 
 
 async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: Stack) -> None:
@@ -320,12 +320,13 @@ async def test_nats_may_go_away_for_a_moment_without_ending_idle_sockets(stack: 
         assert await ws.receive_str() == "before"
         stack.server.kill()
         stack.server.start()
-        async with asyncio.timeout(10):
-            while not (stack.proxy._bus.is_connected and replica._bus.is_connected):  # noqa: ASYNC110
+        async with asyncio.timeout(30):
+            while not (stack.proxy._bus.reconnects and replica._bus.reconnects):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+        for bus in (stack.proxy._bus, replica._bus):
+            await bus.flush(20)  # the server knows what each of them listens to
         await ws.send_str("after")
-        assert await ws.receive_str(timeout=5) == "after"
+        assert await ws.receive_str(timeout=20) == "after"
 
 
 class NoMetrics:
@@ -372,8 +373,11 @@ async def replica(server: NatsServer, tmp_path: Path) -> AsyncIterator[ReplicaPr
 
 
 async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_lets_the_others_talk(
-    stack: Stack, replica: ReplicaProcess
+    stack: Stack, replica: ReplicaProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        quiet_sockets, "QUIET_S", 2.0
+    )  # of which a busy machine must leave a moment to talk in
     await stack.serve()
     await stack.applied(await stack.put_backend(R0))
     url = stack.url + "/echo/ws"
@@ -383,8 +387,8 @@ async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_let
             assert await ws.receive_str() == "x"
         drain = asyncio.get_running_loop().create_task(asyncio.to_thread(replica.drain))
         began_at = time.monotonic()
-        closing = asyncio.get_running_loop().create_task(quiet.receive(timeout=5))
-        while not closing.done() or time.monotonic() - began_at < 1.5:
+        closing = asyncio.get_running_loop().create_task(quiet.receive(timeout=20))
+        while not closing.done() or time.monotonic() - began_at < 2.5:
             await busy.send_str("still")
             assert await busy.receive_str() == "still"
             await asyncio.sleep(0.1)
@@ -392,7 +396,7 @@ async def test_a_replica_that_is_replaced_closes_quiet_sockets_with_1012_and_let
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1012)
         assert message.extra == "the replica is being replaced"
         assert not drain.done()
-        message = await busy.receive(timeout=5)
+        message = await busy.receive(timeout=20)
         assert (message.type, message.data) == (WSMsgType.CLOSE, 1012)
-    await asyncio.wait_for(drain, 3)
+    await asyncio.wait_for(drain, 30)
     assert sys.modules["socket_app"].said_goodbye == [1012, 1012]

@@ -34,7 +34,7 @@ from serve_common.bus.requests import Inbox
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
-from serve_common.values import RayActorOptions, ReplicaConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.frames import (
     WINDOW_FRAMES,
     BodyHead,
@@ -480,7 +480,7 @@ def _title(process: psutil.Process) -> str:
 async def _alive(*pids: int) -> list[int]:
     """Those that have not ended within some seconds; one that only waits to be reaped has."""
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 5)
+    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 15)
     return [process.pid for process in left if _title(process)]
 
 

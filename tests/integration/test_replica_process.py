@@ -19,7 +19,7 @@ from serve_common.names import BackendTag, ReplicaTag, replica_tag
 from serve_common.replica_context import current_replica, set_replica_context
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.frames import (
     CallHead,
     CreditHead,

@@ -16,15 +16,17 @@ import pytest
 
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
+from serve_common.metrics_catalogue.everywhere import SPANS_DROPPED
 from serve_common.tracing.settings import read_tracing_settings
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_proxy.wiring import Proxy
+from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.replica.orders import StartOrder
 from tests.integration.handle_stack import GuardedNats, HandleStack
-from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
+from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
 from tests.integration.proxy_stack import make_settings
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 APP_DIR = Path(__file__).with_name("trace_app")
 FRONT, BACK, PAGES = "default/front", "default/back", "default/pages"
@@ -96,7 +98,7 @@ async def client(
     for name, value in receiver.environment().items():
         monkeypatch.setenv(name, value)
     settings = make_settings(
-        stack.nats, HttpOptions(request_timeout_s=10.0), tracing=read_tracing_settings(receiver.environment())
+        stack.nats, HttpOptions(request_timeout_s=30.0), tracing=read_tracing_settings(receiver.environment())
     )
     settings = msgspec.structs.replace(settings, bus=stack.nats.settings("proxy"))
     proxy = Proxy(settings, on_failure=lambda: None)
@@ -268,3 +270,16 @@ async def test_a_batch_has_a_span_that_is_linked_to_all_its_requests(client: Cli
     assert batch.trace_id in {first, second}
     assert {trace_id for trace_id, _ in batch.links} | {batch.trace_id} == {first, second}
     assert batch.attributes["muster.batch_size"] == 2
+
+
+async def test_replicas_count_what_they_could_not_export(stack: HandleStack) -> None:
+    def told() -> dict[str, float]:
+        return {
+            sample.labels["reason"]: sample.value
+            for family in MetricsFiles(stack.metrics_dir).collect()
+            for sample in family.samples
+            if sample.name == SPANS_DROPPED.name
+        }
+
+    await asyncio.to_thread(until, told)
+    assert told() == {"queue": 0.0, "receiver": 0.0}

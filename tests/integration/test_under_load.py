@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 import pytest_asyncio
 
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.commands import (
     CreateBackend,
     CreateEndpoint,

@@ -7,14 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
-from serve_common.values import (
-    BackendConfig,
-    HttpOptions,
-    OnFailure,
-    Placement,
-    RayActorOptions,
-    ReplicaConfig,
-)
+from serve_common.values.backend_config import BackendConfig, OnFailure, Placement
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import dump, dump_changes, load, load_checkpoint

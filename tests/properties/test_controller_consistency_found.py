@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes
-from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.checkpoint import PARTS, Checkpoint
 from serve_controller.core.reconcile import Plan, reconcile
 from tests.properties.controller_stories import happen, new_hosts, stories
 from tests.simulation.attentive_loop import AttentiveLoop
@@ -47,7 +47,7 @@ def test_whatever_happens_indices_and_references_are_true(story):
     for kind, value in story:
         happen(loop, kind, value)
         rebuilt = Checkpoint().applied(Changes(tuple(loop.checkpoint.all_objects())))
-        for name in Checkpoint.__slots__:
+        for name in PARTS:
             assert getattr(rebuilt, name) == getattr(loop.checkpoint, name), name
         check_references(loop.checkpoint)
 

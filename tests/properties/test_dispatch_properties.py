@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serve_common.dispatch.calls import Answer, Call
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.values import CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.values.backend_config import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.wires.frames import BodyHead, CallHead, ErrorHead, RefusedHead, RequestHead, ResponseHead
 from tests.unit.proxy_world import BACKEND, World
 
@@ -42,7 +42,8 @@ class Story:
         self.live: dict[int, Call] = {}
         self.now = self.world.now
         self.world.dispatcher._loop = self.world.beat._loop = self  # type: ignore[assignment] - has `time`
-        for part in (self.world.dispatcher._losses, self.world.dispatcher._changes):
+        dispatcher = self.world.dispatcher
+        for part in (dispatcher._losses, dispatcher._changes, dispatcher._parking):
             part._loop = self  # type: ignore[assignment]
         self.world.dispatcher._choosing._loop = self  # type: ignore[assignment]
         self.numbers = 0

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from serve_common.bus.errors import ProtocolError
 from serve_common.bus.headers import encode_headers, parse_headers
+from serve_common.bus.parser import Parser
 from serve_common.bus.protocol import (
     Greeting,
     Message,
-    Parser,
     ServerError,
     ServerOp,
     Signal,

@@ -22,7 +22,7 @@ from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, 
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
 from serve_common.routing.wishes import Wish
-from serve_common.values import CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.values.backend_config import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")

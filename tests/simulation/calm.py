@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, backend_tag_of
-from serve_common.values import RayActorOptions, ReplicaConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import BackendVersion, ReplicaState

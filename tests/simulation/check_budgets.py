@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, Replica, ReplicaState

@@ -10,7 +10,7 @@ from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals import backends_of
+from serve_controller.core.goals.scope import backends_of
 from serve_controller.core.objects import Backend, Goal
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request

@@ -9,7 +9,7 @@ from __future__ import annotations
 from immutables import Map
 
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.commands import AnyCommand, ChangeReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
@@ -17,7 +17,7 @@ from serve_common.wires.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.goals import waits_for
+from serve_controller.core.goals.waiting import waits_for
 from serve_controller.core.objects import Backend, Goal, Replica, ReplicaState
 from serve_controller.core.observed import (
     ObservedState,

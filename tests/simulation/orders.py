@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import (
     CreateBackend,
     CreateEndpoint,

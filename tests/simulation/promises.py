@@ -14,7 +14,7 @@ from serve_controller.core.objects import Backend, BackendVersion, Replica, Repl
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import needs_of
 from serve_controller.core.reconcile import Plan, PublishSnapshot, SendHostGoal
-from serve_controller.core.rollout import surge_of
+from serve_controller.core.rollout.budgets import surge_of
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TRANSITIONS, WANTED
 
 

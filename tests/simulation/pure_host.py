@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import HostId, ReplicaTag
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.simulation.orders import BAD_CODE
 

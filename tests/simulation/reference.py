@@ -17,7 +17,7 @@ from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals import backends_of, endpoints_of
+from serve_controller.core.goals.scope import backends_of, endpoints_of
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.requests import parse_request

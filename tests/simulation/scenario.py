@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires import commands as c
 from serve_common.wires.views import GoalStatus
 from serve_controller.shell.term import Term

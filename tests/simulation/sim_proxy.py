@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
 from serve_common.routing.snapshot_table import HttpChange, SnapshotTable
 from serve_common.subjects import HTTP_KEY
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 

@@ -7,14 +7,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from serve_common.autoscaling import AutoscalingConfig
-from serve_common.values import (
-    BackendConfig,
-    EndpointOptions,
-    OnFailure,
-    Placement,
-    RayActorOptions,
-    ReplicaConfig,
-)
+from serve_common.values.backend_config import BackendConfig, OnFailure, Placement
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires import commands as c
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code

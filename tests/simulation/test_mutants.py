@@ -18,7 +18,6 @@ from serve_common.errors import StoreUnavailable
 from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_controller.core import (
     attention,
-    goals,
     host_goals,
     observed,
     placement,
@@ -31,7 +30,10 @@ from serve_controller.core import (
 from serve_controller.core.attention import Attention
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.commands import accepted, backends, decide, deployments
-from serve_controller.core.objects import Backend, Deployment, HostRecord
+from serve_controller.core.goals import ending, failing, succeeding, waiting
+from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
+from serve_controller.core.rollout import reconfiguring, starting, stopping
+from serve_controller.core.rollout.standing import old_replicas
 from serve_controller.shell import hearing, term
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.term import Term
@@ -83,7 +85,7 @@ class PerformsBeforeRecording(Term):
     async def run_cycle(self) -> float | None:
         await self._make_certain()
         plan = self._plan({})
-        look_again_at = await self._perform_all(plan.actions)
+        look_again_at = await self._performing.perform_all(plan.actions)
         try:
             if plan.changes:
                 await self._record("record_plan", plan.changes, plan.checkpoint, [], [])
@@ -131,17 +133,17 @@ def _generation_stays(draft: Draft, host_id: Any) -> int:
 
 
 def _stops_old_at_once(draft: Draft, _ledger: object, backend: Backend, now: float) -> None:
-    for replica in rollout._old(draft, backend):
-        replica_reports.with_event(draft, replica, rollout.Event.UNWANTED, now)
+    for replica in old_replicas(draft, backend):
+        replica_reports.with_event(draft, replica, replica_reports.Event.UNWANTED, now)
 
 
 def _fails_without_going_back(draft: Draft, goal: Any, error: str, now: float, of: object) -> None:
-    goals.end_goal(draft, goal, goals.GoalStatus.FAILED, now, error)
+    ending.end_goal(draft, goal, ending.GoalStatus.FAILED, now, error)
 
 
 def _fails_one_part_only(draft: Draft, goal: Any, error: str, now: float, of: Any) -> None:
-    goals.end_goal(draft, goal, goals.GoalStatus.FAILED, now, error)
-    goals._undo(draft, draft.backends[of], error, is_whole=False)
+    ending.end_goal(draft, goal, ending.GoalStatus.FAILED, now, error)
+    failing._undo(draft, draft.backends[of], error, is_whole=False)
 
 
 def _never_lost(state: Any, host_id: Any, now: float, _real: Any = observed.host_status) -> Any:
@@ -190,7 +192,7 @@ def _without(name: str, real: Callable[..., Attention]) -> Callable[..., Attenti
 
 
 def _keeps_everything_routed(states: Any) -> Any:
-    return frozenset({*states, rollout.ReplicaState.SHOULD_STOP})
+    return frozenset({*states, ReplicaState.SHOULD_STOP})
 
 
 def _surges_without_limit(config: Any) -> int:
@@ -206,33 +208,39 @@ Patch = tuple[object, str, object]
 MUTANTS: dict[str, list[Patch]] = {
     "ordinals are given again": [(Draft, "next_ordinal", _reused_ordinals)],
     "a host's generation does not rise": [(Draft, "renew_host_goal", _generation_stays)],
-    "old replicas stop before new ones serve": [(rollout, "_stop_old", _stops_old_at_once)],
-    "a goal succeeds before the proxies applied it": [(goals, "_not_applied", lambda *_: "")],
-    "a goal succeeds before the replicas run": [(goals, "_replicas_missing", lambda *_: "")],
-    "a goal of a drain succeeds at once": [(goals, "_not_drained", lambda *_: "")],
+    "old replicas stop before new ones serve": [(rollout, "stop_old", _stops_old_at_once)],
+    "a goal succeeds before the proxies applied it": [(waiting, "_not_applied", lambda *_: "")],
+    "a goal succeeds before the replicas run": [(waiting, "_replicas_missing", lambda *_: "")],
+    "a goal of a drain succeeds at once": [(waiting, "_not_drained", lambda *_: "")],
     "a replaced goal is not ended": [(accepted, "end_goal", lambda *_: None)],
     "a retry is taken for a new request": [(deployments, "retried", lambda *_: None)],
     "ended deployments are forgotten": [(Draft, "put", _forgets_ended)],
     "proxies are not waited for": [(reconcile, "_follow_proxies", lambda *_: None)],
     "a failed version is not put back": [
         (replica_reports, "fail", _fails_without_going_back),
-        (goals, "fail", _fails_without_going_back),
+        (failing, "fail", _fails_without_going_back),
     ],
     "an application fails in one part alone": [
         (replica_reports, "fail", _fails_one_part_only),
-        (goals, "fail", _fails_one_part_only),
+        (failing, "fail", _fails_one_part_only),
     ],
-    "what an application leaves out stays": [(goals, "_drop_left_out", lambda *_: False)],
+    "what an application leaves out stays": [(succeeding, "_drop_left_out", lambda *_: False)],
     "a replica that vanished is not noticed": [(replica_reports, "_follow_absence", lambda *_: None)],
     "a lost host's replicas are not replaced": [
         (replica_reports, "host_status", _never_lost),
     ],
     "an unhealthy replica is not replaced": [(replica_reports, "_follow_unhealthy", _stays_unhealthy)],
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],
-    "surplus replicas are never stopped": [(rollout, "_stop_surplus", lambda *_: None)],
-    "an update surges without limit": [(rollout, "surge_of", _surges_without_limit)],
+    "surplus replicas are never stopped": [(rollout, "stop_surplus", lambda *_: None)],
+    "an update surges without limit": [
+        (starting, "surge_of", _surges_without_limit),
+        (stopping, "surge_of", _surges_without_limit),
+    ],
     "versions that replicas still run are forgotten": [(rollout, "_prune_versions", _drops_versions)],
-    "all replicas are reconfigured at once": [(rollout, "unavailable_of", _surges_without_limit)],
+    "all replicas are reconfigured at once": [
+        (reconfiguring, "unavailable_of", _surges_without_limit),
+        (stopping, "unavailable_of", _surges_without_limit),
+    ],
     "hosts are given more than they have": [(placement.Ledger, "free", _takes_every_room)],
     "snapshots that the bucket lacks are not published": [(reconcile, "_bucket_actions", lambda *_: [])],
     "a replica that stops is still routed to": [

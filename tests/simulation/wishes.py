@@ -7,9 +7,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from serve_common import values
 from serve_common.names import HostId, deployment_tag
-from serve_common.values import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.values import merging
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires import commands as c
 
 
@@ -94,7 +97,7 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
         case c.UpdateBackendConfig():
             tag = deployment_tag(command.backend_tag)
             made = now.backends[tag]
-            config = values.merged(made.config, command.config, "config")
+            config = merging.merged(made.config, command.config, "config")
             if made.config.autoscaling_config is not None and config.autoscaling_config is None:
                 given = command.config.get("num_replicas", ENDED)
                 config = msgspec.structs.replace(config, num_replicas=given)
@@ -140,10 +143,10 @@ def apply(now: Wishes, good: Wishes, command: Any) -> None:
             now.endpoints[tag] = now.endpoints[tag]._replace(shadows=shadows)
         case c.SetEndpointOptions():
             reach = now.endpoints[deployment_tag(command.endpoint)]
-            options = values.merged(reach.options, command.options, "options")
+            options = merging.merged(reach.options, command.options, "options")
             now.endpoints[deployment_tag(command.endpoint)] = reach._replace(options=options)
         case c.SetHttpOptions():
-            now.http = values.merged(now.http or HttpOptions(), command.options, "options")
+            now.http = merging.merged(now.http or HttpOptions(), command.options, "options")
         case c.DrainHost():
             now.drained.add(HostId(command.host_id))
         case c.UndrainHost():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ordinal_of, replica_tag
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.host import HostReport
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
@@ -21,7 +23,6 @@ from serve_controller.core.objects import (
     GoalKind,
     Replica,
     ReplicaState,
-    deployment_owned,
 )
 from serve_controller.core.observed import ObservedState, observe_host
 

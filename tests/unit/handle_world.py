@@ -155,7 +155,7 @@ class World:
 
     async def sent(self) -> Sent:
         """The next request that reaches a replica."""
-        return await asyncio.wait_for(self._requests.get(), 5)
+        return await asyncio.wait_for(self._requests.get(), 30)
 
     async def settle(self) -> None:
         """Let everything that is on its way between threads arrive."""

@@ -33,7 +33,7 @@ from serve_replica_host.replica.lifespan import Lifespan
 from serve_replica_host.replica.user_code import UserCode
 from serve_replica_host.replica.user_side import UserSide
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 30.0
 
 
 class NoMetrics:

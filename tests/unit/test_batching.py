@@ -8,11 +8,13 @@ import gc
 import pickle
 import time
 import weakref
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
 
 import muster as serve
+from muster.batching import batcher
 from muster.batching.batcher import Batcher
 from serve_common.errors import DeadlineExceeded
 from serve_common.request_context import RequestContext, request_context
@@ -48,7 +50,7 @@ def start(coro) -> asyncio.Task:
 
 
 async def ended(*tasks: asyncio.Task) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await asyncio.wait(tasks)
 
 
@@ -188,7 +190,7 @@ async def test_callers_gone_in_the_moment_in_which_the_batch_begins_leave_nothin
         for call in calls:
             call.cancel()
         await ended(*calls)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert await model.double(100) == 200
 
 
@@ -230,6 +232,9 @@ async def test_as_many_batches_run_at_once_as_are_allowed() -> None:
         return items
 
     calls = [start(work(item)) for item in range(10)]
+    async with asyncio.timeout(30):
+        while most < 2:  # noqa: ASYNC110 - batches that begin say nothing
+            await asyncio.sleep(0)
     await asyncio.sleep(0.02)
     assert most == 2
     gate.set()
@@ -241,7 +246,7 @@ async def test_a_single_caller_waits_the_timeout_and_no_longer() -> None:
     model = Model()
     began = time.perf_counter()
     assert await model.double(2) == 4
-    assert 0.004 < time.perf_counter() - began < 2
+    assert 0.004 < time.perf_counter() - began < LONG_S
 
 
 async def test_without_a_timeout_what_comes_together_still_goes_together() -> None:
@@ -486,15 +491,20 @@ async def test_items_for_different_models_are_never_in_one_batch() -> None:
     assert batches == [("m0", [0, 2, 4]), ("m1", [1, 3, 5])]
 
 
-async def test_an_item_whose_deadline_passes_while_it_waits_never_reaches_the_function() -> None:
+async def test_an_item_whose_deadline_passes_while_it_waits_never_reaches_the_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = Model()
     model.gate = asyncio.Event()
     first = [start(model.double(2)) for _ in range(3)]
     await model.began.wait()
-    late = in_request(model.double, 4, deadline=time.monotonic() + 0.02)
+    now = time.monotonic()
+    monkeypatch.setattr(batcher, "time", SimpleNamespace(monotonic=lambda: now))
+    late = in_request(model.double, 4, deadline=now + 1)
     # Its deadline has passed already, so it belongs to an answer that has begun and may go on.
-    begun = in_request(model.double, 6, deadline=time.monotonic() - 1)
+    begun = in_request(model.double, 6, deadline=now - 1)
     await asyncio.sleep(0.03)
+    now += 2
     model.gate.set()
     await ended(*first, begun)
     with pytest.raises(DeadlineExceeded, match=r"Model\.double"):
@@ -571,7 +581,7 @@ async def test_a_stream_that_nobody_reads_any_more_is_closed() -> None:
         raise AssertionError
 
     assert await asyncio.gather(read_some(3), read_some(5)) == [3, 5]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await closed.wait()
 
 
@@ -644,6 +654,6 @@ async def test_after_many_calls_with_cancellations_nothing_is_left() -> None:
         assert [call.result() for call in calls if not call.cancelled()] == [
             4 * i for i, call in enumerate(calls) if not call.cancelled()
         ]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 - tasks that end say nothing
             await asyncio.sleep(0)

@@ -10,7 +10,7 @@ import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.subjects import Subjects
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from tests.bench.scale.figures import ChangeFigures, Column, Recovery, Sample, conclude, percentile

@@ -11,7 +11,8 @@ import pytest
 
 from serve_common.errors import CheckpointUnreadable
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag
-from serve_common.values import CircuitBreaker, EndpointOptions, ReplicaPolicyName
+from serve_common.values.backend_config import CircuitBreaker, ReplicaPolicyName
+from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.checkpoint_rows import (
@@ -64,7 +65,7 @@ HOST = dump(HostRecord(host_id=HostId("h1"), generation=3))
 
 
 TAG = BackendTag("default/digits")
-KINDS = {1: set(KINDS_V1), 2: set(Kind), 3: set(Kind), SCHEMA_VERSION: set(Kind)}
+KINDS = {1: set(KINDS_V1), **{version: set(Kind) for version in range(2, SCHEMA_VERSION + 1)}}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))

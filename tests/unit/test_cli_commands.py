@@ -32,7 +32,8 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
 from serve_common.wires.queries import GetDeploymentInfo, GetStatus, ListDeployments
 from serve_common.wires.views import (

@@ -25,7 +25,8 @@ from muster.embedded.run_record import RunRecord
 from muster.secrets import generate
 from serve_common.errors import NotFound, TransientError
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.queries import GetDeploymentInfo
 from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, ProxyView

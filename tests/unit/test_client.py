@@ -37,7 +37,7 @@ from serve_common.errors import (
 )
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import COMMANDS, VERBS, WHO_LENGTH_MAX, ErrorView
 from serve_common.wires.commands import ChangeReply, Deploy, SetTraffic
 from serve_common.wires.queries import GetHosts, PagedQuery, WaitForGoal

@@ -22,9 +22,9 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.events import audit_event
 from serve_controller.core.objects import CheckpointObject, HostRecord
 from serve_controller.core.observed import ObservedState
-from serve_controller.shell import admin as shell_admin
-from serve_controller.shell import goal_waits
-from serve_controller.shell.admin import Admin, error_view, parse_request
+from serve_controller.shell import goal_waits, queries
+from serve_controller.shell.admin import Admin
+from serve_controller.shell.requests import error_view, parse_request
 from tests.unit.controller_parts import (
     G1,
     NOW,
@@ -129,7 +129,7 @@ class Desk:
         self.led.checkpoint = self.led.checkpoint.applied(Changes(values))
 
     async def waiters(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(self.admin._waits) != count:  # noqa: ASYNC110 - nothing tells when a caller begins to wait
                 await asyncio.sleep(0)
 
@@ -246,7 +246,7 @@ async def test_who_sent_something_wrong_is_told_also_by_a_standby(desk: Desk) ->
 async def test_every_query_is_answered_with_its_type(
     desk: Desk, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shell_admin, "decide", _nothing_to_do)
+    monkeypatch.setattr(queries, "decide", _nothing_to_do)
     fields = {f.name: NEEDED[f.name] for f in msgspec.structs.fields(VERBS[verb][0]) if f.required}
     if verb == "plan":
         fields["request"] = {"name": "a"}
@@ -320,14 +320,14 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(
         assert now == NOW
         return Accepted(Changes((msgspec.structs.replace(checkpoint.backends[TAG], deleting=True),)))
 
-    monkeypatch.setattr(shell_admin, "decide", decide)
+    monkeypatch.setattr(queries, "decide", decide)
     before = desk.led.checkpoint
     plan = await desk.ask("plan", verb="delete_deployment", request={"name": "a"})
     assert isinstance(plan, v.PlanView)
     assert [(r.action, r.replica_tag) for r in plan.replicas] == [(v.PlannedAction.STOP, "default/a#1")]
     assert desk.led.checkpoint is before
     assert desk.led.executed == []
-    monkeypatch.setattr(shell_admin, "decide", _nothing_to_do)
+    monkeypatch.setattr(queries, "decide", _nothing_to_do)
     plan = await desk.ask("plan", verb="delete_deployment", request={"name": "a"})
     assert isinstance(plan, v.PlanView)
     assert (plan.updating, plan.replicas) == (False, [])
@@ -357,7 +357,7 @@ async def test_a_refusal_of_the_core_is_the_answer_to_a_plan(
     def refuse(_checkpoint: Checkpoint, _command: AnyCommand, _now: float) -> Accepted:
         raise Conflict("route_prefix: taken")
 
-    monkeypatch.setattr(shell_admin, "decide", refuse)
+    monkeypatch.setattr(queries, "decide", refuse)
     with pytest.raises(Conflict, match="taken"):
         await desk.ask("plan", verb="delete_deployment", request={"name": "a"})
 

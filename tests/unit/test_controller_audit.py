@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import BackendTag, HostId
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_of
 from serve_controller.core.changes import Changes, Kind

@@ -9,7 +9,7 @@ import pytest
 
 from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.values import EndpointOptions
+from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.wires.commands import (
     CreateEndpoint,
     Deploy,

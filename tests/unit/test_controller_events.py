@@ -14,6 +14,7 @@ from serve_controller.core.changes import Changes, Key, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.event_words import MESSAGE_LENGTH_MAX
 from serve_controller.core.events import audit_event, events_of, goal_progress, latest_events
+from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.objects import (
     CheckpointObject,
     Counters,
@@ -21,7 +22,6 @@ from serve_controller.core.objects import (
     HostRecord,
     ProxyRecord,
     ReplicaState,
-    host_owned,
 )
 from serve_controller.core.observed import ObservedState
 from tests.unit.controller_parts import (

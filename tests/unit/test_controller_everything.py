@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_common.errors import BadField
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.commands import SetHttpOptions, Shutdown, ShutdownReply
 from serve_common.wires.views import DeploymentStatus, GoalStatus
 from serve_controller.core.objects import HttpRecord
@@ -90,10 +90,11 @@ def test_options_that_a_proxy_cannot_apply_fail_and_go_back(had_options: bool) -
         ({"request_timeout_s": 0}, "options.request_timeout_s"),
         ({"body_bytes_max": 0}, "options.body_bytes_max"),
         ({"body_bytes_max": 10**400}, "options.body_bytes_max"),
+        ({"access_log": "yes"}, "options.access_log"),
         ({"middlewares": ["nonsense"]}, "options.middlewares[0]"),
         ({"middlewares": ["m:M"] * 33}, "options.middlewares"),
     ],
-    ids=["unknown", "type", "zero", "no body", "huge", "path", "many"],
+    ids=["unknown", "type", "zero", "no body", "huge", "no bool", "path", "many"],
 )
 def test_bad_options_are_refused_with_their_path(options: dict[str, object], field: str) -> None:
     loop = Loop()

@@ -19,7 +19,8 @@ from serve_common.wires.commands import (
 from serve_common.wires.views import GoalStatus
 from serve_controller.core import tidy
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals import ERROR_LENGTH_MAX, end_goal, number_of
+from serve_controller.core.goals.ending import ERROR_LENGTH_MAX, end_goal
+from serve_controller.core.goals.ids import number_of
 from serve_controller.core.observed import PROXY_LOST_AFTER_S, observe_bucket, observe_proxy
 from serve_controller.core.views import view_goal
 from tests.simulation.closed_loop import Loop

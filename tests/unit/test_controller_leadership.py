@@ -44,7 +44,7 @@ def store_of_now() -> MemoryStore:
 
 
 async def next_of(queue: asyncio.Queue[int]) -> int:
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30.0):
         return await queue.get()
 
 
@@ -54,11 +54,11 @@ async def test_one_of_two_leads_and_the_other_takes_over_at_once_when_it_stops()
     one.start(Leadership(ONE, store, first).run(), "run")
     assert await next_of(first.epochs) == 1
     two.start(Leadership(TWO, store, second).run(), "run")
-    await one.close(timeout_s=2.0)
+    await one.close(timeout_s=20.0)
     assert await next_of(first.ended) == 1
     assert await next_of(second.epochs) == 2
     assert first.epochs.empty()
-    await two.close(timeout_s=2.0)
+    await two.close(timeout_s=20.0)
 
 
 async def test_a_fenced_leader_ends_its_term_and_stands_by_until_the_lease_is_free() -> None:
@@ -68,12 +68,14 @@ async def test_a_fenced_leader_ends_its_term_and_stands_by_until_the_lease_is_fr
     assert await next_of(leading.epochs) == 1
     store.controller_id, store.epoch, store.lease_expires_at = TWO, 2, float("inf")
     assert await next_of(leading.ended) == 1
+    async with asyncio.timeout(30.0):
+        while leader.epoch is not None:  # noqa: ASYNC110 - it happens in the leader's own loop
+            await asyncio.sleep(0.005)
     await asyncio.sleep(0.02)
-    assert leader.epoch is None
     assert leading.epochs.empty()
     store.lease_expires_at = float("-inf")
     assert await next_of(leading.epochs) == 3
-    await tasks.close(timeout_s=2.0)
+    await tasks.close(timeout_s=20.0)
 
 
 async def test_a_store_that_is_away_ends_no_term_and_delays_the_first() -> None:
@@ -87,7 +89,7 @@ async def test_a_store_that_is_away_ends_no_term_and_delays_the_first() -> None:
     store.available = False
     await asyncio.sleep(0.03)
     assert leading.ended.empty()
-    await tasks.close(timeout_s=3.0)
+    await tasks.close(timeout_s=20.0)
     assert len(tasks) == 0, "nor does it keep the process from stopping"
 
 
@@ -98,7 +100,7 @@ async def test_a_new_epoch_within_the_term_is_what_is_renewed_from_then_on() -> 
     await next_of(leading.epochs)
     assert await leader.regain() == 2
     until = store.lease_expires_at
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30.0):
         while store.lease_expires_at == until:  # noqa: ASYNC110 - it happens in the leader's own loop
             await asyncio.sleep(0.005)
     assert leader.epoch == 2
@@ -106,7 +108,7 @@ async def test_a_new_epoch_within_the_term_is_what_is_renewed_from_then_on() -> 
     store.controller_id, store.lease_expires_at = TWO, float("inf")
     with pytest.raises(FencedOut):
         await leader.regain()
-    await tasks.close(timeout_s=2.0)
+    await tasks.close(timeout_s=20.0)
 
 
 async def test_an_unreadable_checkpoint_ends_the_controller_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,4 +139,4 @@ async def test_a_lost_answer_while_loading_is_tried_again_under_a_higher_epoch(
     monkeypatch.setattr(store, "load", fails_once)
     tasks.start(Leadership(ONE, store, leading).run(), "run")
     assert await next_of(leading.epochs) == 2
-    await tasks.close(timeout_s=2.0)
+    await tasks.close(timeout_s=20.0)

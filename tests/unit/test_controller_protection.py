@@ -9,7 +9,13 @@ import pytest
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.values import METHODS, BackendConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.values.backend_config import (
+    BackendConfig,
+    CircuitBreaker,
+    OutlierEjection,
+    ReplicaPolicyName,
+)
+from serve_common.values.endpoint_options import METHODS
 from serve_common.wires.commands import Deploy, DeployApplication, UpdateBackendConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot, Snapshot

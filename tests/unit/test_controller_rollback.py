@@ -7,7 +7,7 @@ import pytest
 from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.wires.commands import DeleteBackend, DeleteDeployment, Rollback, UpdateBackendConfig
 from serve_common.wires.views import GoalStatus
-from serve_controller.core import goals
+from serve_controller.core.goals import succeeding
 from serve_controller.core.views import view_deployment, view_revisions
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, create_backend, deploy
@@ -176,7 +176,7 @@ def test_a_route_that_somebody_else_has_by_now_is_refused(loop: Loop) -> None:
 
 
 def test_revisions_are_remembered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goals, "REVISIONS_MAX", 3)
+    monkeypatch.setattr(succeeding, "REVISIONS_MAX", 3)
     loop = Loop()
     for number in range(6):
         loop.done(create_backend("b", num=0, code=f"m:V{number}"))

@@ -7,7 +7,7 @@ import pytest
 from serve_common.wires.commands import DeleteDeployment
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
-from serve_controller.core.rollout import surge_of, unavailable_of
+from serve_controller.core.rollout.budgets import surge_of, unavailable_of
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, backend_config, deploy
 from tests.simulation.pure_host import PureHost

@@ -6,7 +6,7 @@ import pytest
 
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.subjects import backend_key, endpoint_key
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.commands import DeleteDeployment, SetHttpOptions, SetTraffic, ShadowTraffic
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot
 from serve_controller.core import snapshots

@@ -74,7 +74,7 @@ class World:
 
     async def until_asked(self, name: str, more: int = 3) -> None:
         count = getattr(self.store, name) + more
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while getattr(self.store, name) < count:  # noqa: ASYNC110 - it happens in the leadership's own loop
                 await asyncio.sleep(0.005)
 
@@ -95,7 +95,7 @@ def stand_still(seconds: float = leadership.LEASE_TTL_S + 0.1) -> None:
 
 async def test_one_that_stood_still_is_not_sure_until_the_store_has_said_so(world: World) -> None:
     world.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.leads.wait()
     assert world.leadership.is_sure
     stand_still()
@@ -108,12 +108,12 @@ async def test_one_that_stood_still_is_not_sure_until_the_store_has_said_so(worl
 
 async def test_one_that_stood_still_while_another_took_over_loses_its_term_unsure(world: World) -> None:
     world.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.leads.wait()
     world.another_leads()
     stand_still()
     assert not world.leadership.is_sure
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.lost.wait()
     assert not world.leadership.is_sure
 
@@ -122,7 +122,7 @@ async def test_a_store_that_is_away_is_no_reason_to_doubt_but_it_settles_no_doub
     world: World,
 ) -> None:
     world.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.leads.wait()
     world.store.available = False
     for _ in range(int(2 * leadership.LEASE_TTL_S)):
@@ -144,7 +144,7 @@ async def test_a_standby_migrates_once_and_again_before_it_leads(world: World) -
     await world.until_asked("acquisitions", 5)
     assert world.store.migrations == 1
     world.store.lease_expires_at = float("-inf")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await world.leads.wait()
     assert world.store.migrations == 2
 
@@ -155,7 +155,7 @@ async def test_a_standby_of_an_older_version_gives_the_lease_back(world: World) 
     await world.until_asked("acquisitions", 2)
     world.store.is_too_new = True
     world.store.lease_expires_at = float("-inf")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not world.failures:  # noqa: ASYNC110 - the task reports its failure and nothing else
             await asyncio.sleep(0.005)
     assert isinstance(world.failures[0], PermanentError)

@@ -7,7 +7,7 @@ import pytest
 
 from serve_common.errors import BadField, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.queries import PAGE_LIMIT_MAX, PagedQuery
 from serve_common.wires.views import DeploymentStatus, GoalStatus

@@ -104,7 +104,7 @@ async def test_a_thread_that_waits_for_a_call_hears_that_its_caller_has_left(wor
     await left(world, rig, rig.begin("/app/x"))
 
     for _ in range(2):
-        assert isinstance(await asyncio.wait_for(raised.get(), 5), RequestCancelled)
+        assert isinstance(await asyncio.wait_for(raised.get(), 30), RequestCancelled)
     assert CancelHead() in world.told
 
 

@@ -160,3 +160,9 @@ def test_only_the_ingress_is_published_beyond_this_machine(compose: dict[str, An
     for name, service in compose["services"].items():
         for port in service.get("ports", []):
             assert name == "ingress" or with_defaults(port).startswith("127.0.0.1:"), port
+
+
+def test_the_controller_reads_the_state_of_nats_where_nats_shows_it(compose: dict[str, Any]) -> None:
+    command = compose["services"]["nats"]["command"]
+    port = command[command.index("--http_port") + 1]
+    assert compose["services"]["controller"]["environment"]["SERVE_NATS_MONITOR_URL"] == f"http://nats:{port}"

@@ -41,6 +41,12 @@ def example_on_path():
         for name in (
             "split",
             "pixels",
+            "images",
+            "tally",
+            "asking",
+            "example_images",
+            "example_tally",
+            "example_split",
             "example_digits",
             "example_evaluate",
             "example_noop",
@@ -60,6 +66,11 @@ def evaluate(example_on_path):
 
 
 @pytest.fixture(scope="module")
+def images(example_on_path):
+    return load_module(EXAMPLES / "digits", "images")
+
+
+@pytest.fixture(scope="module")
 def trained(digits):
     return digits.Digits()
 
@@ -71,8 +82,8 @@ def model(trained):
 
 
 @pytest.fixture(scope="module")
-def held_out(evaluate):
-    return evaluate.held_out_part()
+def held_out(example_on_path):
+    return load_module(EXAMPLES / "digits", "split").held_out_part()
 
 
 def request_of(body: bytes = b"", content_type: str | None = None, method: str = "POST") -> Request:
@@ -122,27 +133,27 @@ def test_the_parts_are_disjoint_complete_and_balanced(evaluate):
     assert np.bincount(held_out.labels).min() >= 50
 
 
-def test_held_out_images_sent_as_png_are_read_with_at_least_97_percent_accuracy(model, evaluate):
+def test_held_out_images_sent_as_png_are_read_with_at_least_97_percent_accuracy(model, images):
     pixels = sys.modules["pixels"]
-    cases = evaluate.held_out_cases()
+    cases = images.held_out_cases()
     answers = [model.classify(pixels.pixels_from_body(case.png, "image/png"))["digit"] for case in cases]
     right = sum(answer == case.label for answer, case in zip(answers, cases, strict=True))
     assert right / len(cases) >= 0.97
 
 
-async def test_a_png_and_its_pixels_as_json_get_the_same_digit(model, evaluate, held_out):
+async def test_a_png_and_its_pixels_as_json_get_the_same_digit(model, images, held_out):
     for pixels in held_out.pixels[:10]:
         flat = json.dumps({"pixels": pixels.tolist()}).encode()
         rows = json.dumps({"pixels": pixels.reshape(8, 8).tolist()}).encode()
-        from_png = await model(request_of(evaluate.encode_png(pixels), "image/png"))
+        from_png = await model(request_of(images.encode_png(pixels), "image/png"))
         from_flat = await model(request_of(flat, "application/json; charset=utf-8"))
         assert from_flat == await model(request_of(rows, "application/json"))
         assert from_png["digit"] == from_flat["digit"]
         assert from_png["confidence"] == pytest.approx(from_flat["confidence"], abs=0.01)
 
 
-async def test_an_answer_has_a_digit_its_confidence_and_all_probabilities(model, evaluate, held_out):
-    answer = await model(request_of(evaluate.encode_png(held_out.pixels[0]), "image/png"))
+async def test_an_answer_has_a_digit_its_confidence_and_all_probabilities(model, images, held_out):
+    answer = await model(request_of(images.encode_png(held_out.pixels[0]), "image/png"))
     assert set(answer) == {"digit", "confidence", "probabilities"}
     assert json.loads(json.dumps(answer)) == answer
     assert list(answer["probabilities"]) == [str(digit) for digit in range(10)]
@@ -151,19 +162,17 @@ async def test_an_answer_has_a_digit_its_confidence_and_all_probabilities(model,
     assert answer["probabilities"][str(answer["digit"])] == answer["confidence"]
 
 
-async def test_content_wins_over_the_form_type_that_curl_declares(model, evaluate, held_out):
+async def test_content_wins_over_the_form_type_that_curl_declares(model, images, held_out):
     form = "application/x-www-form-urlencoded"
-    as_png = await model(request_of(evaluate.encode_png(held_out.pixels[0]), form))
+    as_png = await model(request_of(images.encode_png(held_out.pixels[0]), form))
     body = json.dumps({"pixels": held_out.pixels[0].tolist()}).encode()
     assert as_png["digit"] == (await model(request_of(b"\n " + body, form)))["digit"] == held_out.labels[0]
     assert (await model(request_of(body, None)))["digit"] == held_out.labels[0]
 
 
-async def test_the_committed_sample_is_a_held_out_digit_that_is_unsure_at_99_percent(
-    model, evaluate, tmp_path
-):
+async def test_the_committed_sample_is_a_held_out_digit_that_is_unsure_at_99_percent(model, images, tmp_path):
     sample = (EXAMPLES / "digits" / "sample.png").read_bytes()
-    digit = evaluate.write_sample(tmp_path / "again.png")
+    digit = images.write_sample(tmp_path / "again.png")
     with Image.open(tmp_path / "again.png") as again, Image.open(io.BytesIO(sample)) as committed:
         assert again.tobytes() == committed.tobytes()
     assert (await model(request_of(sample, "image/png")))["digit"] == digit == 7
@@ -328,17 +337,17 @@ async def test_unreadable_content_gets_400_and_a_reason(model, body, content_typ
     assert len(error["message"]) < 400
 
 
-async def test_a_png_cut_off_anywhere_is_refused(model, evaluate, held_out):
-    whole = evaluate.encode_png(held_out.pixels[0], scale=4)
+async def test_a_png_cut_off_anywhere_is_refused(model, images, held_out):
+    whole = images.encode_png(held_out.pixels[0], scale=4)
     for length in range(len(SIGNATURE), len(whole)):
         error = await refusal_of(model, whole[:length], "image/png")
         assert error["code"] == "bad_png", length
 
 
 async def test_a_png_with_a_flipped_byte_is_answered_or_refused_but_never_a_server_error(
-    model, evaluate, held_out
+    model, images, held_out
 ):
-    whole = evaluate.encode_png(held_out.pixels[0], scale=4)
+    whole = images.encode_png(held_out.pixels[0], scale=4)
     for position in range(len(SIGNATURE), len(whole)):
         spoiled = bytearray(whole)
         spoiled[position] ^= 0xFF
@@ -550,8 +559,8 @@ def test_a_wrong_command_line_exits_with_2_and_says_why(evaluate, capsys, argv):
     assert "error:" in capsys.readouterr().err
 
 
-def test_quantiles_are_within_one_percent(evaluate):
-    latencies = evaluate.Latencies()
+def test_quantiles_are_within_one_percent(example_on_path):
+    latencies = load_module(EXAMPLES / "digits", "tally").Latencies()
     assert latencies.quantile_ms(0.5) is None
     for milliseconds in range(1, 1001):
         latencies.add(milliseconds / 1000)

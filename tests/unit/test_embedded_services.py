@@ -8,7 +8,9 @@ from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.services import ServiceSpecs
 from muster.secrets import Secrets
 
-PORTS = dict.fromkeys(("nats", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1)
+PORTS = dict.fromkeys(
+    ("nats", "nats_monitor", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1
+)
 
 
 def specs(root: Path, options: StackOptions | None = None) -> ServiceSpecs:
@@ -31,3 +33,8 @@ def test_the_proxy_is_told_how_many_processes_share_its_port(tmp_path: Path) -> 
     for options, expected in ((None, "1"), (StackOptions(proxy_processes=4), "4")):
         envs = [spec.env for spec in specs(tmp_path, options).all({})]
         assert [env["SERVE_PROXY_PROCESSES"] for env in envs if "SERVE_PROXY_PROCESSES" in env] == [expected]
+
+
+def test_the_controller_alone_is_told_where_nats_shows_its_state(tmp_path: Path) -> None:
+    told = {spec.name: spec.env.get("SERVE_NATS_MONITOR_URL") for spec in specs(tmp_path).all({})}
+    assert told == {"controller": "http://127.0.0.1:1", "replica-host": None, "proxy": None}

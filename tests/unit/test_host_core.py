@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (
     Constructed,

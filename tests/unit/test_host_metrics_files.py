@@ -39,8 +39,8 @@ def test_folding_keeps_totals_and_drops_live_gauges(tmp_path: Path) -> None:
     _process(tmp_path, 12, 7.0)
     before = _values(files)
 
-    files.retire(11)
-    files.retire(11)
+    files.retire("11")
+    files.retire("11")
     after = _values(files)
 
     assert before[("requests_total", "200")] == after[("requests_total", "200")] == 12.0
@@ -52,7 +52,7 @@ def test_however_many_processes_end_the_number_of_files_stays_the_same(tmp_path:
     files = MetricsFiles(tmp_path)
     for pid in range(1, 51):
         _process(tmp_path, pid, 1.0)
-        files.retire(pid)
+        files.retire(str(pid))
 
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "counter_retired.db",
@@ -65,7 +65,7 @@ def test_a_pid_that_comes_again_goes_on_counting(tmp_path: Path) -> None:
     files = MetricsFiles(tmp_path)
     for _ in range(2):
         _process(tmp_path, 11, 5.0)
-        files.retire(11)
+        files.retire("11")
     _process(tmp_path, 11, 1.0)
 
     assert _values(files)[("requests_total", "200")] == 11.0
@@ -162,7 +162,7 @@ def test_counters_never_fall_by_the_rounding_of_sums_in_another_order(tmp_path: 
         _write(tmp_path / f"counter_{pid}.db", "requests_total", {"200": pid * 0.1})
         before = _values(files)[("requests_total", "200")]
         assert before >= shown
-        files.retire(pid)
+        files.retire(str(pid))
         shown = _values(files)[("requests_total", "200")]
         assert shown >= before
 
@@ -172,7 +172,7 @@ def test_backends_that_ended_long_ago_are_forgotten_and_those_that_run_are_not(t
     _backend_counter(tmp_path, 1000, "app/0")  # an old one that runs again
     for number in range(25):
         _backend_counter(tmp_path, number + 1, f"app/{number}")
-        files.retire(number + 1)
+        files.retire(str(number + 1))
 
     left = {
         sample.labels["backend_tag"]: sample.value for metric in files.collect() for sample in metric.samples
@@ -240,7 +240,7 @@ def test_users_metrics_bear_the_backend_and_outlive_their_replica(tmp_path: Path
     assert shown[f"newest{[backend]}"] == 7.0
     assert shown[f"serve_replica_ongoing_seconds_total{[backend]}"] == 3.0
 
-    files.retire(pids[0])
+    files.retire(str(pids[0]))
     after = _samples(files)
     assert after[f"depth{[backend]}"] == 3.0
     for name in ("hits_total", "sizes_", "serve_replica_ongoing_seconds_total"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.values import RayActorOptions
+from serve_common.values.replica_config import RayActorOptions
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
@@ -72,5 +72,11 @@ def test_an_end_is_one_line() -> None:
         "the replica's process 42 ended unasked (SYSTEM_ERROR: Worker unexpectedly exits); "
     )
     assert describe_end(0, RuntimeError("no node")) == "the replica's process ended: no node"
+    node = RuntimeError(
+        "The actor died because its node has died. Node Id: ab The actor's node was terminated"
+    )
+    assert describe_end(42, node, "10.0.0.2").startswith(
+        "the replica's process 42 on 10.0.0.2 ended with its machine"
+    )
     killed = RuntimeError("died. The actor is dead because it was killed by `ray.kill`.")
     assert describe_end(42, killed) == "the replica's process 42 was killed by its host"

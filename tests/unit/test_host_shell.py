@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.tasks import TaskOwner
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
 from serve_common.wires.proxy import LeaderNotice
 from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, StartFailed
@@ -65,7 +65,7 @@ class Reports:
         self._came.set()
 
     async def until(self, holds: Callable[[HostReport], Any]) -> HostReport:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 for report in self.all:
                     if holds(report):
@@ -79,7 +79,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.shown: Mapping[ReplicaStatus, int] = {}
-        self.retired: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.retired: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.starts: list[tuple[str, bool]] = []
         self.failures: list[tuple[str, ReplicaStatus]] = []
 
@@ -93,8 +93,8 @@ class Metrics:
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
         self.shown = dict(counts)
 
-    def retire_process(self, pid: int) -> None:
-        self.retired.put(pid)
+    def retire_process(self, process: str) -> None:
+        self.retired.put(process)
 
 
 class World:
@@ -203,7 +203,7 @@ async def test_an_ended_process_has_its_metrics_retired(world: World) -> None:
     world.shell.take_event(ProcessEnded(one.replica_tag, "gone"))
     await world.reports.until(lambda r: r.replicas and r.replicas[0].status is ReplicaStatus.FAILED)
 
-    assert await asyncio.to_thread(world.metrics.retired.get, timeout=5) == 42
+    assert await asyncio.to_thread(world.metrics.retired.get, timeout=30) == "42"
 
 
 async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
@@ -252,7 +252,7 @@ async def test_what_survives_its_kill_is_killed_by_force_and_logged(world: World
 
     with capture_logs() as logs:
         world.shell.take_event(StartFailed(one.replica_tag, "no model"))
-        await asyncio.wait_for(world.runtime.was_forced.wait(), 5)
+        await asyncio.wait_for(world.runtime.was_forced.wait(), 30)
 
     assert world.runtime.told[-2:] == [("kill", one.replica_tag), ("kill_by_force", one.replica_tag)]
     assert any(line["event"] == "replica_survives_kill" for line in logs)
@@ -263,7 +263,7 @@ async def test_nothing_is_published_while_the_bus_is_away(world: World) -> None:
     world.reports.is_connected = False
     count = len(world.reports.all)
     world.want(replica(1), generation=1)
-    await asyncio.wait_for(world.runtime.was_told.wait(), 5)
+    await asyncio.wait_for(world.runtime.was_told.wait(), 30)
     await asyncio.sleep(0)
     assert len(world.reports.all) == count
 

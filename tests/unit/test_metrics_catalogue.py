@@ -72,7 +72,9 @@ from serve_common.settings import BusSettings
 from serve_common.loop_lag import OtherLoopsLag
 from serve_common.measures import measures
 from serve_common.metrics_catalogue.replicas import REPLICA_LAG
+from serve_common.adapters.otlp_export import Counts
 from serve_replica_host.adapters.handle_metrics import make_handle_metrics
+from serve_replica_host.adapters.span_metrics import PrometheusSpanMetrics
 from serve_replica_host.adapters.replica_metrics import make_replica_metrics
 from serve_replica_host.ports import Occupancy
 
@@ -112,6 +114,12 @@ context = ReplicaContext(
     companions={BackendTag("default/other"): 1},
 )
 make_handle_metrics().write(context)
+counts = Counts(waiting_max=1)
+spans = PrometheusSpanMetrics(counts)
+for _ in range(3):
+    counts.may_wait()
+    spans.write()
+    spans.write()
 """
 
 
@@ -132,3 +140,5 @@ def test_a_replica_exports_all_that_the_catalogue_says_of_replicas(tmp_path: Pat
     assert values["serve_multiplexed_evictions_total", "default/app"] == 1.0
     assert values["serve_multiplexed_models", "default/app"] == 1.0
     assert values["serve_replica_requests_total", "default/app", "other"] == 1.0
+    assert values["serve_trace_spans_dropped_total", "queue"] == 2.0
+    assert values["serve_trace_spans_dropped_total", "receiver"] == 0.0

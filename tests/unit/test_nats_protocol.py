@@ -6,10 +6,10 @@ import pytest
 
 from serve_common.bus.errors import InvalidSubject, ProtocolError
 from serve_common.bus.headers import encode_headers, parse_headers, says_no_responders, status_of
+from serve_common.bus.parser import Parser
 from serve_common.bus.protocol import (
     Greeting,
     Message,
-    Parser,
     ServerError,
     Signal,
     check_subject,

@@ -8,7 +8,7 @@ import pytest
 from serve_common.dispatch.errors import CircuitOpen, QueueIsFull
 from serve_common.errors import DeadlineExceeded
 from serve_common.names import BackendTag
-from serve_common.values import BackpressureConfig
+from serve_common.values.backend_config import BackpressureConfig
 from serve_common.wires.snapshots import BackendProtection
 from serve_proxy.core.callers import forward
 from serve_proxy.core.deadlines import earliest_deadline

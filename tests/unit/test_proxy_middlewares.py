@@ -111,7 +111,7 @@ async def test_an_import_that_ends_after_nobody_waits_does_no_harm(module: str, 
         f"sys.modules['{module}_gate'] = gate\ngate.wait(10)\n" + MODULE
     )
     loading = asyncio.get_running_loop().create_task(load_middlewares([f"{module}_slow:outer"]))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while f"{module}_gate" not in sys.modules:  # noqa: ASYNC110 - another thread sets it
             await asyncio.sleep(0.005)
     loading.cancel()

@@ -53,7 +53,7 @@ class Started:
         return child
 
     async def until(self, count: int) -> PlayedChild:
-        async with asyncio.timeout(5), self._changed:
+        async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(lambda: len(self.children) >= count)
         return self.children[count - 1][1]
 
@@ -104,7 +104,9 @@ async def test_one_that_never_listened_ends_all_with_its_exit_code() -> None:
         run = group.create_task(parent.run())
         first, second = await started.until(1), listening(await started.until(2))
         first.end.set_result(3)
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while not second.heard:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0)
         assert second.heard == ["stop"]
         second.end.set_result(0)
     assert run.result() == 3
@@ -129,7 +131,7 @@ async def test_one_that_drains_for_too_long_is_killed(monkeypatch: pytest.Monkey
         run = group.create_task(parent.run())
         child = listening(await started.until(1))
         parent.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "kill" not in child.heard:  # noqa: ASYNC110 - a timer does it
                 await asyncio.sleep(0.005)
         child.end.set_result(-9)

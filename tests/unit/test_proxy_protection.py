@@ -13,7 +13,8 @@ from serve_common.dispatch.models import SILENT_S, ModelHolders
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import Subjects
-from serve_common.values import BackpressureConfig, CircuitBreaker, EndpointOptions, OutlierEjection
+from serve_common.values.backend_config import BackpressureConfig, CircuitBreaker, OutlierEjection
+from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.wires.frames import (
     BodyHead,
     CallHead,

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 
-from serve_common.dispatch.calls import Answer, AnswerBody
+from serve_common.dispatch.answer_body import AnswerBody
+from serve_common.dispatch.calls import Answer
 from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import NotFound
-from serve_common.values import EndpointOptions, HttpOptions
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.http_options import HttpOptions
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.http_server import HttpServer
 from serve_proxy.adapters.middlewares import load_middlewares
@@ -199,7 +201,7 @@ async def test_a_body_and_odd_headers_pass_the_check(proxy: Proxy, keys) -> None
         b"POST /x HTTP/1.1\r\nHost: h\r\nX-API-Key: %b\r\nX-Odd: caf\xe9\r\nContent-Length: 3\r\n\r\nabc"
         % SHOP_KEY.encode()
     )
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert b" 200 " in await reader.readline()
     writer.close()
     assert bytes(proxy.replicas.asked[-1].body) == b"abc"

@@ -386,7 +386,7 @@ async def test_idle_is_told_when_the_last_request_has_left() -> None:
     desk = Desk()
     await desk.side.wait_idle()
     exchange = desk.begin()
-    async with asyncio.timeout(1), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(desk.side.wait_idle())
         await asyncio.sleep(0.02)
         assert not waiting.done()

@@ -127,7 +127,9 @@ async def test_a_request_that_waits_for_a_slot_gets_it_at_once(desk: Desk) -> No
     desk.ask(b"r2", patient=True)
     assert len(desk.begun) == 1
     desk.answer()
-    await asyncio.sleep(0.01)
+    async with asyncio.timeout(30):
+        while not desk.begun:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
     assert desk.begun[0].reply == b"r2"
 
 
@@ -135,7 +137,7 @@ async def test_a_drain_ends_when_the_last_answer_has_left(desk: Desk) -> None:
     desk.ask(b"r1")
     desk.bus_side.begin_drain()
     desk.answer()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await desk.bus_side.wait_idle()
     desk.direct.flush()  # as the user's side does when it is idle
     assert len(desk.wire.messages) == 1
@@ -146,7 +148,7 @@ async def test_a_drain_knows_what_was_answered_before_it(desk: Desk) -> None:
     desk.answer()
     await asyncio.sleep(0)
     desk.bus_side.begin_drain()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await desk.bus_side.wait_idle()
 
 
@@ -179,7 +181,7 @@ async def test_all_else_is_left_to_the_bus_side(desk: Desk, why: str) -> None:
     else:
         desk.bus_side._answers.drop(exchange, 499)
     desk.direct.send(Answered(exchange, 200, headers, body))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(30):
         await desk.bus_side.wait_idle()
     assert desk.wire.messages == []
     assert len(desk.sent) == (0 if why == "dropped" else 1)

@@ -38,7 +38,7 @@ async def test_no_more_threads_run_than_are_allowed_and_the_rest_waits() -> None
     threads = PlainThreads(2)
     at_once, most = 0, 0
     lock = threading.Lock()
-    together = threading.Barrier(2, timeout=5)
+    together = threading.Barrier(2, timeout=30)
 
     def work() -> None:
         nonlocal at_once, most
@@ -49,7 +49,7 @@ async def test_no_more_threads_run_than_are_allowed_and_the_rest_waits() -> None
         with lock:
             at_once -= 1
 
-    await asyncio.wait_for(asyncio.gather(*(threads.run(work) for _ in range(10))), 5)
+    await asyncio.wait_for(asyncio.gather(*(threads.run(work) for _ in range(10))), 40)
 
     assert most == 2
     threads.close()
@@ -65,7 +65,7 @@ async def test_a_cancelled_call_ends_when_its_function_does_however_often_it_is_
 
     async with asyncio.TaskGroup() as group:
         call = group.create_task(threads.run(blocks))
-        await asyncio.to_thread(entered.wait, 5)
+        await asyncio.to_thread(entered.wait, 30)
         for _ in range(3):
             call.cancel()
             await asyncio.sleep(0)

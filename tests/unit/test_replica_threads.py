@@ -39,6 +39,12 @@ def test_values_of_many_threads_all_arrive_and_each_threads_in_order() -> None:
     thread.stop(5)
 
 
+async def until_taken(taken: list[int], count: int) -> None:
+    async with asyncio.timeout(30):
+        while len(taken) < count:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+
+
 async def test_a_burst_costs_one_wake_up() -> None:
     loop = asyncio.get_running_loop()
     wakes: list[int] = []
@@ -48,6 +54,7 @@ async def test_a_burst_costs_one_wake_up() -> None:
     mailbox._wake = lambda: (wakes.append(1), real())[1]  # type: ignore[method-assign, func-returns-value]
     for value in range(100):
         mailbox.put(value)
+    await until_taken(taken, 100)
     await asyncio.sleep(0.01)
 
     assert taken == list(range(100))
@@ -133,10 +140,10 @@ async def test_what_is_gathered_comes_with_one_wake_up_when_it_is_said() -> None
     assert taken == []
     mailbox.wake()
     mailbox.wake()
-    await asyncio.sleep(0.01)
+    await until_taken(taken, 2)
     assert taken == [1, 2]
     mailbox.put(3)
-    await asyncio.sleep(0.01)
+    await until_taken(taken, 3)
     assert taken == [1, 2, 3]
 
 
@@ -151,7 +158,7 @@ async def test_what_is_put_quietly_comes_with_the_next_value_or_when_the_loop_lo
     assert taken == [1]
     mailbox.put_quietly(2)
     mailbox.put(3)
-    await asyncio.sleep(0.01)
+    await until_taken(taken, 3)
     assert taken == [1, 2, 3]
 
 

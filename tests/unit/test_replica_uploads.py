@@ -27,7 +27,7 @@ async def test_an_async_handler_reads_a_body_of_unknown_size_while_it_comes() ->
 
     rig = Rig(handler)
     request = rig.begin(first=b"one", body_bytes=UNKNOWN)
-    await asyncio.wait_for(has_read.wait(), 5)
+    await asyncio.wait_for(has_read.wait(), 30)
     assert read == [b"one"]
     await request.upload([b"two"], ends=False)
     await request.upload([b"", b"three"])
@@ -128,7 +128,7 @@ async def test_the_callers_leaving_ends_the_reading() -> None:
 
     rig = Rig(handler)
     request = rig.begin(first=b"one", body_bytes=UNKNOWN)
-    await asyncio.wait_for(reading.wait(), 5)
+    await asyncio.wait_for(reading.wait(), 30)
     request.send(CancelHead())
     await rig.idle()
 
@@ -150,7 +150,7 @@ async def test_an_application_that_ignores_its_cancellation_hears_of_the_leaving
 
     rig = Rig(application=application)
     request = rig.begin(first=b"one", body_bytes=UNKNOWN)
-    await asyncio.wait_for(reading.wait(), 5)
+    await asyncio.wait_for(reading.wait(), 30)
     await asyncio.sleep(0)
     request.send(CancelHead())
     await rig.idle()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_common.names import BackendTag, replica_tag
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.replica.tracebacks import error_line, user_traceback
 from serve_replica_host.replica.user_code import UserCode, UserCodeUnusable
@@ -159,7 +159,7 @@ async def test_cancelling_a_plain_call_ends_only_when_its_thread_does(app_dir: s
     user_app = sys.modules["unit_user_app"]
     async with asyncio.TaskGroup() as group:
         work = group.create_task(code.call("x"))
-        await asyncio.to_thread(user_app.entered.wait, 5)
+        await asyncio.to_thread(user_app.entered.wait, 30)
         work.cancel()
         done, _ = await asyncio.wait([work], timeout=0.05)
         assert not done

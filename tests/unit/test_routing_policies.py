@@ -14,7 +14,7 @@ from serve_common.routing.rendezvous import stable_hash
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
 from serve_common.routing.wishes import Wish
-from serve_common.values import OutlierEjection, ReplicaPolicyName
+from serve_common.values.backend_config import OutlierEjection, ReplicaPolicyName
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")

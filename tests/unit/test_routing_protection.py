@@ -16,7 +16,7 @@ from serve_common.routing.recent_counts import RecentCounts
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.retry_budget import ALWAYS, WINDOW_S, RetryBudget
 from serve_common.routing.router import Router
-from serve_common.values import CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.values.backend_config import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.routing.snapshot_table import SnapshotTable
 from serve_common.subjects import HTTP_KEY
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 
 ENDPOINT, BACKEND = EndpointTag("d/a"), BackendTag("d/a")

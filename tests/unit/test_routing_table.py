@@ -58,10 +58,10 @@ def test_of_two_endpoints_with_one_route_the_later_one_wins() -> None:
 
 def test_a_path_of_thousands_of_slashes_is_matched_quickly() -> None:
     table = RouteTable([endpoint("digits", "/digits/" + "a/" * 200 + "b")])
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(100):
         assert table.match("/" * 8000) is None
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_weights_decide_by_the_random_number() -> None:

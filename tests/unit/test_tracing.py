@@ -272,7 +272,9 @@ def test_no_span_ends_before_it_begins(world: World) -> None:
 def begun(world: World, request_id: str, **headers: str) -> tuple[RequestTrace | None, str]:
     read = read_request_headers([(name.encode(), value.encode()) for name, value in headers.items()])
     RequestTraces(world.tracer).begin(read, "GET", "/a", "http", request_id)
-    return read.trace, read.traceparent
+    trace = read.follower
+    assert trace is None or isinstance(trace, RequestTrace)
+    return trace, read.traceparent
 
 
 def test_a_trace_that_begins_here_is_named_after_its_request(world: World) -> None:

@@ -127,4 +127,5 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted() -> None:
     counts.end(2, is_taken=True)
     counts.end(1, is_taken=False)
     assert (counts.waiting, counts.exported, counts.dropped) == (0, 2, 3)
+    assert counts.dropped_by_reason == {"queue": 2, "receiver": 1}
     assert counts.may_wait()

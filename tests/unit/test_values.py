@@ -9,21 +9,17 @@ import pytest
 
 from serve_common.errors import BadField
 from serve_common.limits import NESTING_MAX, USER_CONFIG_BYTES_MAX
-from serve_common.values import (
+from serve_common.values.backend_config import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
-    EndpointOptions,
-    HttpOptions,
     OutlierEjection,
-    RayActorOptions,
-    ReplicaConfig,
     check_backend_config,
-    check_endpoint_options,
-    check_http_options,
-    check_replica_config,
-    merged,
 )
+from serve_common.values.endpoint_options import EndpointOptions, check_endpoint_options
+from serve_common.values.http_options import HttpOptions, check_http_options
+from serve_common.values.merging import merged
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig, check_replica_config
 
 
 def nested(depth: int) -> list[Any]:

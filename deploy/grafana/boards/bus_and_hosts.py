@@ -6,6 +6,7 @@ from typing import Final
 
 from deploy.grafana.boards import common
 from deploy.grafana.boards.model import Board, Kind, Panel, Query, Row, Step
+from deploy.grafana.boards.nats_servers import NATS_SERVERS
 from deploy.grafana.boards.promql import OF_INSTANCE, increase, rate, series, total
 
 _BUS: Final = Row(
@@ -221,6 +222,20 @@ _PROCESSES: Final = Row(
             ),
         ),
         Panel(
+            title="Spans that were dropped",
+            description="Of traces, in each minute, where tracing is on; replicas' are added up on their host. queue: "
+            "more spans than can be sent; receiver: it is away, or takes none. Traces have holes then, and requests "
+            "notice nothing.",
+            unit="none",
+            steps=common.RED_FROM_ONE,
+            queries=(
+                Query(
+                    expr=increase("serve_trace_spans_dropped_total", OF_INSTANCE, by="instance, reason"),
+                    legend="{{instance}} {{reason}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Samples per scrape",
             description="How much each process exports. It grows with endpoints and backends, never with requests "
             "or replicas.",
@@ -235,8 +250,8 @@ _PROCESSES: Final = Row(
 BOARD: Final = Board(
     uid=common.BUS_AND_HOSTS,
     title="Muster: Bus and hosts",
-    description="Connections to NATS, replica hosts, proxies and the processes themselves.",
+    description="NATS and the connections to it, replica hosts, proxies and the processes themselves.",
     variables=(common.INSTANCES,),
     annotations=(common.DEPLOYS, common.scalings(), common.LEADER_CHANGES),
-    rows=(_BUS, _HOSTS, _PROCESSES),
+    rows=(_BUS, NATS_SERVERS, _HOSTS, _PROCESSES),
 )

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, final
 
 from serve_common.errors import BusUnavailable
+from serve_common.tasks import raise_if_cancelled
 
 WhyNot = Callable[[], str | None]
 """None when all is well, otherwise why not. Asked by another thread than the loop's, so it only reads."""
@@ -79,6 +80,7 @@ class BusPulse:
         every_s = min(self._silent_after_s / _BEATS, _BEAT_MAX_S)
         while True:
             await self._look(every_s)
+            raise_if_cancelled()
             await asyncio.sleep(every_s)
 
     def why_not_healthy(self) -> str | None:

@@ -19,6 +19,7 @@ from serve_common.settings import (
     read_operations_settings,
 )
 from serve_common.tracing.settings import TracingSettings, read_tracing_settings
+from serve_controller.nats_monitors import NatsMonitor, read_nats_monitors
 from serve_controller.shell.crash_mode import CrashMode, read_crash_mode
 
 _MATCHER: Final = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n]|\\.)*"'
@@ -54,6 +55,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the relative app_dir of a policy function begins."""
     prometheus: PrometheusSettings | None = None
     """None: loads are scraped from the services."""
+    nats_monitors: tuple[NatsMonitor, ...] = ()
+    """Whose state is shown among the metrics."""
     crash_mode: CrashMode | None = None
     """For tests only: where this process kills itself."""
 
@@ -72,6 +75,7 @@ def read_settings(environment: Environment) -> ControllerSettings:
         tracing=read_tracing_settings(environment.variables),
         app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
         prometheus=read_prometheus_settings(environment),
+        nats_monitors=read_nats_monitors(environment),
         crash_mode=read_crash_mode(environment),
     )
 

@@ -17,6 +17,7 @@ from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.otlp import open_tracing
 from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
+from serve_common.adapters.trace_metrics import register_trace_metrics
 from serve_common.health import BusPulse
 from serve_common.logs.relay import LogRelay
 from serve_common.loop_lag import LoopLag
@@ -27,6 +28,8 @@ from serve_controller.adapters.load_scrape import LoadScrape
 from serve_controller.adapters.load_sources import LoadSources
 from serve_controller.adapters.metrics import ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
+from serve_controller.adapters.nats_monitor import NatsMonitorReader
+from serve_controller.adapters.nats_monitor_metrics import NatsServersCollector
 from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.prometheus_api import PrometheusApi
@@ -50,9 +53,11 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     tracing = open_tracing(settings.tracing, "muster-controller", settings.controller_id)
+    registry = CollectorRegistry()
+    register_trace_metrics(registry, tracing)
     try:
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(settings, stop, logs), name="serve")
+            serving = tasks.create_task(_serve(settings, stop, logs, registry), name="serve")
             await stop.wait()
             serving.cancel()
     finally:
@@ -61,15 +66,19 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     _log.info("controller_stopped")
 
 
-async def _serve(settings: ControllerSettings, stop: asyncio.Event, logs: LogRelay) -> None:
+async def _serve(
+    settings: ControllerSettings, stop: asyncio.Event, logs: LogRelay, registry: CollectorRegistry
+) -> None:
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None
-    registry = CollectorRegistry()
     metrics = ControllerMetrics(
         registry, lambda: None if service is None else service.term, SystemClock().now
     )
     registry.register(AutoscalingCollector(lambda: service, SystemClock()))
+    nats_servers = _nats_servers(
+        settings, registry, leads=lambda: service is not None and service.term is not None
+    )
     lag = LoopLag()
     register_process_metrics(registry, lag, {"control": lambda: bus is not None and bus.is_connected})
 
@@ -132,6 +141,7 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event, logs: LogRel
         await log_outlet.join(client)
         watching.start(pulse.run(), "pulse")
         watching.start(lag.run(), "loop_lag")
+        watching.start(nats_servers.run(), "nats_monitors")
         await bus.start(service, service.admin)
         await service.run()
     finally:
@@ -142,6 +152,15 @@ async def _serve(settings: ControllerSettings, stop: asyncio.Event, logs: LogRel
         await store.close()
         await close_scaling()
         await operations.close()
+
+
+def _nats_servers(
+    settings: ControllerSettings, registry: CollectorRegistry, leads: Callable[[], bool]
+) -> NatsMonitorReader:
+    """Reads their state and has it shown."""
+    reader = NatsMonitorReader(settings.nats_monitors, leads=leads, clock=time.monotonic)
+    registry.register(NatsServersCollector(reader.readings))
+    return reader
 
 
 def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:

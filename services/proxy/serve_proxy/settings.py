@@ -13,7 +13,7 @@ from serve_common.settings import (
     read_operations_settings,
 )
 from serve_common.tracing.settings import TracingSettings, read_tracing_settings
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_proxy.core.process_life import PARENT_FD, PROCESSES_MAX
 
 

@@ -16,6 +16,7 @@ from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.otlp import open_tracing
 from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
+from serve_common.adapters.trace_metrics import register_trace_metrics
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
@@ -32,6 +33,7 @@ from serve_common.logs.relay import LogRelay
 from serve_common.loop_lag import LoopLag
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
+from serve_proxy.adapters.access_writer import AccessWriter
 from serve_proxy.adapters.control_plane import NatsControlPlane
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.http_server import HttpServer
@@ -62,11 +64,17 @@ class Proxy:
     """One proxy process' parts."""
 
     def __init__(
-        self, settings: ProxySettings, *, on_failure: Callable[[], None], logs: LogRelay | None = None
+        self,
+        settings: ProxySettings,
+        *,
+        on_failure: Callable[[], None],
+        logs: LogRelay | None = None,
+        write_access: Callable[[bytes], None] | None = None,
     ) -> None:
         """Makes everything and starts nothing; to be called on a running loop.
 
         ``on_failure`` is called when the process cannot go on and should be started anew. ``logs`` are published.
+        ``write_access``: see `AccessWriter`.
         """
         self._settings = settings
         chance = random.Random()  # noqa: S311 - spreads load, guards nothing
@@ -131,7 +139,15 @@ class Proxy:
             wall_now=SystemClock().now,
             traces=traces,
         )
-        requests = HttpRequests(self._ingress, settings.http, new_request_id=new_request_id, traces=traces)
+        ids = {"service": "proxy", "proxy_id": settings.proxy_id}
+        self._access = AccessWriter(ids, SystemClock(), write_access)
+        requests = HttpRequests(
+            self._ingress,
+            settings.http,
+            new_request_id=new_request_id,
+            traces=traces,
+            log_request=self._access.add,
+        )
         self._requests = requests
         self.http = HttpServer(requests, self._ingress)
         registry = CollectorRegistry()
@@ -143,6 +159,7 @@ class Proxy:
             reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
             connections=lambda: self.http.connections,
         )
+        register_trace_metrics(registry, self._tracing)
         self._lag = LoopLag()
         register_process_metrics(
             registry,
@@ -228,6 +245,7 @@ class Proxy:
         self._dispatcher.close()
         await self.http.close(_CLOSE_TIMEOUT_S)
         await self._requests.close(_CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(self._access.close, _CLOSE_TIMEOUT_S)
         await self._gateway.close(_CLOSE_TIMEOUT_S)
         self._reports.leave()
         await self._reports.send()

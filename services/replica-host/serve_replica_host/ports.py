@@ -20,7 +20,7 @@ class ReplicaRuntime(Protocol):
 
     @property
     def resources(self) -> dict[str, float]:
-        """Whole resources by Ray's names; does not change while the host lives."""
+        """Whole resources by Ray's names; on a cluster they change as machines come and go."""
         ...
 
     def start(self, goal: ReplicaGoal) -> None:
@@ -76,8 +76,11 @@ class HostMetrics(Protocol):
         """A replica failed and is now FAILED, DEAD or UNHEALTHY."""
         ...
 
-    def retire_process(self, pid: int) -> None:
-        """Keep the totals of an ended replica process without keeping its files. Blocks on files."""
+    def retire_process(self, process: str) -> None:
+        """Keep the totals of an ended replica process without keeping its files. Blocks on files.
+
+        ``process`` as in `Placed`.
+        """
         ...
 
 

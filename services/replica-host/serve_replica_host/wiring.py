@@ -62,8 +62,13 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         metrics.count_reconnect()
         shell.report_now()
 
-    runtime = RayRuntime(_ray_settings(settings), lambda event: shell.take_event(event))  # noqa: PLW0108 - made below
     log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id)
+    runtime = RayRuntime(
+        _ray_settings(settings),
+        lambda event: shell.take_event(event),  # noqa: PLW0108 - made below
+        files=files,
+        write_lines=log_socket.take,
+    )
     bus = ControlBus(
         settings.bus,
         settings.host_id,
@@ -152,6 +157,7 @@ def _ray_settings(settings: HostSettings) -> RaySettings:
         replica_bus=settings.replica_bus,
         app_root=settings.app_root,
         metrics_dir=settings.metrics_dir,
+        host_id=settings.host_id,
         spare_replicas=settings.spare_replicas,
         tracing={} if settings.tracing is None else settings.tracing.variables,
     )

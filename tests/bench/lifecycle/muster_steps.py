@@ -10,7 +10,8 @@ from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackFailed, StackOptions
 from muster.secrets import Secrets
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.views import GoalStatus
 from tests.bench.lifecycle.answer_watch import AnswerWatch

@@ -19,7 +19,8 @@ from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.names import GoalId
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.queries import WaitForGoal
 from serve_common.wires.views import GoalStatus, GoalView

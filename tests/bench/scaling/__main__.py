@@ -27,7 +27,8 @@ from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackOptions
 from muster.secrets import Secrets
 from serve_common.autoscaling import AutoscalingConfig
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy, PauseAutoscaling, ResumeAutoscaling, Scale
 from serve_common.wires.views import GoalStatus
 from tests.bench.scaling.clients import Asked, Clients

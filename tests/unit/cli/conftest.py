@@ -20,7 +20,8 @@ from muster.client.ports import Answer
 from serve_common.errors import BadField, ServeError
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
-from serve_common.values import BackendConfig, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import COMMANDS, VERBS, ErrorView
 from serve_common.wires.commands import ChangeReply, Request, ShutdownReply
 from serve_common.wires.views import (

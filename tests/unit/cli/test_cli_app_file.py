@@ -12,7 +12,9 @@ import pytest
 from typer.testing import Result
 
 from serve_common.errors import Conflict
-from serve_common.values import BackendConfig, CircuitBreaker, EndpointOptions, OnFailure, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig, CircuitBreaker, OnFailure
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import DeployApplication, DeploymentSpec
 from serve_common.wires.views import PlanView
 

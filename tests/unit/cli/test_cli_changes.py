@@ -17,20 +17,18 @@ from muster.cli.values_given import group_text
 from serve_common.autoscaling import AggregationFunction, AutoscalingConfig
 from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
 from serve_common.names import GoalId
-from serve_common.values import (
-    METHODS,
+from serve_common.values.backend_config import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
-    EndpointOptions,
-    HttpOptions,
     OnFailure,
     OutlierEjection,
     Placement,
-    RayActorOptions,
-    ReplicaConfig,
     ReplicaPolicyName,
 )
+from serve_common.values.endpoint_options import METHODS, EndpointOptions
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.admin import COMMANDS
 from serve_common.wires.commands import (
     ChangeReply,
@@ -169,6 +167,16 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
     (
         "http set --header-timeout-s 2 --body-rate-min 0 --keep-alive-timeout-s 3.5",
         SetHttpOptions(options={"header_timeout_s": 2.0, "body_rate_min": 0, "keep_alive_timeout_s": 3.5}),
+        "options of all proxies are changed",
+    ),
+    (
+        "http set --access-log",
+        SetHttpOptions(options={"access_log": True}),
+        "options of all proxies are changed",
+    ),
+    (
+        "http set --no-access-log",
+        SetHttpOptions(options={"access_log": False}),
         "options of all proxies are changed",
     ),
     ("shutdown --yes", Shutdown(), "everything is deleted"),

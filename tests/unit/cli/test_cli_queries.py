@@ -12,7 +12,10 @@ from typer.testing import Result
 
 from serve_common.errors import BadField, NotFound, StoreUnavailable, TransientError
 from serve_common.names import GoalId
-from serve_common.values import METHODS, BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import METHODS, EndpointOptions
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import QUERIES
 from serve_common.wires.queries import (
     GetAllApplications,
@@ -258,6 +261,7 @@ QUERY_LINES: list[tuple[str, Query, Any, list[str]]] = [
         [
             *("request_timeout_s 30.0", "body_bytes_max 10485760", 'middlewares ["a:b"]'),
             *("header_timeout_s 10.0", "body_rate_min 500", "keep_alive_timeout_s 90.0"),
+            "access_log false",
         ],
     ),
     (

@@ -20,7 +20,7 @@ from muster.client.feed import Heard
 from serve_common.errors import BusUnavailable
 from serve_common.names import GoalId
 from serve_common.subjects import Subjects
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.logs import RecallLogs
 from serve_common.wires.views import (
     AutoscalingView,

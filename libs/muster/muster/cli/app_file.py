@@ -16,7 +16,9 @@ import msgspec
 from muster.cli import values_given
 from serve_common.errors import BadField
 from serve_common.names import check_name, check_route
-from serve_common.values import check_backend_config, check_endpoint_options, check_replica_config
+from serve_common.values.backend_config import check_backend_config
+from serve_common.values.endpoint_options import check_endpoint_options
+from serve_common.values.replica_config import check_replica_config
 from serve_common.wires.commands import DeployApplication, DeploymentSpec
 
 _AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")

@@ -23,9 +23,8 @@ from muster.cli.group import group
 from muster.cli.intent import Intent
 from muster.cli.session import Session
 from muster.cli.tables import config_facts, counts, print_facts, print_table, styled, table
-from muster.client.changes import Change
 from serve_common.names import deployment_tag
-from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
+from serve_common.wires.commands import Change, CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_common.wires.queries import GetBackendConfig
 from serve_common.wires.views import BackendConfigView, BackendView
 

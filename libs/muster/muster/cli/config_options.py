@@ -17,20 +17,18 @@ from muster.cli import output, values_given
 from muster.cli.signature import option, option_of
 from serve_common.autoscaling import AutoscalingConfig
 from serve_common.errors import BadField
-from serve_common.values import (
+from serve_common.values.backend_config import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
     OnFailure,
     OutlierEjection,
     Placement,
-    RayActorOptions,
-    ReplicaConfig,
     ReplicaPolicyName,
     check_backend_config,
-    check_replica_config,
-    merged,
 )
+from serve_common.values.merging import merged
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig, check_replica_config
 
 _CODE, _SIZE, _UPDATES = "Code", "Size and place", "Updates"
 _LIFE, _GUARD = "Life and health of a replica", "Routing and protection"

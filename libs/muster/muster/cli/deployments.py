@@ -13,7 +13,7 @@ from muster.cli.session import Session
 from serve_common.errors import BadField
 from serve_common.limits import check_between
 from serve_common.names import deployment_tag
-from serve_common.values import NUM_REPLICAS_MAX
+from serve_common.values.backend_config import NUM_REPLICAS_MAX
 from serve_common.wires.commands import DeleteDeployment, Rollback, Scale
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]

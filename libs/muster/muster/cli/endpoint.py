@@ -23,7 +23,7 @@ from muster.cli.intent import Intent
 from muster.cli.session import Session
 from muster.cli.tables import methods_text, print_table, shares, table
 from serve_common.names import check_route, deployment_tag
-from serve_common.values import EndpointOptions
+from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.wires.commands import CreateEndpoint, DeleteEndpoint, SetEndpointOptions
 from serve_common.wires.views import EndpointView
 

@@ -13,7 +13,8 @@ from muster.cli import values_given
 from muster.cli.config_options import named_by_option
 from muster.cli.signature import option
 from serve_common.errors import BadField
-from serve_common.values import EndpointOptions, check_endpoint_options, merged
+from serve_common.values.endpoint_options import EndpointOptions, check_endpoint_options
+from serve_common.values.merging import merged
 
 _PANEL: Final = "Requests"
 _FIELDS: Final = (

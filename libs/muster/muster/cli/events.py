@@ -20,6 +20,7 @@ from serve_common.errors import BadField
 from serve_common.names import ReplicaTag, backend_tag_of, deployment_tag
 from serve_common.subjects import Subjects
 from serve_common.wires.queries import GetEvents
+from serve_common.wires.unreadable import UNREADABLE
 from serve_common.wires.views import EventView, GoalView
 
 _GOAL: Final = "goal"
@@ -113,7 +114,7 @@ def read_event(heard: Heard, subjects: Subjects, now: float) -> EventView | None
         if not heard.subject.startswith(subjects.event(_GOAL, "")):
             return msgspec.json.decode(heard.payload, type=EventView)
         goal = msgspec.json.decode(heard.payload, type=GoalView)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return None
     return EventView(
         at=now,

@@ -17,7 +17,8 @@ from muster.cli.wording import describe
 from muster.embedded.options import CHECKOUT
 from serve_common.errors import NotFound, PermanentError
 from serve_common.names import deployment_tag
-from serve_common.values import BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy
 from serve_common.wires.queries import GetDeploymentInfo
 from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus

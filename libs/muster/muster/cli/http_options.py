@@ -16,7 +16,8 @@ from muster.cli.session import Session
 from muster.cli.signature import option
 from muster.cli.tables import print_facts, value_text
 from serve_common.errors import BadField
-from serve_common.values import HttpOptions, check_http_options, merged
+from serve_common.values.http_options import HttpOptions, check_http_options
+from serve_common.values.merging import merged
 from serve_common.wires.commands import SetHttpOptions
 
 app = group("What all proxies apply to every request: show, set.")
@@ -40,6 +41,7 @@ _FIELDS: Final = (
         "May be given again, the outermost first; '' alone is none.",
         "MODULE:ATTRIBUTE",
     ),
+    ("access_log", bool, "A line of log for each request.", None),
 )
 """Field by field: name, type, text, metavar."""
 HTTP_CHANGES: Final = tuple(

@@ -7,9 +7,8 @@ from enum import Enum
 import msgspec
 
 from muster.cli.exit_codes import ExitCode
-from muster.client.changes import Change
 from serve_common.names import GoalId
-from serve_common.wires.commands import CreateEndpoint, Deploy, DeployApplication, Shutdown
+from serve_common.wires.commands import Change, CreateEndpoint, Deploy, DeployApplication, Shutdown
 from serve_common.wires.views import DeploymentView, GoalStatus
 
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.client.address import StackAddress
-from muster.client.changes import Change
 from muster.client.ports import Answer
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
 from serve_common.names import GoalId
-from serve_common.values import HttpOptions
-from serve_common.wires.commands import ChangeReply, Shutdown, ShutdownReply
+from serve_common.values.http_options import HttpOptions
+from serve_common.wires.commands import Change, ChangeReply, Shutdown, ShutdownReply
 from serve_common.wires.queries import (
     GetBackendConfig,
     GetDeploymentInfo,

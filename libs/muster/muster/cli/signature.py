@@ -27,8 +27,11 @@ def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parame
 def option(
     name: str, kind: Any, text: str, *, panel: str | None = None, metavar: str | None = None
 ) -> inspect.Parameter:
-    """``--name`` that may be left out, which is None."""
-    declared = typer.Option(option_of(name), help=text, rich_help_panel=panel, metavar=metavar)
+    """``--name`` that may be left out, which is None; with ``--no-name`` where ``kind`` is bool."""
+    spelled = option_of(name)
+    if kind is bool:
+        spelled = f"{spelled}/--no-{spelled.removeprefix('--')}"
+    declared = typer.Option(spelled, help=text, rich_help_panel=panel, metavar=metavar)
     return parameter(name, Annotated[kind | None, declared])
 
 

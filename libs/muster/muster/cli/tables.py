@@ -12,7 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from muster.cli import output, values_given
-from serve_common.values import METHODS, BackendConfig, RayActorOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import METHODS
+from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.views import ReplicaView
 
 _STYLES = {

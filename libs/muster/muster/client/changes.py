@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from muster.client.asking import Asking
 from serve_common.wires.commands import (
+    Change,
     ChangeReply,
     CreateBackend,
     CreateEndpoint,
@@ -30,29 +31,6 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
-
-Change = (
-    Deploy
-    | DeleteDeployment
-    | DeployApplication
-    | DeleteApplication
-    | CreateBackend
-    | DeleteBackend
-    | UpdateBackendConfig
-    | Scale
-    | PauseAutoscaling
-    | ResumeAutoscaling
-    | CreateEndpoint
-    | DeleteEndpoint
-    | SetTraffic
-    | ShadowTraffic
-    | SetEndpointOptions
-    | Rollback
-    | SetHttpOptions
-    | DrainHost
-    | UndrainHost
-)
-"""Every command that answers with one goal: all but `Shutdown`."""
 
 
 class Changes(Asking):

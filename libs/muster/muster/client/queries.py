@@ -9,10 +9,9 @@ from typing import Final
 import msgspec
 
 from muster.client.asking import VERB_OF, Asking, ignore
-from muster.client.changes import Change
 from serve_common.names import GoalId
-from serve_common.values import HttpOptions
-from serve_common.wires.commands import Shutdown
+from serve_common.values.http_options import HttpOptions
+from serve_common.wires.commands import Change, Shutdown
 from serve_common.wires.queries import (
     GetAllApplications,
     GetAllBackends,

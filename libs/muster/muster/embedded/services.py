@@ -98,6 +98,7 @@ class ServiceSpecs:
             "SERVE_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
             "SERVE_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
             "SERVE_APP_ROOT": str(self._app_root),
+            "SERVE_NATS_MONITOR_URL": f"http://127.0.0.1:{self._ports['nats_monitor']}",
         }
 
     def _host(self) -> dict[str, str]:

@@ -18,7 +18,8 @@ from muster.handles.errors import RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
 from muster.handles.traces import headers_of
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.calls import Answer, AnswerBody, Ask, Call
+from serve_common.dispatch.answer_body import AnswerBody
+from serve_common.dispatch.calls import Answer, Ask, Call
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.routes import Routes

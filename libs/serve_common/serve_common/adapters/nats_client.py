@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, final
 
 import structlog
 from nats.aio.client import Client
@@ -22,6 +22,8 @@ from serve_common.settings import BusSettings
 _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
 _ATTEMPT_S = 3.0
+_PAUSE_S = 0.2
+"""Between attempts."""
 
 
 async def connect_nats(
@@ -39,26 +41,7 @@ async def connect_nats(
     user is refused. ``on_closed`` is called when the connection is closed, which the library also does by itself
     when it is refused for good: the process should then end, to be started anew.
     """
-
-    async def reconnected() -> None:
-        _log.info("nats_reconnected", connection=name)
-        on_reconnect()
-
-    async def disconnected() -> None:
-        _log.warning("nats_disconnected", connection=name)
-        on_disconnect()
-
-    async def closed() -> None:
-        _log.warning("nats_closed", connection=name)
-        on_closed()
-
-    refused = False
-
-    async def failed(error: Exception) -> None:
-        nonlocal refused
-        refused = refused or "authorization" in str(error).lower()
-        _log.warning("nats_error", connection=name, error=str(error) or type(error).__name__)
-
+    told = _Told(name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed)
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + deadline_s
@@ -67,38 +50,88 @@ async def connect_nats(
         try:
             # The library's own first connect tries for ever, also with a password that is wrong.
             async with asyncio.timeout(min(_ATTEMPT_S, max(give_up_at - loop.time(), 0.1))):
-                await client.connect(
-                    servers=settings.servers,
-                    user=settings.user,
-                    password=settings.password,
-                    name=name,
-                    inbox_prefix=settings.inbox_prefix.encode(),
-                    tls=tls,
-                    connect_timeout=2,  # s, as below; the library's hints say int
-                    allow_reconnect=True,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a fraction is fine
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    reconnected_cb=reconnected,
-                    disconnected_cb=disconnected,
-                    error_cb=failed,
-                )
+                await _connect_once(client, settings, name, tls, told)
         except asyncio.CancelledError:
             await close_nats(client)  # or its socket outlives whoever connects
             raise
         except (NatsError, OSError, TimeoutError) as error:
             await close_nats(client)
-            refused = refused or "authorization" in str(error).lower()
-            if refused:
+            told.note(error)
+            if told.is_refused:
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error
             if loop.time() >= give_up_at:
                 servers = ", ".join(settings.servers)
                 raise BusUnavailable(f"NATS at {servers} does not answer: {error!r}") from error
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(_PAUSE_S)
             continue
-        client._closed_cb = closed  # noqa: SLF001 - an attempt that was given up must not count as closed
+        client._closed_cb = told.closed  # noqa: SLF001 - an attempt that was given up must not count as closed
         return client
+
+
+@final
+class _Told:
+    """What the library tells of a connection: logged, passed on, and remembered where the attempts need it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_disconnect: Callable[[], None],
+        on_reconnect: Callable[[], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self.is_refused = False
+        """The server has not let the user in."""
+        self._log = _log.bind(connection=name)
+        self._on_disconnect = on_disconnect
+        self._on_reconnect = on_reconnect
+        self._on_closed = on_closed
+
+    def note(self, error: Exception) -> None:
+        """An attempt failed by ``error``, or the library met it."""
+        self.is_refused = self.is_refused or "authorization" in str(error).lower()
+
+    async def failed(self, error: Exception) -> None:
+        """For the library: an error that belongs to no call."""
+        self.note(error)
+        self._log.warning("nats_error", error=str(error) or type(error).__name__)
+
+    async def reconnected(self) -> None:
+        """For the library."""
+        self._log.info("nats_reconnected")
+        self._on_reconnect()
+
+    async def disconnected(self) -> None:
+        """For the library."""
+        self._log.warning("nats_disconnected")
+        self._on_disconnect()
+
+    async def closed(self) -> None:
+        """For the library."""
+        self._log.warning("nats_closed")
+        self._on_closed()
+
+
+async def _connect_once(
+    client: Client, settings: BusSettings, name: str, tls: ssl.SSLContext | None, told: _Told
+) -> None:
+    await client.connect(
+        servers=settings.servers,
+        user=settings.user,
+        password=settings.password,
+        name=name,
+        inbox_prefix=settings.inbox_prefix.encode(),
+        tls=tls,
+        connect_timeout=2,  # s, as below; the library's hints say int
+        allow_reconnect=True,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a fraction is fine
+        ping_interval=5,
+        max_outstanding_pings=2,
+        reconnected_cb=told.reconnected,
+        disconnected_cb=told.disconnected,
+        error_cb=told.failed,
+    )
 
 
 _TASK_NAMES: Final = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")

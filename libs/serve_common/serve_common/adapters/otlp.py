@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 from serve_common.tracing.process import set_process_tracer
 from serve_common.tracing.settings import TracingSettings
 from serve_common.tracing.tracer import Tracer
+
+DROPPED_AT_QUEUE: Final = "queue"
+"""Too many waited to be sent."""
+DROPPED_AT_RECEIVER: Final = "receiver"
+"""It could not be reached, or did not take them."""
 
 
 class SpanCounts(Protocol):
@@ -23,8 +28,8 @@ class SpanCounts(Protocol):
         ...
 
     @property
-    def dropped(self) -> int:
-        """Too many waited, or the receiver did not take them."""
+    def dropped_by_reason(self) -> Mapping[str, int]:
+        """What was lost: every reason that there is, also those that nothing was lost for."""
         ...
 
 

@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import SpanContext, TraceFlags
 
 from serve_common.adapters import otlp_spans
+from serve_common.adapters.otlp import DROPPED_AT_QUEUE, DROPPED_AT_RECEIVER
 from serve_common.bus.quiet_log import QuietLog
 from serve_common.tracing.process import process_tracer, set_process_tracer
 from serve_common.tracing.settings import TracingSettings
@@ -129,16 +130,21 @@ class Counts:
 
     def __init__(self, waiting_max: int) -> None:
         self.exported = 0
-        self.dropped = 0
+        self.dropped_by_reason = {DROPPED_AT_QUEUE: 0, DROPPED_AT_RECEIVER: 0}
         self.waiting = 0
         self._waiting_max = waiting_max
         self._lock = threading.Lock()
+
+    @property
+    def dropped(self) -> int:
+        """All that was lost."""
+        return sum(self.dropped_by_reason.values())
 
     def may_wait(self) -> bool:
         """One more comes; False when it is too much."""
         with self._lock:
             if self.waiting >= self._waiting_max:
-                self.dropped += 1
+                self.dropped_by_reason[DROPPED_AT_QUEUE] += 1
                 return False
             self.waiting += 1
             return True
@@ -154,7 +160,7 @@ class Counts:
             if is_taken:
                 self.exported += count
             else:
-                self.dropped += count
+                self.dropped_by_reason[DROPPED_AT_RECEIVER] += count
 
 
 @final

@@ -1,4 +1,4 @@
-"""The data plane's connection to the bus: stays connected, keeps subscriptions, never queues for later.
+"""The data plane's connection to the bus: stays connected, renews its subscriptions, never queues for later.
 
 Why it buffers nothing while disconnected: a message that leaves seconds late does harm (its caller has
 given up or asked somebody else), so `publish` fails at once and the caller decides.
@@ -17,46 +17,15 @@ from serve_common.bus.dial import Dialer
 from serve_common.bus.errors import NotConnected
 from serve_common.bus.link import Link
 from serve_common.bus.options import BusOptions, reconnect_wait_s
-from serve_common.bus.protocol import Message, encode_sub, encode_unsub
+from serve_common.bus.protocol import ServerError
 from serve_common.bus.quiet_log import QuietLog
+from serve_common.bus.subscriptions import MessageCallback, Subscription, Subscriptions
 from serve_common.errors import BusUnavailable
 from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 1.0
-
-MessageCallback = Callable[[bytes, bytes, bytes, bytes | None], None]
-"""(subject, reply, payload, headers). Runs in the read path: it must be quick and must not block."""
-
-
-@final
-class Subscription:
-    """A callback's claim to the messages of a subject; made by `BusConnection.subscribe`."""
-
-    __slots__ = ("_connection", "callback", "is_ending", "queue", "sid", "subject")
-
-    def __init__(
-        self, connection: BusConnection, sid: int, subject: bytes, queue: bytes, callback: MessageCallback
-    ) -> None:
-        self._connection = connection
-        self.sid = sid
-        self.subject = subject
-        self.queue = queue
-        self.callback = callback
-        self.is_ending = False
-
-    def unsubscribe(self) -> None:
-        """End it at once: messages that are on their way are dropped. May be called twice."""
-        self._connection.unsubscribe(self)
-
-    async def drain(self, timeout_s: float) -> None:
-        """End it without losing what the server has already sent: those messages still reach the callback.
-
-        When this returns no further message comes. A connection that is lost, or an answer that does not
-        come in `timeout_s`, ends it as well.
-        """
-        await self._connection.drain_subscription(self, timeout_s)
 
 
 class LinkReader(Protocol):
@@ -98,8 +67,9 @@ class BusConnection:
         self._linked_at_s = 0.0
         self._is_started = False
         self._is_closed = False
-        self._subscriptions: dict[int, Subscription] = {}
-        self._last_sid = 0
+        self._subscriptions = Subscriptions(self._write, self._flush_quietly, self._count_failure)
+        self.take_message: Final = self._subscriptions.take_message
+        """For `LinkOwner`; an attribute, so that it costs no further call."""
         self._link_ended = asyncio.Event()
         self._tasks = TaskOwner("bus")
         self._log = _log.bind(bus=options.name)
@@ -127,12 +97,7 @@ class BusConnection:
 
     async def drain(self, timeout_s: float) -> None:
         """End all subscriptions without losing what the server has already sent, then close."""
-        link = self._link
-        if link is not None:
-            for subscription in self._subscriptions.values():
-                subscription.is_ending = True
-                link.write(encode_unsub(subscription.sid))
-            await self._flush_quietly(timeout_s)
+        await self._subscriptions.drain(timeout_s)
         await self.close()
 
     async def close(self) -> None:
@@ -207,26 +172,7 @@ class BusConnection:
             raise NotConnected("the connection was closed on this side")
         subject = subject.encode() if isinstance(subject, str) else subject
         queue = queue.encode() if isinstance(queue, str) else queue
-        line = encode_sub(subject, queue, self._last_sid + 1)
-        self._last_sid += 1
-        subscription = Subscription(self, self._last_sid, subject, queue, callback)
-        self._subscriptions[subscription.sid] = subscription
-        if self._link is not None:
-            self._link.write(line)
-        return subscription
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        """As `Subscription.unsubscribe`."""
-        if self._subscriptions.pop(subscription.sid, None) is not None and self._link is not None:
-            self._link.write(encode_unsub(subscription.sid))
-
-    async def drain_subscription(self, subscription: Subscription, timeout_s: float) -> None:
-        """As `Subscription.drain`."""
-        subscription.is_ending = True
-        if self._link is not None:
-            self._link.write(encode_unsub(subscription.sid))
-            await self._flush_quietly(timeout_s)
-        self._subscriptions.pop(subscription.sid, None)
+        return self._subscriptions.add(subject, queue, callback)
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until the server has handled all that was published and subscribed. Not for hot paths.
@@ -251,26 +197,16 @@ class BusConnection:
 
     # -- what the link tells (LinkOwner) --
 
-    def take_message(self, message: Message) -> None:
-        """Hand a message to its subscription; one that was ended meanwhile gets none."""
-        subscription = self._subscriptions.get(message.sid)
-        if subscription is None:
-            return
-        try:
-            subscription.callback(message.subject, message.reply, message.payload, message.headers)
-        except Exception as error:  # noqa: BLE001 - a bad callback must not end the connection of others
-            self._count_failure(error, "callback", subscription.subject.decode("utf-8", "replace"))
-
     def take_pause(self) -> None:
         """Tell who gathers what a burst of messages brings."""
         if self.after_messages is not None:
             self.after_messages()
 
-    def take_server_error(self, text: str) -> None:
+    def take_server_error(self, error: ServerError) -> None:
         """Count and log a refusal that does not end the link by itself."""
-        if text.lower().startswith("permissions violation"):
+        if error.is_permission_violation:
             self.permission_violations += 1
-        self._server_errors.log(asyncio.get_running_loop().time(), "bus_server_error", error=text)
+        self._server_errors.log(asyncio.get_running_loop().time(), "bus_server_error", error=error.text)
 
     def take_lame_duck(self, link: Link) -> None:
         """Move to another server when there is one; else stay until this one is gone."""
@@ -311,15 +247,19 @@ class BusConnection:
             link.share()
         self._link = link
         self._linked_at_s = asyncio.get_running_loop().time()
-        for subscription in self._subscriptions.values():
-            if not subscription.is_ending:
-                link.write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
+        self._subscriptions.renew()
         self._log.info("bus_connected", server=link.server, reconnects=self.reconnects)
         if self.reader is not None:
             self.reader.attach(link)
         self._tell(self.on_connected, "on_connected")
 
+    def _write(self, line: bytes) -> None:
+        if self._link is not None:
+            self._link.write(line)
+
     async def _flush_quietly(self, timeout_s: float) -> None:
+        if self._link is None:
+            return
         try:
             await self.flush(timeout_s)
         except BusUnavailable as error:

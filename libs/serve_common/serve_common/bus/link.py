@@ -1,8 +1,7 @@
 """One TCP connection to one NATS server, from its first byte to its end; it never comes back.
 
-Why apart from BusConnection: a link has neither past nor future, so the handling of bytes, pings and
-batches needs no thought of reconnects. What is written in one iteration of the loop leaves in one system
-call: measured, that is where most of the throughput comes from.
+Why apart from BusConnection: a link has neither past nor future, so the handling of bytes and pings needs no
+thought of reconnects.
 """
 
 from __future__ import annotations
@@ -12,31 +11,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol, cast, final
 
-from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge, ProtocolError
+from serve_common.bus.errors import NotConnected, ProtocolError
 from serve_common.bus.options import BusOptions
-from serve_common.bus.protocol import (
-    CRLF,
-    PING,
-    PONG,
-    Greeting,
-    Message,
-    Parser,
-    ServerError,
-    ServerOp,
-    Signal,
-    encode_hpub_line,
-    encode_pub,
-    encode_pub_line,
-)
+from serve_common.bus.outbox import Outbox
+from serve_common.bus.parser import Parser
+from serve_common.bus.protocol import PING, PONG, Greeting, Message, ServerError, ServerOp, Signal
 from serve_common.bus.shared_socket import SharedSocket
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 
-_BATCH_BYTES_MAX: Final = 256 * 1024
-"""A batch this large is written at once: waiting for more would only hide that the server is slow."""
-_SMALL_BYTES_MAX: Final = 4 * 1024
-"""Payloads up to this become one piece with their line: copying them costs less than handling three pieces."""
-_COPY_BYTES_MAX: Final = 32 * 1024
-"""Payloads up to this are copied into the batch's one buffer; larger ones are handed over as they are."""
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause": small, so that chunks of large bodies do not delay small requests."""
 
@@ -54,7 +36,7 @@ class LinkOwner(Protocol):
     def take_pause(self) -> None:
         """No more messages have come for now."""
 
-    def take_server_error(self, text: str) -> None:
+    def take_server_error(self, error: ServerError) -> None:
         """The server refused something; it may or may not end the link after this."""
 
     def take_lame_duck(self, link: Link) -> None:
@@ -74,7 +56,7 @@ class Link(asyncio.Protocol):
         self.server = ""
         """Its address, for logs."""
         self.max_payload = 0
-        """Bytes of headers and payload that the server takes in one message."""
+        """Bytes of headers and payload that the server takes in one message; also told to the outbox."""
         self._owner = owner
         self._take_message = owner.take_message
         self._options = options
@@ -87,11 +69,9 @@ class Link(asyncio.Protocol):
         self._closed = asyncio.Event()
         self._writable = asyncio.Event()
         self._writable.set()
-        self._batch: list[bytes] = []
-        self._batch_bytes = 0
-        self._batch_room = 0
-        """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
-        self._is_batch_copied = True
+        self._outbox = Outbox(loop, options.pending_bytes_max)
+        self.publish: Final = self._outbox.publish
+        """`Outbox.publish`; an attribute, so that it costs no further call."""
         self._pongs: deque[asyncio.Future[None] | None] = deque()
         self._has_heard = False
         self._unheard_pings = 0
@@ -158,7 +138,7 @@ class Link(asyncio.Protocol):
 
     def use_transport(self, transport: asyncio.Transport) -> None:
         """Write through `transport` from now on: at first, and again when TLS was put on top."""
-        self._transport = transport
+        self._transport = self._outbox.transport = transport
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
 
     async def greeting(self) -> Greeting:
@@ -186,7 +166,7 @@ class Link(asyncio.Protocol):
     async def close(self, timeout_s: float) -> None:
         """Send what was written, then close. After `timeout_s` what the server has not taken is lost."""
         if self.failure is None:
-            self._flush()
+            self._outbox.flush()
             self._write_left()
             self._release(NotConnected("the connection was closed on this side"))
             if self._transport is not None:
@@ -203,31 +183,7 @@ class Link(asyncio.Protocol):
     @property
     def pending_bytes(self) -> int:
         """Bytes written here that the operating system has not taken yet."""
-        assert self._transport is not None
-        return self._batch_bytes + self._transport.get_write_buffer_size()
-
-    def publish(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        """Put a message into this iteration's batch. Errors as for `BusConnection.publish`."""
-        size_bytes = len(payload)
-        if headers is not None or size_bytes > _SMALL_BYTES_MAX:
-            self._publish_in_pieces(subject, reply, payload, headers)
-            return
-        message = encode_pub(subject, reply, payload)
-        if size_bytes > self.max_payload:
-            raise self._too_large(size_bytes)
-        batch = self._batch
-        is_first = not batch
-        if is_first:
-            self._measure_room()
-        total_bytes = self._batch_bytes + len(message)
-        if total_bytes > self._batch_room:
-            raise self._full()
-        if is_first:
-            self._loop.call_soon(self._flush)
-        batch.append(message)
-        self._batch_bytes = total_bytes
-        if total_bytes >= _BATCH_BYTES_MAX:
-            self._flush()
+        return self._outbox.pending_bytes
 
     def share(self) -> None:
         """Let other threads write too from now on, by `write_shared`; over TLS they cannot."""
@@ -240,7 +196,9 @@ class Link(asyncio.Protocol):
             return
         if transport.get_extra_info("socket") is not None and not transport.get_write_buffer_size():
             limit_bytes = self._options.pending_bytes_max
-            self._shared = SharedSocket(self._loop, transport, limit_bytes, self._write_left)
+            self._shared = self._outbox.shared = SharedSocket(
+                self._loop, transport, limit_bytes, self._write_left
+            )
 
     @property
     def is_shared(self) -> bool:
@@ -261,9 +219,7 @@ class Link(asyncio.Protocol):
     def write(self, line: bytes) -> None:
         """Put a line of the protocol into this iteration's batch; after the end, do nothing."""
         if self.failure is None:
-            if not self._batch:
-                self._measure_room()
-            self._append((line,), len(line))
+            self._outbox.write(line)
 
     async def wait_writable(self) -> None:
         """Wait until the server took most of what was written. Raises NotConnected when the link ends."""
@@ -282,56 +238,6 @@ class Link(asyncio.Protocol):
         await waiter
         self._require_alive()
 
-    def _publish_in_pieces(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        size_bytes = len(payload)
-        if headers is None:
-            line = encode_pub_line(subject, reply, size_bytes)
-            pieces: tuple[bytes, ...] = (line, payload, CRLF)
-        else:
-            line = encode_hpub_line(subject, reply, len(headers), size_bytes)
-            size_bytes += len(headers)
-            pieces = (line, headers, payload, CRLF)
-        if size_bytes > self.max_payload:
-            raise self._too_large(size_bytes)
-        if not self._batch:
-            self._measure_room()
-        if self._batch_bytes + size_bytes > self._batch_room:
-            raise self._full()
-        if size_bytes > _COPY_BYTES_MAX:
-            self._is_batch_copied = False
-        self._append(pieces, len(line) + size_bytes + 2)
-
-    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
-        return PayloadTooLarge(f"message of {size_bytes} bytes: the server takes at most {self.max_payload}")
-
-    def _full(self) -> OutboundFull:
-        return OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
-
-    def _measure_room(self) -> None:
-        # At a batch's beginning: what waits below only shrinks until it leaves, and asking for each message is dear.
-        assert self._transport is not None
-        self._batch_room = self._options.pending_bytes_max - self._transport.get_write_buffer_size()
-
-    def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
-        if not self._batch:
-            self._loop.call_soon(self._flush)
-        self._batch += pieces
-        self._batch_bytes += size_bytes
-        if self._batch_bytes >= _BATCH_BYTES_MAX:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._batch or self._transport is None:
-            return
-        pieces, is_copied = self._batch, self._is_batch_copied
-        self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
-        if self._shared is not None:
-            self._shared.write_on_loop([b"".join(pieces)] if is_copied and len(pieces) > 1 else pieces)
-        elif is_copied:
-            self._transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
-        else:
-            self._transport.writelines(pieces)
-
     def _write_left(self) -> None:
         if self.failure is None and self._shared is not None:
             self._shared.write_on_loop([])
@@ -348,23 +254,21 @@ class Link(asyncio.Protocol):
                     waiter.set_result(None)
             case Greeting():
                 self._greeting = op
-                self.max_payload = op.max_payload
+                self.max_payload = self._outbox.max_payload = op.max_payload
                 self._greeted.set()
                 if op.lame_duck:
                     self._owner.take_lame_duck(self)
-            case ServerError(text):
-                self._take_server_error(text)
+            case ServerError():
+                self._take_server_error(op)
             case Signal.OK | Message():
                 pass
 
-    def _take_server_error(self, text: str) -> None:
-        words = text.lower()
-        is_permission = words.startswith("permissions violation")
-        if not is_permission and "timeout" not in words and "auth" in words:
-            self.end(BusAuthorizationFailed(f"the server says: {text}"))
+    def _take_server_error(self, error: ServerError) -> None:
+        if error.is_authorization_failure:
+            self.end(BusAuthorizationFailed(f"the server says: {error.text}"))
             return
-        self._last_server_error = "" if is_permission else text
-        self._owner.take_server_error(text)
+        self._last_server_error = "" if error.is_permission_violation else error.text
+        self._owner.take_server_error(error)
 
     # -- ending --
 
@@ -389,8 +293,7 @@ class Link(asyncio.Protocol):
             self._keepalive.cancel()
         if self._shared is not None:
             self._shared.close()
-        self._batch.clear()
-        self._batch_bytes = 0
+        self._outbox.clear()
         for waiter in self._pongs:
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)

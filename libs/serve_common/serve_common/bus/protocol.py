@@ -1,8 +1,8 @@
-"""The few verbs of the NATS client protocol that the data plane speaks: pure, between bytes and values.
+"""The words of the NATS client protocol, as few as the data plane needs: what a server says, as values, and the lines
+that a client writes.
 
-Why: the general client costs a third of the data plane's throughput. This codec knows only what proxies and
-replicas need, does no I/O, and can be tested byte by byte. It accepts what a NATS server writes (upper-case
-verbs, single spaces), not every spelling that the description of the protocol would allow.
+Why: the general client costs a third of the data plane's throughput. What is here is pure, and can be tested byte by
+byte.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from serve_common.bus.errors import InvalidSubject, ProtocolError
+from serve_common.bus.errors import InvalidSubject
 
 CLIENT_LINE_BYTES_MAX: Final = 4096
 """Servers drop a client that writes a longer line."""
-SERVER_LINE_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX + 256
-"""A server's own line repeats a client's words and adds an id, a size or an error's text."""
-GREETING_BYTES_MAX: Final = 32 * 1024
-PAYLOAD_BYTES_MAX: Final = 64 * 1024 * 1024
-"""No NATS server can be configured above this."""
 SUBJECT_BYTES_MAX: Final = 255
 
 CRLF: Final = b"\r\n"
-_CR: Final = 13
-_MESSAGE_VERBS: Final = frozenset((b"MSG", b"HMSG"))
 PING: Final = b"PING\r\n"
 PONG: Final = b"PONG\r\n"
 _WORD_BREAKS: Final = b" \t\r\n\x00"
 _WORDS_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX - 64
-_SMALL_NUMBERS: Final = {b"%d" % number: number for number in range(2048)}
-"""Ids and sizes as nearly all lines have them: looking one up is a third of checking and reading it."""
 _CONTROL_BYTES: Final = bytes(range(33)) + b"\x7f"
 
 
@@ -60,6 +51,17 @@ class ServerError(msgspec.Struct, frozen=True):
 
     text: str
 
+    @property
+    def is_permission_violation(self) -> bool:
+        """One publish or subscription was refused; the connection goes on."""
+        return self.text.lower().startswith("permissions violation")
+
+    @property
+    def is_authorization_failure(self) -> bool:
+        """The server does not let this user in (any more); who only took too long to say its name may try again."""
+        words = self.text.lower()
+        return not self.is_permission_violation and "timeout" not in words and "auth" in words
+
 
 class Signal(enum.Enum):
     """The verbs that carry nothing."""
@@ -70,9 +72,6 @@ class Signal(enum.Enum):
 
 
 ServerOp = Message | Greeting | ServerError | Signal
-
-_SIGNALS: Final = {signal.value.encode(): signal for signal in Signal}
-_greeting_decoder = msgspec.json.Decoder(Greeting)
 
 
 def encode_connect(
@@ -163,75 +162,6 @@ def check_subject(subject: bytes, *, may_have_wildcards: bool = False) -> bytes:
     return subject
 
 
-class Parser:
-    """Turns the server's bytes, cut anywhere, into values. Keeps at most one incomplete value."""
-
-    __slots__ = ("_kept", "_kept_bytes", "_needed_bytes", "_payload_bytes_max")
-
-    def __init__(self, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
-        """`payload_bytes_max` counts headers and payload of one message together."""
-        self._payload_bytes_max = payload_bytes_max
-        # A large payload arrives in many pieces: they are joined once, when the last one is there.
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
-        self._needed_bytes = 0
-
-    def feed(self, data: bytes) -> list[ServerOp]:
-        """The values that `data` completes, in order.
-
-        Raises ProtocolError, which names the verb and what is wrong; the parser must not be used after that.
-        """
-        if self._kept:
-            self._kept.append(data)
-            self._kept_bytes += len(data)
-            if self._kept_bytes < self._needed_bytes:
-                return []
-            data = b"".join(self._kept)
-            self._kept.clear()
-        ops: list[ServerOp] = []
-        at, end = 0, len(data)
-        while at < end:
-            # Looking for one byte is three times as fast as looking for two.
-            line_end = data.find(b"\n", at) - 1
-            if line_end < at or data[line_end] != _CR:
-                line_end = data.find(CRLF, at)
-                if line_end < 0:
-                    _check_line_length(data, at, end - 1)
-                    self._keep(data, at, end - at + 1)
-                    break
-            if line_end - at > SERVER_LINE_BYTES_MAX:
-                _check_line_length(data, at, line_end)
-            words = data[at:line_end].split(b" ")
-            if words[0] not in _MESSAGE_VERBS:
-                ops.append(_decode_line(data[at:line_end]))
-                at = line_end + 2
-                continue
-            subject, sid, reply, headers_bytes, total_bytes = _decode_message(words)
-            if total_bytes > self._payload_bytes_max:
-                raise ProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
-            body = line_end + 2
-            body_end = body + total_bytes
-            at_next = body_end + 2
-            if at_next > end:
-                self._keep(data, at, at_next - at)
-                break
-            if data[body_end:at_next] != CRLF:
-                raise ProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
-            if headers_bytes < 0:
-                ops.append(Message(subject, sid, reply, data[body:body_end]))
-            else:
-                split = body + headers_bytes
-                ops.append(Message(subject, sid, reply, data[split:body_end], data[body:split]))
-            at = at_next
-        return ops
-
-    def _keep(self, data: bytes, at: int, needed_bytes: int) -> None:
-        rest = data[at:]
-        self._kept.append(rest)
-        self._kept_bytes = len(rest)
-        self._needed_bytes = needed_bytes
-
-
 def _check_words(subject: bytes, reply: bytes) -> None:
     words = subject + reply
     length = len(words)
@@ -244,62 +174,3 @@ def _refuse_words(subject: bytes, reply: bytes) -> NoReturn:
     if length > _WORDS_BYTES_MAX:
         raise InvalidSubject(f"subject and reply of {length} bytes: too long for one line")
     raise InvalidSubject(f"subject {subject!r}, reply {reply!r}: each must be one word")
-
-
-def _check_line_length(data: bytes, at: int, line_end: int) -> None:
-    length = line_end - at
-    if length > SERVER_LINE_BYTES_MAX:
-        limit = GREETING_BYTES_MAX if data.startswith(b"INFO ", at) else SERVER_LINE_BYTES_MAX
-        if length > limit:
-            verb = data[at : at + 8].split(b" ")[0]
-            raise ProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
-
-
-def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
-    """Subject, sid, reply, size of the headers (-1: a MSG has none) and size of headers and payload."""
-    if words[0] == b"MSG":
-        if len(words) == 5:
-            _, subject, sid, reply, size = words
-        elif len(words) == 4:
-            _, subject, sid, size = words
-            reply = b""
-        else:
-            raise ProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
-        try:
-            return subject, _SMALL_NUMBERS[sid], reply, -1, _SMALL_NUMBERS[size]
-        except KeyError:
-            return subject, _number(words, sid), reply, -1, _number(words, size)
-    if not 5 <= len(words) <= 6:
-        raise ProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
-    reply = words[3] if len(words) == 6 else b""
-    headers_bytes, total_bytes = _number(words, words[-2]), _number(words, words[-1])
-    if headers_bytes > total_bytes:
-        raise ProtocolError(f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}")
-    return words[1], _number(words, words[2]), reply, headers_bytes, total_bytes
-
-
-def _decode_line(line: bytes) -> ServerOp:
-    signal = _SIGNALS.get(line)
-    if signal is not None:
-        return signal
-    verb, _, rest = line.partition(b" ")
-    if verb == b"INFO":
-        try:
-            return _greeting_decoder.decode(rest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"INFO cannot be read: {error}") from error
-    if verb == b"-ERR":
-        return ServerError(rest.decode("utf-8", "replace").strip().strip("'"))
-    if verb in _SIGNALS:
-        raise ProtocolError(f"{verb.decode()} stands alone: {line[:200]!r}")
-    raise ProtocolError(f"unknown verb {verb[:32]!r}")
-
-
-def _number(words: list[bytes], word: bytes) -> int:
-    if word.isdigit() and len(word) <= 19:
-        return int(word)
-    raise ProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
-
-
-def _shown(words: list[bytes]) -> str:
-    return repr(b" ".join(words)[:200])

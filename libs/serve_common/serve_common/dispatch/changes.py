@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import final
 
-from serve_common.dispatch.losses import Keeper, Losses
+from serve_common.dispatch.keeper import Keeper
+from serve_common.dispatch.losses import Losses
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, EndpointTag

@@ -27,6 +27,7 @@ from serve_common.dispatch.errors import (
 from serve_common.dispatch.incoming import Incoming
 from serve_common.dispatch.losses import Losses
 from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.parking import Parking
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import (
     BusUnavailable,
@@ -43,9 +44,6 @@ from serve_common.routing.snapshot_table import HttpChange
 from serve_common.wires.frames import FrameUnreadable
 from serve_common.wires.snapshots import Snapshot
 
-PARKED_MAX: Final = 10_000
-"""Requests that wait for the bus to come back."""
-
 
 @final
 class Dispatcher:
@@ -61,9 +59,9 @@ class Dispatcher:
         self.suspicions: Final = self._losses.suspicions
         self._changes = Changes(self, routes, self._losses)
         self._incoming = Incoming(self, outgoing, self.suspicions)
-        self._bus_wait_s = bus_wait_s
+        self._parking = Parking(self, outgoing, self.suspicions, bus_wait_s=bus_wait_s)
+        self._parked = self._parking.parked
         self._loop = asyncio.get_running_loop()
-        self._parked: dict[RequestKey, Call] = {}
         self._last_key = 0
         # Bound once: a bound method is an object, and every call needs both.
         self._take_reply = self._incoming.take
@@ -152,27 +150,7 @@ class Dispatcher:
 
     def bus_is_back(self) -> None:
         """Send what was parked, and find out what became of what was under way."""
-        self.suspicions.reconnected(self._loop.time())
-        for call in list(self.calls.values()):
-            attempt = call.attempt
-            if attempt is None or call.key not in self.calls:
-                continue
-            if attempt.is_body_sent or call.answer is not None:
-                self._outgoing.probe(call)
-                self._outgoing.give_credit(call, 0)
-            elif call.can_begin_anew:  # pieces may be lost
-                self._outgoing.cancel(call)
-                if self.leave_router(call):
-                    self.submit(call)
-            else:
-                self.fail(
-                    call, ReplicaDied("NATS went away while the body was sent; the request may have run")
-                )
-        parked, self._parked = self._parked, {}
-        for call in parked.values():
-            call.parked_until = 0.0
-            if call.key in self.calls:
-                self.submit(call)
+        self._parking.bus_is_back()
 
     def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
         """Send what the router gave a slot."""
@@ -253,20 +231,14 @@ class Dispatcher:
 
     def held_up(self, call: Call) -> None:
         """See `Outcomes`."""
-        if call.can_begin_anew:
-            if self.leave_router(call):
-                self._park(call)
-        else:
-            self.end_with(
-                call, ReplicaDied("NATS went away while the body was sent; the request may have run")
-            )
+        self._parking.held_up(call)
 
     # -- choosing and sending --
 
     def submit(self, call: Call) -> None:
         """Find a place for a call that has no router; it is sent, or waits, or ends."""
         if not self._outgoing.is_connected:
-            self._park(call)
+            self._parking.park(call)
             return
         outcome = self._choosing.choose(call)
         if type(outcome) is SendTo:
@@ -288,7 +260,7 @@ class Dispatcher:
             if call.ask.trace is not None:
                 call.ask.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
             freed = self._give_back(call, router)
-            self._park(call)
+            self._parking.park(call)
             return freed
         except FrameUnreadable as error:
             return self._end_unsent(call, router, HeadTooLarge(str(error)))
@@ -303,18 +275,6 @@ class Dispatcher:
         freed = self._give_back(call, router)
         self.end_with(call, error)
         return freed
-
-    def _park(self, call: Call) -> None:
-        if call.ask.shadow_backend is not None:
-            self.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
-            return
-        if len(self._parked) >= PARKED_MAX:
-            self.end_with(call, BusUnavailable(f"NATS is away and {PARKED_MAX} requests wait for it"))
-            return
-        if call.ask.trace is not None:
-            call.ask.trace.waits("bus")
-        call.parked_until = self._loop.time() + self._bus_wait_s
-        self._parked[call.key] = call
 
     # -- giving back --
 

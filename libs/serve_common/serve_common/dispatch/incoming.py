@@ -12,7 +12,8 @@ import structlog
 
 from serve_common.bus.errors import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.bus.quiet_log import QuietLog
-from serve_common.dispatch.calls import HELD_FRAMES_MAX, Answer, AnswerBody, Attempt, Call
+from serve_common.dispatch.answer_body import HELD_FRAMES_MAX, AnswerBody
+from serve_common.dispatch.calls import Answer, Attempt, Call
 from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
 from serve_common.dispatch.liveness import Suspicions
 from serve_common.dispatch.outgoing import Outgoing

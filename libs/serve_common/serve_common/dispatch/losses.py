@@ -7,50 +7,22 @@ requests are sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol, final
+from collections.abc import Iterable
+from typing import Final, final
 
 import structlog
 
 from serve_common.dispatch import retry
 from serve_common.dispatch.calls import Call
+from serve_common.dispatch.keeper import Keeper
 from serve_common.dispatch.liveness import Suspicions
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.errors import ReplicaDied, ServeError
-from serve_common.routing.outcomes import Dispatch, Refusal
+from serve_common.errors import ReplicaDied
+from serve_common.routing.outcomes import Refusal
 from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)
-
-
-class Keeper(Protocol):
-    """Keeps the calls under way; the dispatcher."""
-
-    @property
-    def calls(self) -> Mapping[RequestKey, Call]:
-        """Those that have not ended."""
-        ...
-
-    def submit(self, call: Call) -> None:
-        """Choose for a call that has no router, and send it or let it wait."""
-        ...
-
-    def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
-        """Send what the router gave a slot."""
-        ...
-
-    def leave_router(self, call: Call) -> bool:
-        """Give back the call's slot or its place in the queue; False when the call has ended by that."""
-        ...
-
-    def refused(self, call: Call, reason: Refusal) -> None:
-        """The replica did not begin the request."""
-        ...
-
-    def end_with(self, call: Call, error: ServeError) -> None:
-        """The call ends without a (whole) answer."""
-        ...
 
 
 @final

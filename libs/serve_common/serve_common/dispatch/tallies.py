@@ -12,7 +12,7 @@ from typing import Final, final
 
 from serve_common.metrics_catalogue.values import SECONDS_BUCKETS
 from serve_common.names import BackendTag
-from serve_common.values import METHODS
+from serve_common.values.endpoint_options import METHODS
 
 BUCKETS_S: Final = SECONDS_BUCKETS
 """Upper bounds of the histogram of request seconds."""

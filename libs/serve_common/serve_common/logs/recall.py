@@ -15,6 +15,7 @@ from serve_common.logs.relay import pieces
 from serve_common.names import check_name
 from serve_common.subjects import Subjects
 from serve_common.wires.logs import RecallLogs, kind_of, read_line
+from serve_common.wires.unreadable import UNREADABLE
 
 
 def recalled(
@@ -23,7 +24,7 @@ def recalled(
     """Subjects and payloads to publish in answer to a `RecallLogs`. Raises `BadField` for what is none."""
     try:
         asked = msgspec.json.decode(payload, type=RecallLogs)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadField("recall", str(error)) from error
     subject = subjects.recalled_log(check_name(asked.token, "token"), kind)
     read = [(line, read_line(line)) for line in recent]

@@ -11,6 +11,7 @@ from typing import Final
 from serve_common.metrics_catalogue.controllers import AUTOSCALER_METRICS, CONTROLLER_METRICS
 from serve_common.metrics_catalogue.everywhere import EVERYWHERE_METRICS, LIBRARY_GROUPS
 from serve_common.metrics_catalogue.hosts import HOST_METRICS
+from serve_common.metrics_catalogue.nats_servers import NATS_METRICS
 from serve_common.metrics_catalogue.proxies import PROXY_METRICS
 from serve_common.metrics_catalogue.replicas import REPLICA_METRICS
 from serve_common.metrics_catalogue.values import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
@@ -22,6 +23,7 @@ __all__ = [
     "EVERYWHERE_METRICS",
     "HOST_METRICS",
     "LIBRARY_GROUPS",
+    "NATS_METRICS",
     "OWN_PREFIX",
     "PROXY_METRICS",
     "REPLICA_METRICS",
@@ -41,6 +43,7 @@ CATALOGUE: Final[tuple[MetricSpec, ...]] = (
     *HOST_METRICS,
     *CONTROLLER_METRICS,
     *AUTOSCALER_METRICS,
+    *NATS_METRICS,
     *EVERYWHERE_METRICS,
 )
 

@@ -41,7 +41,17 @@ PERMISSION_VIOLATIONS: Final = MetricSpec(
     exporters=(Exporter.PROXY,),
 )
 
-EVERYWHERE_METRICS: Final = (LOOP_LAG, BUS_CONNECTED, BUS_PENDING_BYTES, PERMISSION_VIOLATIONS)
+SPANS_DROPPED: Final = MetricSpec(
+    name="serve_trace_spans_dropped_total",
+    kind=MetricKind.COUNTER,
+    text="Spans that never reached the receiver of traces, by why. Replicas' are added up on their host.",
+    unit="spans",
+    labels=("reason",),
+    exporters=(Exporter.PROXY, Exporter.CONTROLLER, Exporter.REPLICA),
+    when="where tracing is on",
+)
+
+EVERYWHERE_METRICS: Final = (LOOP_LAG, BUS_CONNECTED, BUS_PENDING_BYTES, PERMISSION_VIOLATIONS, SPANS_DROPPED)
 
 LIBRARY_GROUPS: Final = {
     "process_*": "CPU seconds, resident and virtual memory, open files and start time of the process, by the client "

@@ -43,7 +43,8 @@ LABELS: Final = {
     ),
     "reason": LabelSpec(
         meaning="Why a request was refused: by proxies `queue`, `circuit` or `retry_budget`; by replicas `busy` or "
-        "`draining`. How a replica failed: `start`, `death` or `health`.",
+        "`draining`. How a replica failed: `start`, `death` or `health`. Why a span was dropped: `queue` (too many "
+        "waited to be sent) or `receiver` (it was away, or did not take them).",
         bound="Words of the code.",
     ),
     "status": LabelSpec(
@@ -73,6 +74,10 @@ LABELS: Final = {
         bound="Words of the code.",
     ),
     "source": LabelSpec(meaning="Where the load was read: `prometheus` or `scrape`.", bound="These two."),
+    "server": LabelSpec(
+        meaning="The NATS server: host and port of its address in `SERVE_NATS_MONITOR_URL`.",
+        bound="Those that are named there, 16 at most.",
+    ),
     "proxy_id": LabelSpec(
         meaning="The proxy, as `muster status` names it.", bound="One for each proxy process."
     ),

@@ -15,6 +15,7 @@ from serve_common.metrics_catalogue import (
     EVERYWHERE_METRICS,
     HOST_METRICS,
     LIBRARY_GROUPS,
+    NATS_METRICS,
     PROXY_METRICS,
     REPLICA_METRICS,
 )
@@ -68,6 +69,10 @@ sum by (backend_tag) (serve_controller_replicas_wanted)
     ),
 )
 _NO_LABELS: Final = "none"
+_OF_NATS: Final = """\
+Exported by the controller that leads, which reads the monitoring ports that `SERVE_NATS_MONITOR_URL` names (separated
+by commas) every 2 s. Counters are the server's own and begin anew with it. What an older server does not tell is
+absent."""
 
 _OWN: Final = """\
 ## Metrics of user code
@@ -107,6 +112,7 @@ def page() -> str:
         _section("Replica hosts", HOST_METRICS),
         _section("Controllers", CONTROLLER_METRICS),
         _section("Autoscaler", AUTOSCALER_METRICS, "Exported by the controller that leads."),
+        _section("NATS servers", NATS_METRICS, _OF_NATS),
         _section("Every service process", EVERYWHERE_METRICS),
         *(f"- `{group}`: {text}" for group, text in LIBRARY_GROUPS.items()),
         "",

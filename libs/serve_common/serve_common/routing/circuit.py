@@ -10,7 +10,7 @@ from typing import Final, final
 
 from serve_common.routing.recent_counts import RecentCounts
 from serve_common.routing.request_queue import RequestKey
-from serve_common.values import CircuitBreaker
+from serve_common.values.backend_config import CircuitBreaker
 
 TRIAL_RETRY_S: Final = 1.0
 """What callers are told to wait while a trial runs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final, final
 
 from serve_common.routing.replica_slots import ReplicaSlots
-from serve_common.values import OutlierEjection
+from serve_common.values.backend_config import OutlierEjection
 
 TIMES_MAX: Final = 10
 """The longest ejection, as a multiple of the first."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Sized
 from typing import Final, Protocol, TypeVar, final
 
-from serve_common.values import ReplicaPolicyName
+from serve_common.values.backend_config import ReplicaPolicyName
 
 Draw = Callable[[], float]
 """Gives the next random number in [0, 1)."""

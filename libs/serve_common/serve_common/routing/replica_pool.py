@@ -11,7 +11,7 @@ from typing import Final, final
 from serve_common.names import ReplicaTag
 from serve_common.routing.outliers import Outliers
 from serve_common.routing.replica_slots import ReplicaSlots
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.snapshots import BackendSnapshot
 
 

@@ -24,7 +24,7 @@ from serve_common.routing.request_queue import RequestKey
 from serve_common.routing.retry_budget import RetryBudget
 from serve_common.routing.tiered_queue import TieredQueue
 from serve_common.routing.wishes import Wish, choose_by_wish
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 _NOTHING: Final[Sequence[Dispatch]] = ()

@@ -14,7 +14,7 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag
 from serve_common.subjects import BACKENDS, ENDPOINTS, HTTP, HTTP_KEY, parse_key
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.snapshots import (
     BackendSnapshot,
     EndpointSnapshot,
@@ -116,20 +116,9 @@ class SnapshotTable:
             except BadField as error:
                 ignored.append((key[:200], error.reason))
                 continue
-            held = self._snapshots.get(key)
-            if snapshot is None:
-                self._snapshots.pop(key, None)
-                self._unapplied.pop(key, None)
-            else:
-                self._seen_id = max(self._seen_id, snapshot.snapshot_id)
-                if held is not None and not self._is_news(key, held, snapshot):
-                    continue
-                self._snapshots[key] = snapshot
-                self._unapplied.setdefault(key, snapshot.snapshot_id)
-            content = None if snapshot is None else snapshot.content
-            if held is None and content is None:
-                self._unapplied.pop(key, None)
+            if not self._take_over(key, snapshot):
                 continue
+            content = None if snapshot is None else snapshot.content
             if kind == ENDPOINTS:
                 assert content is None or isinstance(content, EndpointSnapshot)
                 endpoints[EndpointTag(tag)] = content
@@ -144,6 +133,23 @@ class SnapshotTable:
                 backends[BackendTag(tag)] = content
         self.is_filled = self.is_filled or whole
         return SnapshotChanges(endpoints=endpoints, backends=backends, http=http, ignored=ignored)
+
+    def _take_over(self, key: str, snapshot: Snapshot | None) -> bool:
+        """Hold ``snapshot`` if it is new; True when somebody must hear of it."""
+        held = self._snapshots.get(key)
+        if snapshot is None:
+            self._snapshots.pop(key, None)
+            self._unapplied.pop(key, None)
+            return held is not None
+        self._seen_id = max(self._seen_id, snapshot.snapshot_id)
+        if held is not None and not self._is_news(key, held, snapshot):
+            return False
+        self._snapshots[key] = snapshot
+        if held is None and snapshot.content is None:
+            self._unapplied.pop(key, None)
+            return False
+        self._unapplied.setdefault(key, snapshot.snapshot_id)
+        return True
 
     def _is_news(self, key: str, held: Snapshot, snapshot: Snapshot) -> bool:
         if key in self._unapplied:

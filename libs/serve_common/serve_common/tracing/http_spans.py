@@ -10,7 +10,7 @@ from typing import Final
 
 from serve_common.tracing.request_trace import RequestTrace
 from serve_common.tracing.spans import Value, cut
-from serve_common.values import METHODS
+from serve_common.values.endpoint_options import METHODS
 
 _METHODS: Final = frozenset({*METHODS, "CONNECT", "TRACE"})
 _OTHER: Final = "_OTHER"

@@ -5,7 +5,7 @@ Why one object: whoever brings a request on its way says in one word what has ha
 
 from __future__ import annotations
 
-from typing import Final, final
+from typing import Final
 
 from serve_common.names import ReplicaTag, backend_tag_of
 from serve_common.tracing.spans import Span, SpanKind, Value, cut
@@ -15,9 +15,8 @@ CHILDREN_MAX: Final = 64
 """Spans below a request's own in one process: one that is refused again and again must not fill a trace."""
 
 
-@final
 class RequestTrace:
-    """Follows one request. Used by one thread at a time."""
+    """Follows one request; a `RequestFollower`. Used by one thread at a time."""
 
     __slots__ = ("_attempt", "_attempts", "_children", "_error", "_tracer", "_wait", "span")
 

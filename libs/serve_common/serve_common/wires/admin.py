@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires import commands as c
 from serve_common.wires import queries as q
 from serve_common.wires import views as v

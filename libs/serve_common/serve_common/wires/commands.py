@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from serve_common.names import GoalId
-from serve_common.values import METHODS, BackendConfig, EndpointOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import METHODS, EndpointOptions
+from serve_common.values.replica_config import ReplicaConfig
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +227,7 @@ class ShutdownReply(msgspec.Struct, frozen=True, kw_only=True):
     goal_ids: list[GoalId]
 
 
-AnyCommand = (
+Change = (
     Deploy
     | DeleteDeployment
     | DeployApplication
@@ -245,6 +247,7 @@ AnyCommand = (
     | SetHttpOptions
     | DrainHost
     | UndrainHost
-    | Shutdown
 )
+"""Every command that answers with one goal: all but `Shutdown`."""
+AnyCommand = Change | Shutdown
 CommandReply = ChangeReply | ShutdownReply

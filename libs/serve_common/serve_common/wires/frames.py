@@ -27,6 +27,8 @@ from typing import Final
 
 import msgspec
 
+from serve_common.wires.unreadable import UNREADABLE
+
 FRAME_BODY_BYTES_MAX: Final = 128 * 1024
 """Of one frame's body. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for what is larger than
 the buffers on its way is gathered and copied once more each time; at 64 KiB the frames themselves begin to cost."""
@@ -211,7 +213,7 @@ def decode_frame(frame: bytes) -> tuple[Head, memoryview]:
     view = memoryview(frame)
     try:
         return _decoder.decode(view[2:end]), view[end:]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise FrameUnreadable(f"the head is not understood: {error}") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from serve_common.names import BackendTag, HostId, ReplicaTag
-from serve_common.values import ReplicaConfig
+from serve_common.values.replica_config import ReplicaConfig
 
 
 class ReplicaStatus(Enum):

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
+from serve_common.wires.unreadable import UNREADABLE
+
 KINDS: Final = ("controller", "proxy", "host", "replica")
 """Of processes, as they stand in the subjects."""
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
@@ -26,7 +28,7 @@ def read_line(data: bytes) -> dict[str, Any]:
     """A line of a log; one that is no JSON object is a message."""
     try:
         line = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         line = None
     if isinstance(line, dict):
         return line

@@ -9,14 +9,14 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.values import (
+from serve_common.values.backend_config import (
     BackpressureConfig,
     CircuitBreaker,
-    EndpointOptions,
-    HttpOptions,
     OutlierEjection,
     ReplicaPolicyName,
 )
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.http_options import HttpOptions
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):

@@ -1,4 +1,8 @@
-"""What queries answer: the system as callers see it."""
+"""What queries answer: the system as callers see it.
+
+Why not what the controller stores: callers depend on these words, and the checkpoint must be free to change. They stand
+on one page, like `commands` and `queries`: together the three are the admin API.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from typing import Any
 import msgspec
 
 from serve_common.names import GoalId
-from serve_common.values import BackendConfig, EndpointOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.replica_config import ReplicaConfig
 
 
 class GoalStatus(Enum):

@@ -21,7 +21,7 @@ from serve_controller.core.changes import CLASSES, Changes, Key, key_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import CheckpointObject
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """The format that is written; all from 1 to this one are read."""
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -30,10 +30,11 @@ _DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
     1: {kind.value: decoder for kind, decoder in DECODERS_V1.items()},
     2: _PRESENT,
     3: _PRESENT,
+    4: _PRESENT,
     SCHEMA_VERSION: _PRESENT,
 }
 """By schema version and kind. What came with versions 3 (options of endpoints, companions of replicas, how backends are
-protected) and 4 (autoscaling) has defaults that mean what was so before."""
+protected), 4 (autoscaling) and 5 (access log) has defaults that mean what was so before."""
 
 
 class Row(msgspec.Struct, frozen=True):

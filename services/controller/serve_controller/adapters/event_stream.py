@@ -23,6 +23,7 @@ from nats.js.errors import NotFoundError
 from serve_common.bus.quiet_log import QuietLog
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
+from serve_common.wires.unreadable import UNREADABLE
 from serve_common.wires.views import EventView, GoalView
 
 _log = structlog.get_logger()
@@ -175,7 +176,7 @@ async def recent_events(client: Client, subjects: Subjects, limit: int) -> list[
     for message in messages:
         try:
             views.append(_view(message, subjects))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             unreadable += 1
     if unreadable:
         _log.warning("events_unreadable", count=unreadable)

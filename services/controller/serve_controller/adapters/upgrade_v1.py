@@ -16,6 +16,7 @@ import msgspec
 from serve_common.names import BackendTag, EndpointTag, GoalId
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import CLASSES, Kind
+from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
@@ -26,7 +27,6 @@ from serve_controller.core.objects import (
     GoalKind,
     Replica,
     Revision,
-    deployment_owned,
 )
 from serve_controller.core.placement import goal_bytes_of, needs_of
 

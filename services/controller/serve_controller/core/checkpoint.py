@@ -4,22 +4,23 @@ Why persistent maps (hash tries that share what did not change): a decision must
 cost a copy of everything. A new checkpoint of 10,000 replicas costs as much as one of ten, and going back is free.
 Their order is not defined: whoever needs one sorts.
 
-Beside the objects there are indices (who runs on which host, which goals are pending, who has which route), kept by the
-same two functions that put and delete objects, so that they cannot come apart.
+Beside the objects there are indices, kept by the same two functions that put and delete objects, so that they cannot
+come apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Final
 
 import msgspec
 from immutables import Map
 
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, backend_tag_of
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Key, Kind, key_of
-from serve_controller.core.loads import HostLoad, changed_load
+from serve_controller.core.goals.ids import goal_id_of
+from serve_controller.core.indices import Indices, index_endpoint, index_goal, index_replica
+from serve_controller.core.nested_maps import delete_in, put_in
 from serve_controller.core.objects import (
     Application,
     Backend,
@@ -32,45 +33,32 @@ from serve_controller.core.objects import (
     HttpRecord,
     ProxyRecord,
     Replica,
-    ReplicaState,
     Revision,
     SnapshotRecord,
 )
 
-K = TypeVar("K")
-V = TypeVar("V")
 
-NO_LOAD = HostLoad()
-
-
-class Checkpoint:
+class Checkpoint(Indices):
     """All objects by key, with indices. Never changed in place (but for a `Draft`): `applied` makes the next one."""
 
     __slots__ = (
         "applications",
         "backends",
-        "by_host",
         "counters",
         "deployments",
         "endpoints",
         "goals",
         "hosts",
         "http",
-        "loads",
-        "owners",
-        "pending",
         "proxies",
         "replicas",
-        "requests",
         "revisions",
-        "routes",
         "snapshots",
-        "unplaced",
-        "used_by",
     )
 
     def __init__(self) -> None:
         """The empty checkpoint of a new system."""
+        super().__init__()
         self.backends: Map[BackendTag, Backend] = Map()
         self.endpoints: Map[EndpointTag, Endpoint] = Map()
         self.deployments: Map[BackendTag, Deployment] = Map()
@@ -84,20 +72,6 @@ class Checkpoint:
         self.snapshots: Map[str, SnapshotRecord] = Map()
         self.http: HttpRecord | None = None
         self.counters = Counters()
-        # Indices, derived from the objects.
-        self.by_host: Map[HostId, Map[ReplicaTag, Replica]] = Map()
-        self.loads: Map[HostId, HostLoad] = Map()
-        self.pending: Map[GoalId, Goal] = Map()
-        self.owners: Map[str, Map[GoalId, None]] = Map()
-        """Pending goals by what they own."""
-        self.requests: Map[str, GoalId] = Map()
-        """Goals by the clients' request ids."""
-        self.routes: Map[str, Map[EndpointTag, None]] = Map()
-        """Who has a route, or may take it back when a goal fails."""
-        self.used_by: Map[BackendTag, Map[EndpointTag, None]] = Map()
-        """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
-        self.unplaced: Map[BackendTag, int] = Map()
-        """How many replicas wait for a host."""
 
     def applied(self, changes: Changes) -> Checkpoint:
         """The checkpoint after ``changes``; what did not change is shared with this one."""
@@ -131,10 +105,6 @@ class Checkpoint:
         found: Map[ReplicaTag, Replica] = self.replicas.get(tag, Map())
         return found
 
-    def load_of(self, host_id: HostId) -> HostLoad:
-        """What is taken on a host."""
-        return self.loads.get(host_id, NO_LOAD)
-
     def lookup(self, key: Key) -> CheckpointObject | None:  # noqa: C901 - a table
         """The object under ``key`` or None."""
         kind, name = key
@@ -166,6 +136,8 @@ class Checkpoint:
                 return self.counters
 
 
+PARTS: Final = (*Checkpoint.__slots__, *Indices.__slots__)
+"""Names of all that a checkpoint is made of."""
 Mark = tuple[Any, ...]
 
 
@@ -176,7 +148,7 @@ class Draft(Checkpoint):
 
     def __init__(self, base: Checkpoint) -> None:
         """Begin with everything as in ``base``."""
-        for name in Checkpoint.__slots__:
+        for name in PARTS:
             setattr(self, name, getattr(base, name))
         self._base = base
         self._touched: dict[Key, None] = {}
@@ -190,19 +162,19 @@ class Draft(Checkpoint):
             case Backend():
                 self.backends = self.backends.set(value.backend_tag, value)
             case Endpoint():
-                self._index_endpoint(self.endpoints.get(value.endpoint_tag), value)
+                index_endpoint(self, self.endpoints.get(value.endpoint_tag), value)
                 self.endpoints = self.endpoints.set(value.endpoint_tag, value)
             case Deployment():
                 self.deployments = self.deployments.set(value.tag, value)
             case Application():
                 self.applications = self.applications.set(value.name, value)
             case Revision():
-                self.revisions = _put_in(self.revisions, value.backend_tag, value.revision, value)
+                self.revisions = put_in(self.revisions, value.backend_tag, value.revision, value)
             case Replica():
-                self._index_replica(self.replicas_of(value.backend_tag).get(value.replica_tag), value)
-                self.replicas = _put_in(self.replicas, value.backend_tag, value.replica_tag, value)
+                index_replica(self, self.replicas_of(value.backend_tag).get(value.replica_tag), value)
+                self.replicas = put_in(self.replicas, value.backend_tag, value.replica_tag, value)
             case Goal():
-                self._index_goal(self.goals.get(value.goal_id), value)
+                index_goal(self, self.goals.get(value.goal_id), value)
                 self.goals = self.goals.set(value.goal_id, value)
             case HostRecord():
                 self.hosts = self.hosts.set(value.host_id, value)
@@ -225,19 +197,19 @@ class Draft(Checkpoint):
             case Backend():
                 self.backends = self.backends.delete(before.backend_tag)
             case Endpoint():
-                self._index_endpoint(before, None)
+                index_endpoint(self, before, None)
                 self.endpoints = self.endpoints.delete(before.endpoint_tag)
             case Deployment():
                 self.deployments = self.deployments.delete(before.tag)
             case Application():
                 self.applications = self.applications.delete(before.name)
             case Revision():
-                self.revisions = _delete_in(self.revisions, before.backend_tag, before.revision)
+                self.revisions = delete_in(self.revisions, before.backend_tag, before.revision)
             case Replica():
-                self._index_replica(before, None)
-                self.replicas = _delete_in(self.replicas, before.backend_tag, before.replica_tag)
+                index_replica(self, before, None)
+                self.replicas = delete_in(self.replicas, before.backend_tag, before.replica_tag)
             case Goal():
-                self._index_goal(before, None)
+                index_goal(self, before, None)
                 self.goals = self.goals.delete(before.goal_id)
             case HostRecord():
                 self.hosts = self.hosts.delete(before.host_id)
@@ -250,69 +222,16 @@ class Draft(Checkpoint):
             case Counters():
                 raise AssertionError("the counters are never deleted")
 
-    # -- indices -------------------------------------------------------------------------------------------------------
-
-    def _index_replica(self, before: Replica | None, after: Replica | None) -> None:
-        if before is not None and before.host_id is not None:
-            self.by_host = _delete_in(self.by_host, before.host_id, before.replica_tag)
-            self._set_load(before.host_id, changed_load(self.load_of(before.host_id), before, -1))
-        if after is not None and after.host_id is not None:
-            self.by_host = _put_in(self.by_host, after.host_id, after.replica_tag, after)
-            self._set_load(after.host_id, changed_load(self.load_of(after.host_id), after, 1))
-        waited = before is not None and before.state is ReplicaState.SHOULD_START
-        waits = after is not None and after.state is ReplicaState.SHOULD_START
-        if waits != waited:
-            one = after if after is not None else before
-            assert one is not None
-            count = self.unplaced.get(one.backend_tag, 0) + (1 if waits else -1)
-            self.unplaced = (
-                self.unplaced.set(one.backend_tag, count) if count else self.unplaced.delete(one.backend_tag)
-            )
-
-    def _set_load(self, host_id: HostId, load: HostLoad) -> None:
-        if load == NO_LOAD:
-            self.loads = self.loads.delete(host_id) if host_id in self.loads else self.loads
-        else:
-            self.loads = self.loads.set(host_id, load)
-
-    def _index_goal(self, before: Goal | None, after: Goal | None) -> None:
-        if before is not None and before.status is GoalStatus.PENDING:
-            self.pending = self.pending.delete(before.goal_id)
-            for key in set(before.owns):
-                self.owners = _delete_in(self.owners, key, before.goal_id)
-        if after is not None and after.status is GoalStatus.PENDING:
-            self.pending = self.pending.set(after.goal_id, after)
-            for key in after.owns:
-                self.owners = _put_in(self.owners, key, after.goal_id, None)
-        if before is not None and before.request_id is not None and before.request_id in self.requests:
-            self.requests = self.requests.delete(before.request_id)
-        if after is not None and after.request_id is not None:
-            self.requests = self.requests.set(after.request_id, after.goal_id)
-
-    def _index_endpoint(self, before: Endpoint | None, after: Endpoint | None) -> None:
-        if before is not None:
-            for route in {config.route for config in before.configs()}:
-                if route is not None:
-                    self.routes = _delete_in(self.routes, route, before.endpoint_tag)
-            for tag in {tag for config in before.configs() for tag in config.backend_tags()}:
-                self.used_by = _delete_in(self.used_by, tag, before.endpoint_tag)
-        if after is not None:
-            for route in {config.route for config in after.configs()}:
-                if route is not None:
-                    self.routes = _put_in(self.routes, route, after.endpoint_tag, None)
-            for tag in {tag for config in after.configs() for tag in config.backend_tags()}:
-                self.used_by = _put_in(self.used_by, tag, after.endpoint_tag, None)
-
     # -- going back ----------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
         """A point to go back to."""
-        return tuple(getattr(self, name) for name in Checkpoint.__slots__)
+        return tuple(getattr(self, name) for name in PARTS)
 
     def roll_back(self, mark: Mark) -> None:
         """Undo everything since ``mark``, except that numbers once given stay given."""
         counters = self.counters
-        for name, value in zip(Checkpoint.__slots__, mark, strict=True):
+        for name, value in zip(PARTS, mark, strict=True):
             setattr(self, name, value)
         self.put(counters)
 
@@ -321,7 +240,7 @@ class Draft(Checkpoint):
     def next_goal_id(self) -> GoalId:
         """A new goal id; ids tell their order, so an unknown one is told from a forgotten one."""
         self.put(msgspec.structs.replace(self.counters, goal=self.counters.goal + 1))
-        return GoalId(f"g{self.counters.goal}")
+        return goal_id_of(self.counters.goal)
 
     def next_ordinal(self) -> int:
         """A new replica ordinal, never given before."""
@@ -371,18 +290,6 @@ class Draft(Checkpoint):
     def checkpoint(self) -> Checkpoint:
         """The draft as it is now, as a checkpoint."""
         result = Checkpoint()
-        for name in Checkpoint.__slots__:
+        for name in PARTS:
             setattr(result, name, getattr(self, name))
         return result
-
-
-def _put_in(outer: Map[Any, Map[K, V]], name: Any, key: K, value: V) -> Map[Any, Map[K, V]]:
-    return outer.set(name, outer.get(name, Map()).set(key, value))
-
-
-def _delete_in(outer: Map[Any, Map[K, V]], name: Any, key: K) -> Map[Any, Map[K, V]]:
-    inner = outer.get(name)
-    if inner is None or key not in inner:
-        return outer
-    inner = inner.delete(key)
-    return outer.set(name, inner) if inner else outer.delete(name)

@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 from immutables import Map
 
-from serve_common.values import BackendConfig, HttpOptions
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_controller.core.objects import BackendVersion, EndpointConfig
 

@@ -18,7 +18,8 @@ from serve_common.wires.views import EventView, GoalStatus, GoalView
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.event_words import ReplicaWords, backend_news, cut, host_news, last_line
-from serve_controller.core.goals import number_of
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import application_owned, host_owned
 from serve_controller.core.objects import (
     Backend,
     CheckpointObject,
@@ -27,8 +28,6 @@ from serve_controller.core.objects import (
     ProxyRecord,
     Replica,
     ReplicaState,
-    application_owned,
-    host_owned,
 )
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.views.goals import view_goal

@@ -18,11 +18,11 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.differences import changed_names, code_change, config_change
 from serve_controller.core.event_words import cut
 from serve_controller.core.forecast_notes import notes_of
-from serve_controller.core.goals import left_out_by
+from serve_controller.core.goals.scope import left_out_by
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import Ledger
-from serve_controller.core.rollout import stop_rank
+from serve_controller.core.rollout.stopping import stop_rank
 from serve_controller.core.transitions import ROUTED, WANTED
 
 PLANNED_MAX: Final = 1_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from serve_common.names import BackendTag
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.differences import (
     changed_fields,
@@ -18,7 +18,7 @@ from serve_controller.core.differences import (
     light_changes,
     shown_traffic,
 )
-from serve_controller.core.goals import number_of
+from serve_controller.core.goals.ids import number_of
 from serve_controller.core.objects import EndpointConfig
 
 

@@ -7,13 +7,16 @@ state. Values are frozen; a change makes a new one.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Final
 
 import msgspec
 
 from serve_common.autoscaling import AutoscalingConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
-from serve_common.subjects import backend_key, endpoint_key
-from serve_common.values import BackendConfig, EndpointOptions, HttpOptions, ReplicaConfig
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.values.http_options import HttpOptions
+from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import GoalStatus
 
@@ -118,6 +121,10 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
         return {*self.traffic, *self.shadows}
 
 
+TRAFFIC: Final = ("traffic", "shadows")
+"""Fields of an endpoint's configuration that say where its requests go."""
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An endpoint: what it is now, and what it was with the last success."""
 
@@ -132,6 +139,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     def configs(self) -> list[EndpointConfig]:
         """What it is, and what a failed goal may put back."""
         return [self.target] if self.last_good is None else [self.target, self.last_good]
+
+    def with_set_alone(self, config: EndpointConfig) -> EndpointConfig:
+        """``config`` with what its own goal set. Rows of former versions do not say what: it was the traffic."""
+        names = self.set_alone or TRAFFIC
+        return msgspec.structs.replace(config, **{name: getattr(self.target, name) for name in names})
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,31 +249,13 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     """What it is about, for people: a tag, an application's name, a host."""
     owns: list[str]
-    """Keys of what it decides (`backend_key` and the like), the most important first. A later goal that owns the first
+    """Keys of what it decides (see `core.goals.scope`), the most important first. A later goal that owns the first
     one of these replaces this goal."""
     status: GoalStatus
     created_at: float
     request_id: str | None = None
     error: str = ""
     finished_at: float | None = None
-
-
-HTTP_OWNED = "http.options"
-
-
-def application_owned(name: str) -> str:
-    """What a goal of a whole application owns."""
-    return f"applications.{name}"
-
-
-def host_owned(host_id: HostId) -> str:
-    """What a goal to drain a host owns."""
-    return f"hosts.{host_id}"
-
-
-def deployment_owned(tag: BackendTag) -> list[str]:
-    """What a goal of a deployment owns."""
-    return [backend_key(tag), endpoint_key(EndpointTag(tag))]
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):

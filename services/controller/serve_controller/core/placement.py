@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from serve_common.names import BackendTag, HostId
-from serve_common.values import BackendConfig, Placement
+from serve_common.values.backend_config import BackendConfig, Placement
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.loads import UNITS, HostLoad, fits, in_units
 from serve_controller.core.objects import BackendVersion, Replica

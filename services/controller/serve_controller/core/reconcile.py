@@ -19,9 +19,12 @@ from serve_common.wires.snapshots import Snapshot
 from serve_controller.core.attention import EVERYTHING, Attention, of_changes
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals import fail_if_hopeless, number_of, succeed_where_reached
+from serve_controller.core.goals.failing import fail_if_hopeless
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import host_owned
+from serve_controller.core.goals.succeeding import succeed_where_reached
 from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
-from serve_controller.core.objects import Backend, ProxyRecord, host_owned
+from serve_controller.core.objects import Backend, ProxyRecord
 from serve_controller.core.observed import ObservedState, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports

@@ -17,7 +17,7 @@ import msgspec
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.views import EventView
 from serve_controller.core.autoscaling.values import ScalingDecision, Verdict
 from serve_controller.core.checkpoint import Checkpoint, Draft

@@ -11,7 +11,7 @@ from typing import Final
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import HTTP_KEY, backend_key, endpoint_key
-from serve_common.values import BackendConfig
+from serve_common.values.backend_config import BackendConfig
 from serve_common.wires.snapshots import (
     BackendProtection,
     BackendSnapshot,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.goals import number_of
+from serve_controller.core.goals.ids import number_of
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
 from serve_controller.core.snapshots import forget_tombstones
 

@@ -12,6 +12,10 @@ from typing import Final
 
 from serve_common.errors import LimitReached
 from serve_common.names import GoalId
+from serve_common.wires.views import GoalStatus, GoalView
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.views import view_goal
 
 WAITERS_MAX: Final = 20_000
 
@@ -53,3 +57,22 @@ class GoalWaits:
     def wake_all(self) -> None:
         """Let everybody look again."""
         self.wake(list(self._waiting))
+
+
+class GoalViews:
+    """Views of pending goals, kept while nothing changes: a thousand may give up waiting for one goal at once."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Checkpoint, ObservedState] | None = None
+        self._views: dict[GoalId, GoalView] = {}
+
+    def view(self, checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
+        """See `core.views.view_goal`."""
+        if self._of is None or self._of[0] is not checkpoint or self._of[1] is not observed:
+            self._of, self._views = (checkpoint, observed), {}
+        view = self._views.get(goal_id)
+        if view is None:
+            view = view_goal(checkpoint, observed, goal_id)
+            if view.status is GoalStatus.PENDING:
+                self._views[goal_id] = view
+        return view

@@ -13,6 +13,7 @@ import msgspec
 from serve_common.errors import BadField, ServeError
 from serve_common.wires.admin import VERBS, ErrorView
 from serve_common.wires.commands import Request
+from serve_common.wires.unreadable import UNREADABLE
 
 _AT_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
 _OF_FIELD: Final = re.compile(
@@ -34,7 +35,7 @@ def parse_request(verb: str, payload: bytes) -> Request:
         path += [] if named is None else [named["name"]]
         # What the caller wrote comes back in the message, so it is cut.
         raise BadField(".".join(path)[:200] or "request", text[:300]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise BadField("request", f"is not JSON: {error}") from error
 
 

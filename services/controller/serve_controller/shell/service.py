@@ -21,11 +21,13 @@ from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_common.wires.wake import Wake
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.ports import Bus, LoadSource, PolicyRunner, Store
-from serve_controller.shell.admin import Admin, ReadLoad
+from serve_controller.shell.admin import Admin
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.leadership import Leadership
-from serve_controller.shell.term import EVENTS_MAX, Term
+from serve_controller.shell.queries import ReadLoad
+from serve_controller.shell.telling import EVENTS_MAX
+from serve_controller.shell.term import Term
 
 _log = structlog.get_logger()
 

@@ -8,15 +8,15 @@ leader begins from what was recorded.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Reversible, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeVar
 
 import msgspec
 import structlog
 
-from serve_common.errors import BusUnavailable, FencedOut, LimitReached, StoreUnavailable
+from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, GoalId
 from serve_common.ports import Clock
 from serve_common.tracing.operations import current_ref, note, operation
@@ -26,32 +26,28 @@ from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.views import EventView, GoalStatus, HistoryView
-from serve_controller.core.attention import EVERYTHING, Attention, of_changes
+from serve_controller.core.attention import EVERYTHING, of_changes
 from serve_controller.core.audit import audit_of
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.events import audit_event, events_of, goal_progress
+from serve_controller.core.events import audit_event, events_of
 from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.reconcile import Plan, PublishSnapshot, RetractSnapshot, reconcile
 from serve_controller.core.scaling import scaling_events
-from serve_controller.core.views import view_goal
 from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
 from serve_controller.shell.hearing import Hearing
+from serve_controller.shell.performing import Performing
+from serve_controller.shell.telling import Telling
 
 _log = structlog.get_logger()
 T = TypeVar("T")
 
 STORE_RETRY_S: Final = 0.5
-BUS_RETRY_S: Final = 0.5
-EVENTS_MAX: Final = 5_000
-"""Events that are remembered for `get_events`."""
-PROGRESS_MAX: Final = 50
-"""Goals whose progress is told after one plan; of more, the rest is told later or never."""
 
 
 class Term:
@@ -75,8 +71,6 @@ class Term:
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.is_store_available = True
-        self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
-        """What happened lately, the newest last."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a plan should be made soon."""
         self.on_goals: Callable[[Collection[GoalId]], None] = lambda _: None
@@ -85,9 +79,10 @@ class Term:
         """Called when the checkpoint was read anew: any goal may have ended."""
         self._hearing = Hearing(clock.now())
         self._store = store
-        self._host_link = host_link
-        self._publisher = publisher
-        self._event_sink = events
+        self._telling = Telling(events)
+        self._performing = Performing(
+            host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
+        )
         self._clock = clock
         self._boundary = boundary
         self._telemetry = telemetry
@@ -98,8 +93,6 @@ class Term:
         """What the autoscaler found last of each backend that it follows; kept by `shell.autoscaler`."""
         self._scalings: dict[BackendTag, ScalingDecision] = {}
         """What it decided and no plan has taken in yet."""
-        self._progress: dict[GoalId, str] = {}
-        """What was last told of each pending goal."""
         self._cause: SpanRef | None = None
         """The span of the first command since the last plan, if it is traced."""
         self._turn = asyncio.Lock()
@@ -110,6 +103,11 @@ class Term:
     def observed(self) -> ObservedState:
         """What was last heard."""
         return self._hearing.observed
+
+    @property
+    def events(self) -> Reversible[EventView]:
+        """What happened lately, the newest last."""
+        return self._telling.events
 
     def end(self) -> None:
         """The term is over: a command that still waits for its turn is refused, and no new epoch is begun for it."""
@@ -146,10 +144,6 @@ class Term:
                 self.on_change()
             else:
                 self._scalings.pop(tag, None)
-
-    def remember(self, events: Sequence[EventView]) -> None:
-        """Take over events of earlier terms, the oldest first."""
-        self.events.extendleft(reversed(events))
 
     # -- commands and plans --------------------------------------------------------------------------------------------
 
@@ -209,6 +203,9 @@ class Term:
         with ExitStack() as traced:
             return await self._run_cycle(traced)
 
+    def _plan_soon(self) -> None:
+        self.on_change()
+
     async def _run_cycle(self, traced: ExitStack) -> float | None:
         scalings: dict[BackendTag, ScalingDecision] = {}
         try:
@@ -234,8 +231,9 @@ class Term:
             return self._clock.now() + STORE_RETRY_S
         self._hearing.attending.add(plan.attention)
         self._hearing.due(plan.due)
-        self._tell_progress(plan)
-        return await self._perform_all(plan.actions)
+        if plan.changes or plan.attention.goals:
+            self._telling.tell_progress(self.checkpoint, self.observed)
+        return await self._performing.perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> Plan:
         now = self._clock.now()
@@ -263,7 +261,7 @@ class Term:
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
-        self._tell([*told, *events_of(before, after, changes, self._clock.now())])
+        self.tell([*told, *events_of(before, after, changes, self._clock.now())])
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
         self.on_goals([goal.goal_id for goal in goals])
@@ -292,59 +290,11 @@ class Term:
 
     def tell(self, events: Sequence[EventView]) -> None:
         """Tell what happened beside what is recorded."""
-        self._tell(events)
+        self._telling.tell(events, self.checkpoint, self.observed)
 
-    def _tell(self, events: Sequence[EventView]) -> None:
-        self.events.extend(events)
-        for event in events:
-            if event.kind == "goal" and event.goal_id is not None:
-                view = view_goal(self.checkpoint, self.observed, event.goal_id)
-                self._progress.pop(event.goal_id, None)
-                self._event_sink.publish_event("goal", event.goal_id, msgspec.json.encode(view))
-            else:
-                self._event_sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
-
-    def _tell_progress(self, plan: Plan) -> None:
-        """Tell what pending goals wait for, when that changed."""
-        if not (plan.changes or plan.attention.goals):
-            return
-        goal_ids = sorted(self.checkpoint.pending)[:PROGRESS_MAX]
-        for view in goal_progress(self.checkpoint, self.observed, goal_ids, self._progress):
-            self._progress[view.goal_id] = view.message
-            self._event_sink.publish_event("goal", view.goal_id, msgspec.json.encode(view))
-
-    # -- performing ----------------------------------------------------------------------------------------------------
-
-    async def _perform_all(self, actions: Sequence[Action]) -> float | None:
-        for number, action in enumerate(actions):
-            try:
-                await self._perform(action)
-            except LimitReached as error:
-                # Trying again cannot help this one, and it must not hold up the others.
-                _log.error("action_impossible", action=type(action).__name__, error=str(error))
-            except BusUnavailable as error:
-                _log.warning("plan_not_performed", error=str(error))
-                self._hearing.attending.add(_of_actions(actions[number:]))
-                return self._clock.now() + BUS_RETRY_S
-        return self._hearing.next_at()
-
-    async def _perform(self, action: Action) -> None:
-        match action:
-            case PublishSnapshot():
-                revision = await self._boundary.cross(
-                    "publish_snapshot", lambda: self._publisher.publish(action.key, action.snapshot)
-                )
-                self.hear_bucket({action.key: (revision, action.snapshot.snapshot_id)}, whole=False)
-            case RetractSnapshot():
-                revision = self._hearing.revision_of(action.key)
-                await self._boundary.cross(
-                    "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
-                )
-                self._hearing.retracted(action.key)
-            case SendHostGoal():
-                goal = action.goal
-                await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
-                self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
+    def remember(self, events: Sequence[EventView]) -> None:
+        """Take over events of earlier terms, the oldest first."""
+        self._telling.remember(events)
 
 
 def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
@@ -357,14 +307,6 @@ def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
         "muster.host_goals": sum(isinstance(action, SendHostGoal) for action in actions),
         "muster.faults": len(plan.faults),
     }
-
-
-def _of_actions(actions: Sequence[Action]) -> Attention:
-    """What to look at again because these were not performed."""
-    return Attention(
-        hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
-        keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
-    )
 
 
 def _verb(command: AnyCommand) -> str:

@@ -15,19 +15,22 @@ from aiohttp.hdrs import CONTENT_TYPE
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
-from serve_common.dispatch.calls import Answer, AnswerBody, Call
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.answer_body import AnswerBody
+from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.errors import AnswerUnusable, error_type_of
 from serve_common.errors import ServeError
 from serve_proxy.adapters.slow_clients import Pace
 from serve_proxy.core.headers import REQUEST_ID, as_bytes, as_exact_text, read_response_head
 from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
 from serve_proxy.core.problems import Problem, encode_problem
+from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
 
 SERVER_NAME: Final = "muster"
-
+READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
+"""In the access log, why an answer was not taken to its end."""
 
 WATCHED_BYTES_MIN: Final = 64 * 1024
 """A whole answer up to this size is left to the system; a larger one must be taken at a pace."""
@@ -109,7 +112,10 @@ async def respond(
     try:
         await response.prepare(request)
         progress = _Progress(request)
-        with Pace(rate_min, progress.taken_bytes, partial(_cut_off, request, request_id)):
+        follower = call.ask.trace
+        if isinstance(follower, LoggedRequest):
+            follower.sends(progress, is_stream=answer.stream is not None)
+        with Pace(rate_min, progress.taken_bytes, partial(_cut_off, request, request_id, progress)):
             if answer.stream is None:
                 progress.written_bytes = len(answer.body)
                 await response.write(answer.body)
@@ -122,12 +128,13 @@ async def respond(
 
 
 class _Progress:
-    """How far a client is in taking an answer."""
+    """How far a client is in taking an answer; a `SentAnswer`."""
 
-    __slots__ = ("_transport", "written_bytes")
+    __slots__ = ("_transport", "failure", "written_bytes")
 
     def __init__(self, request: web.BaseRequest) -> None:
         self.written_bytes = 0
+        self.failure = ""
         self._transport = request.transport
 
     def taken_bytes(self) -> int | None:
@@ -136,8 +143,9 @@ class _Progress:
         return self.written_bytes - unsent_bytes if unsent_bytes else None
 
 
-def _cut_off(request: web.BaseRequest, request_id: str) -> None:
+def _cut_off(request: web.BaseRequest, request_id: str, progress: _Progress) -> None:
     _log.warning("client_reads_too_slowly", request_id=request_id)
+    progress.failure = READS_TOO_SLOWLY
     if request.transport is not None:
         request.transport.abort()
 
@@ -161,6 +169,7 @@ async def _stream(
             )
     except ServeError as error:
         _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
+        progress.failure = error_type_of(error)
         _break_off(request, error)
 
 
@@ -169,6 +178,13 @@ def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError("the answer broke off") from cause
+
+
+def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -> int:
+    """How many bytes the body of an answer has that is all here."""
+    if not isinstance(response, web.Response) or request.method == "HEAD":
+        return 0
+    return len(response.body) if isinstance(response.body, bytes | bytearray) else 0
 
 
 def problem_response(problem: Problem, request_id: str) -> web.Response:

@@ -14,7 +14,7 @@ from aiohttp import HttpVersion11, web
 from aiohttp.streams import StreamReader
 
 from serve_common.dispatch.request_body import RequestBody, UploadRoom
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.frames import UNKNOWN_BYTES
 from serve_proxy.adapters.slow_clients import Pace
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow

@@ -14,11 +14,11 @@ from aiohttp import web
 
 from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import ServeError
-from serve_common.tracing.request_trace import RequestTrace
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_proxy.adapters.http_answers import as_response, problem_response
 from serve_proxy.adapters.http_body import check_announced, let_continue
 from serve_proxy.adapters.middlewares import Handler
+from serve_proxy.core.following import FollowedRequest
 from serve_proxy.core.problems import Problem, problem_of
 
 _log = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 class Exchange:
     """What a request with middlewares carries through them."""
 
-    __slots__ = ("_scope", "deadline", "problem", "request_id", "tally", "trace", "traceparent")
+    __slots__ = ("_scope", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
 
     def __init__(self, request_id: str, deadline: float, tally: EndpointTally) -> None:
         self.request_id = request_id
@@ -40,8 +40,8 @@ class Exchange:
         """Where it counts; its endpoint's once that is known."""
         self.problem: Problem | None = None
         """What it is answered with, when this process has failed it."""
-        self.trace: RequestTrace | None = None
-        """For a request that is traced."""
+        self.follower: FollowedRequest | None = None
+        """Of a request that is followed."""
         self.traceparent = ""
         """What goes on to replicas, where it was decided here whether the request is traced."""
         self._scope = asyncio.timeout_at(deadline + _MIDDLEWARE_GRACE_S)
@@ -58,7 +58,8 @@ class Exchange:
         try:
             check_announced(request, options.body_bytes_max)
         except ServeError as error:
-            return problem_response(problem_of(error), self.request_id)
+            self.problem = problem_of(error)
+            return problem_response(self.problem, self.request_id)
         await let_continue(request)  # a middleware may want the body
         try:
             async with self._scope:

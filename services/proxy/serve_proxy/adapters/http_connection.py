@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import structlog
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
@@ -27,7 +27,9 @@ from serve_common.tasks import OwnedTask, TaskOwner
 from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response
 from serve_proxy.adapters.http_fast import FastExchange
 from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.core.problems import BadRequest, HeadTooLarge, HeadTooSlow, Problem, problem_of
+from serve_proxy.adapters.http_unread import problem_of_unread
+from serve_proxy.core.problems import HeadTooSlow, Problem
+from serve_proxy.shell.access_log import AccessLog
 
 _log = structlog.get_logger(__name__)
 
@@ -278,16 +280,15 @@ class HttpConnection(web.RequestHandler):
         """Answer a request that could not be parsed, or whose handler failed."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
-        if isinstance(exc, HeadTooSlow):
-            problem = problem_of(exc)
-        elif isinstance(exc, LineTooLong):
-            problem = problem_of(HeadTooLarge("a line of the request's head is too long"))
-        elif isinstance(exc, HttpProcessingError):
-            problem = problem_of(BadRequest("request", (message or str(exc)).partition("\n")[0][:200]))
-        else:
+        request_id = uuid.uuid4().hex
+        problem = problem_of_unread(exc, message)
+        if problem is None:
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")
-        response = problem_response(problem, uuid.uuid4().hex)
+        elif isinstance(self._http.requests.following, AccessLog):
+            # What stands in for the request knows neither method nor path.
+            self._http.requests.following.refused("", "", request_id, self.peer, problem)
+        response = problem_response(problem, request_id)
         response.headers["Server"] = SERVER_NAME
         response.force_close()
         request._version = HttpVersion11  # noqa: SLF001 - what stands in for an unparsable request claims 1.0

@@ -23,6 +23,7 @@ from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import ServeError
 from serve_proxy.adapters.http_answers import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
+from serve_proxy.adapters.http_asks import ask_of
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.own_paths import OWN_PREFIX
 from serve_proxy.core.headers import (
@@ -35,7 +36,6 @@ from serve_proxy.core.headers import (
 )
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.request_traces import end_request
 
 _log = structlog.get_logger(__name__)
 
@@ -107,12 +107,16 @@ class FastExchange:
         message = self.message
         read = self._headers
         self.request_id = read.request_id or requests.new_request_id()
-        if requests.traces is not None:
-            requests.traces.begin(read, message.method, path, "http", self.request_id)
+        if requests.following is not None:
+            peer = self._connection.peer
+            requests.following.begin(
+                read, message.method, path, "http", self.request_id, peer=peer, body=self.payload
+            )
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
-            ask = requests.ask_of(
+            now = requests.now()
+            ask = ask_of(
                 endpoint,
                 read,
                 method=message.method,
@@ -120,7 +124,8 @@ class FastExchange:
                 query=query,
                 body=body,
                 request_id=self.request_id,
-                deadline=None,
+                now=now,
+                deadline=now + requests.options.request_timeout_s,
                 peer=self._connection.peer,
             )
         except ServeError as error:
@@ -141,14 +146,14 @@ class FastExchange:
             self._ingress.abandon(self.call)
         self.count(CLIENT_GONE)
 
-    def count(self, status: int) -> None:
-        """The request has ended with this status."""
+    def count(self, status: int, sent: bytes | memoryview = b"") -> None:
+        """The request has ended with this status; ``sent`` is the body of a whole answer."""
         # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
         self.call = None
         self._is_done = True
         self._tally.add(self.message.method, status, time.perf_counter() - self._began)
-        if self._headers.trace is not None:
-            end_request(self._headers.trace, status)
+        if self._headers.follower is not None:
+            self._headers.follower.ended(status, None, len(sent))
 
     def _take_answer(self, call: Call, answer: Answer) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
@@ -180,13 +185,13 @@ class FastExchange:
     def _finish_problem(self, problem: Problem) -> None:
         lines, body = problem_lines(problem, self.request_id)
         head = _status_line(problem.status) + lines + b"content-length: "
-        if self._headers.trace is not None:
-            end_request(self._headers.trace, problem.status, problem)
+        if self._headers.follower is not None:
+            self._headers.follower.ended(problem.status, problem, len(body))
         self._finish(problem.status, head, b"%d" % len(body), body)
 
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for an answer that has none, with its last header."""
-        self.count(status)
+        self.count(status, body)
         closes = self._ingress.is_draining
         self._connection.finish_fast(
             b"".join(

@@ -16,15 +16,16 @@ import structlog
 from aiohttp import WSMsgType, web
 from aiohttp.http_websocket import WebSocketError
 
-from serve_common.dispatch.calls import Answer
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.calls import Answer, Ask
+from serve_common.dispatch.errors import AnswerUnusable, error_type_of
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, Socket, SocketClosed
-from serve_common.errors import BusUnavailable, ServeError, TransientError
+from serve_common.errors import ServeError, TransientError
 from serve_common.tasks import TaskOwner
-from serve_proxy.adapters.http_answers import SERVER_NAME
+from serve_proxy.adapters.http_answers import READS_TOO_SLOWLY, SERVER_NAME
 from serve_proxy.adapters.slow_clients import Pace
 from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
-from serve_proxy.core.problems import UpgradeRefused
+from serve_proxy.core.problems import ProxyLeaves, UpgradeRefused
+from serve_proxy.shell.access_log import LoggedRequest
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
@@ -88,24 +89,26 @@ class HttpSockets:
             _close(socket, GOING_AWAY, "this proxy is shutting down")
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise `BusUnavailable` when no socket should begin here any more, and as `check_handshake`."""
+        """Raise `ProxyLeaves` when no socket should begin here any more, and as `check_handshake`."""
         if self._ingress.is_draining:
-            raise BusUnavailable("this proxy is shutting down")
+            raise ProxyLeaves("this proxy is shutting down")
         check_handshake(request)
 
     async def serve(
-        self, request: web.BaseRequest, answer: Answer, socket: Socket, request_id: str, rate_min: int
+        self, request: web.BaseRequest, ask: Ask, answer: Answer, socket: Socket, rate_min: int
     ) -> web.StreamResponse:
         """Answer the handshake, and pass messages until one side closes. Raises `AnswerUnusable` before it begins."""
-        response = _accept(request, answer, request_id)
+        response = _accept(request, answer, ask.request_id)
         self._open.add(socket)
         try:
             await response.prepare(request)
+            if isinstance(ask.trace, LoggedRequest):
+                ask.trace.talks(response)
             if self._is_leaving:
                 _close(socket, GOING_AWAY, "this proxy is shutting down")
             reading = self._tasks.start(_from_client(response, socket), name="socket")
             try:
-                await self._to_client(request, response, socket, request_id, rate_min)
+                await self._to_client(request, response, socket, ask.request_id, rate_min)
             finally:
                 reading.cancel()
         finally:
@@ -125,14 +128,14 @@ class HttpSockets:
         rate_min: int,
     ) -> None:
         transport = request.transport
-        sent_bytes = 0
 
         def taken_bytes() -> int | None:
             unsent_bytes = 0 if transport is None else transport.get_write_buffer_size()
-            return sent_bytes - unsent_bytes if unsent_bytes else None
+            return response.said_bytes - unsent_bytes if unsent_bytes else None
 
         def cut_off() -> None:
             _log.warning("client_reads_too_slowly", request_id=request_id)
+            response.failure = READS_TOO_SLOWLY
             if transport is not None:
                 transport.abort()
 
@@ -142,14 +145,17 @@ class HttpSockets:
                     said = await socket.receive()
                     if isinstance(said, SocketClosed):
                         break
-                    sent_bytes += len(said.data)
+                    response.said_messages += 1
+                    response.said_bytes += len(said.data)
                     await response.send_frame(said.data, WSMsgType.TEXT if said.is_text else WSMsgType.BINARY)
             except ServeError as error:
                 _log.info("socket_failed", request_id=request_id, reason=str(error))
+                response.failure = response.failure or error_type_of(error)
                 said = SocketClosed(self._code_of(error), str(error))
                 _close(socket, said.code, said.reason)  # when the error is this side's
             except ConnectionError:  # the client has closed or left meanwhile, and its task says so
                 said = SocketClosed(NORMAL, "")
+        response.last_code = said.code
         code = said.code if said.code in _SENDABLE else NORMAL if said.code == NO_STATUS else INTERNAL
         await response.close(code=code, message=_cut(said.reason))
         if response.has_failed:
@@ -199,12 +205,16 @@ async def _from_client(response: _ClientSocket, socket: Socket) -> None:
         while True:
             message = await response.receive()
             if message.type is WSMsgType.BINARY:
+                response.heard_messages += 1
+                response.heard_bytes += len(message.data)
                 is_open = await socket.send(message.data, is_text=False)
             elif message.type is WSMsgType.TEXT:
                 if not _is_text(message.data):
                     response.has_failed = True
                     socket.close(BAD_TEXT, "a text message is not UTF-8")
                     return
+                response.heard_messages += 1
+                response.heard_bytes += len(message.data)
                 is_open = await socket.send(message.data, is_text=True)
             else:
                 _end(response, socket, message.type, message.data, message.extra)
@@ -248,10 +258,19 @@ def _cut(reason: str) -> bytes:
 
 
 class _ClientSocket(web.WebSocketResponse[bool]):
-    """aiohttp's socket, but the connection stays until the request ends: a reset would lose the close frame."""
+    """aiohttp's socket, but the connection stays until the request ends: a reset would lose the close frame.
+
+    Also an `OpenSocket`.
+    """
 
     has_failed = False
     """The client has sent what no client may."""
+    heard_messages = 0
+    heard_bytes = 0
+    said_messages = 0
+    said_bytes = 0
+    last_code = 0
+    failure = ""
 
     def _close_transport(self) -> None:
         """The connection is closed at the end of the request."""

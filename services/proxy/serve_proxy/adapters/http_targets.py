@@ -46,6 +46,11 @@ def peer_of(request: web.BaseRequest) -> str:
     return f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
 
 
+def scheme_of(request: web.BaseRequest) -> str:
+    """By which the client came: http or https."""
+    return "https" if request.secure else "http"
+
+
 def authority_of(request: web.BaseRequest) -> bytes:
     """The host that the target itself names, as clients of forward proxies send it; empty when it names none."""
     if request.raw_path.startswith("/"):

@@ -36,11 +36,8 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     if not read.forwarded_for and not read.forwarded_proto and not read.has_forwarded_host:
         forwarded += _of_direct_client(peer, scheme, read.host)
         return peer, scheme
-    client = peer
+    client = client_of(read.forwarded_for, peer)
     if read.forwarded_for:
-        first = read.forwarded_for.partition(b",")[0].strip()
-        if 0 < len(first) <= _ADDRESS_LENGTH_MAX and first.isascii() and first.decode().isprintable():
-            client = _with_port(first.decode())
         forwarded.append((b"x-forwarded-for", b"%b, %b" % (read.forwarded_for, _host_of(peer))))
     elif peer:
         forwarded.append((b"x-forwarded-for", _host_of(peer)))
@@ -51,6 +48,16 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
     if not read.has_forwarded_host:
         forwarded.append((b"x-forwarded-host", read.host))
     return client, scheme
+
+
+def client_of(forwarded_for: bytes, peer: str) -> str:
+    """Who asked first as ``host:port``, by what was told in ``X-Forwarded-For``, or else the ``peer``."""
+    if not forwarded_for:
+        return peer
+    first = forwarded_for.partition(b",")[0].strip()
+    if 0 < len(first) <= _ADDRESS_LENGTH_MAX and first.isascii() and first.decode().isprintable():
+        return _with_port(first.decode())
+    return peer
 
 
 def _with_port(address: str) -> str:

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import Headers
+from serve_proxy.core.following import FollowedRequest
 
 REQUEST_ID: Final = "X-Request-ID"
 REQUEST_ID_LENGTH_MAX: Final = 128
@@ -109,8 +109,8 @@ class RequestHeaders(msgspec.Struct, gc=False):
     request_id: str = ""
     """As the client sent it when that is usable; otherwise empty."""
     traceparent: str = ""
-    trace: RequestTrace | None = None
-    """Set by whoever decides that the request is traced."""
+    follower: FollowedRequest | None = None
+    """Set by whoever decides that the request is followed."""
     has_idempotency_key: bool = False
     host: bytes = b""
     forwarded_for: bytes = b""

@@ -30,6 +30,12 @@ _WORTH_A_RETRY: Final = frozenset(
 """Of what a replica says: its code has called a deployment that had no room, or could not be reached."""
 
 
+class ProxyLeaves(BusUnavailable):
+    """This proxy drains and begins nothing that may last; another one will."""
+
+    error_code = "draining"
+
+
 class BodyTooLarge(LimitReached):
     """The body is larger than `HttpOptions.body_bytes_max`."""
 

@@ -23,14 +23,14 @@ from serve_common.errors import NoReplicaAvailable, ServeError
 from serve_common.names import BackendTag
 from serve_common.subjects import GATEWAY_QUEUE, Subjects
 from serve_common.tasks import TaskOwner
-from serve_common.tracing.request_trace import RequestTrace
 from serve_common.wires.frames import CallHead
 from serve_proxy.core.deadlines import earliest_deadline
+from serve_proxy.core.following import FollowedRequest
 from serve_proxy.core.headers import RequestHeaders, read_request_headers, value_of
 from serve_proxy.core.problems import BadRequest, Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.plain_replies import WANTS_STREAM, PlainReplies, ReplyBus
-from serve_proxy.shell.request_traces import RequestTraces, end_request
+from serve_proxy.shell.request_traces import RequestTraces
 
 _log = structlog.get_logger(__name__)
 
@@ -124,7 +124,7 @@ class Gateway:
         tally = self._ingress.routes.unmatched
         status = CLIENT_GONE
         request_id = self._new_request_id()
-        trace: RequestTrace | None = None
+        trace: FollowedRequest | None = None
         problem: Problem | None = None
         try:
             read = read_request_headers(_raw_headers(headers))
@@ -132,7 +132,7 @@ class Gateway:
             tag = self._subjects.endpoint_of_call(subject.decode("utf-8", "replace"))
             if self._traces is not None:
                 self._traces.begin_call(read, tag, request_id)
-                trace = read.trace
+                trace = read.follower
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
             in_pieces = value_of(read, WANTS_STREAM).lower() not in _NO
@@ -158,7 +158,7 @@ class Gateway:
         finally:
             tally.add(_METHOD, status, time.perf_counter() - began)
             if trace is not None:
-                end_request(trace, status, problem)
+                trace.ended(status, problem)
 
     def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
         """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadRequest`, `DeadlineExceeded`."""
@@ -187,7 +187,7 @@ class Gateway:
             backend_tag=backend if backend in endpoint.split.backend_tags else None,
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
-            trace=read.trace,
+            trace=read.follower,
         )
 
 

@@ -15,7 +15,7 @@ import structlog
 from serve_common.errors import BadField, ServeError
 from serve_common.routing.snapshot_table import HttpChange
 from serve_common.tasks import OwnedTask, TaskOwner
-from serve_common.values import HttpOptions, check_http_options
+from serve_common.values.http_options import HttpOptions, check_http_options
 
 _log = structlog.get_logger(__name__)
 
@@ -135,6 +135,7 @@ class LiveOptions(Generic[M]):
             request_timeout_s=options.request_timeout_s,
             body_bytes_max=options.body_bytes_max,
             middlewares=options.middlewares,
+            access_log=options.access_log,
         )
 
     def _refuse(self, change: HttpChange, reason: str) -> None:

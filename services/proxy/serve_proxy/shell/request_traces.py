@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
+from serve_common.dispatch.calls import Ask
 from serve_common.names import EndpointTag
 from serve_common.tracing import http_spans
 from serve_common.tracing.request_trace import RequestTrace
@@ -19,10 +20,29 @@ from serve_common.tracing.trace_context import (
     tracestate_of,
 )
 from serve_common.tracing.tracer import Tracer
+from serve_proxy.core.following import ReceivedBody
 from serve_proxy.core.headers import RequestHeaders
 from serve_proxy.core.problems import Problem
 
 _SPAN_DIGITS: Final = 16
+
+
+@final
+class TracedRequest(RequestTrace):
+    """The trace of one request of a proxy; a `FollowedRequest`."""
+
+    __slots__ = ()
+
+    def asks(self, ask: Ask) -> None:
+        """See `FollowedRequest`."""
+        http_spans.note_route(self, ask.method, ask.route, ask.endpoint.tag)
+
+    def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:  # noqa: ARG002 - for other followers
+        """See `FollowedRequest`."""
+        if problem is None:
+            http_spans.end_request(self, status)
+        else:
+            http_spans.end_request(self, status, problem.code, problem.message)
 
 
 @final
@@ -33,17 +53,28 @@ class RequestTraces:
         self._tracer = tracer
         self._ratio_bound = tracer.sampler.bound
 
-    def begin(self, headers: RequestHeaders, method: str, path: str, scheme: str, request_id: str) -> None:
-        """Decide about an HTTP request: ``headers.trace`` is then its trace if it is sampled, and
+    def begin(
+        self,
+        headers: RequestHeaders,
+        method: str,
+        path: str,
+        scheme: str,
+        request_id: str,
+        *,
+        peer: str = "",  # noqa: ARG002 - as `AccessLog.begin`
+        body: ReceivedBody | None = None,  # noqa: ARG002 - as above
+    ) -> TracedRequest | None:
+        """Decide about an HTTP request: ``headers.follower`` is then its trace if it is sampled, which is returned, and
         ``headers.traceparent`` what goes on to replicas.
 
         A trace that begins here has the request's id when the proxy has made that up, of 32 hexadecimal digits: who
         has the one has the other. Ids that clients choose may come again.
         """
         parent = self._decide(headers, request_id)
-        if parent is not None:
-            attributes = http_spans.request_attributes(method, path, scheme, request_id)
-            self._begin(headers, http_spans.name_of(method), attributes, parent)
+        if parent is None:
+            return None
+        attributes = http_spans.request_attributes(method, path, scheme, request_id)
+        return self._begin(headers, http_spans.name_of(method), attributes, parent)
 
     def begin_call(self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str) -> None:
         """The same of a call over NATS."""
@@ -78,7 +109,7 @@ class RequestTraces:
 
     def _begin(
         self, headers: RequestHeaders, name: str, attributes: dict[str, Value], parent: SpanRef
-    ) -> None:
+    ) -> TracedRequest:
         span = self._tracer.begin_sampled(
             name,
             SpanKind.SERVER,
@@ -88,12 +119,5 @@ class RequestTraces:
             is_parent_remote=bool(parent.span_id),
         )
         headers.traceparent = span.traceparent
-        headers.trace = RequestTrace(self._tracer, span)
-
-
-def end_request(trace: RequestTrace, status: int, problem: Problem | None = None) -> None:
-    """The request has ended with this status, which is that of the ``problem`` if there is one."""
-    if problem is None:
-        http_spans.end_request(trace, status)
-    else:
-        http_spans.end_request(trace, status, problem.code, problem.message)
+        trace = headers.follower = TracedRequest(self._tracer, span)
+        return trace

@@ -84,9 +84,9 @@ class PrometheusHostMetrics:
         """The host's connection came back."""
         self._counts.reconnects += 1
 
-    def retire_process(self, pid: int) -> None:
+    def retire_process(self, process: str) -> None:
         """As `ports.HostMetrics`."""
-        self._files.retire(pid)
+        self._files.retire(process)
 
 
 def _keep(held: dict[tuple[str, str], V], key: tuple[str, str], value: V, held_max: int) -> None:

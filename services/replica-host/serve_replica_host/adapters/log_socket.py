@@ -69,13 +69,17 @@ class LogSocket:
         with self._lock:
             return self._recent.all()
 
+    def take(self, lines: bytes) -> None:
+        """Write whole lines of one replica, and remember them. Blocks while nobody reads what is written."""
+        # As our own lines: the stream keeps what it is given at once together.
+        sys.stderr.write(lines.decode(errors="backslashreplace"))
+        sys.stderr.flush()
+        with self._lock:
+            self._recent.take(lines)
+
     def _run(self) -> None:
         while (lines := self._socket.recv(_PIECE_BYTES_MAX)) != _END:
-            # As our own lines: the stream keeps what it is given at once together.
-            sys.stderr.write(lines.decode(errors="backslashreplace"))
-            sys.stderr.flush()
-            with self._lock:
-                self._recent.take(lines)
+            self.take(lines)
 
 
 def _remove_unheard(directory: Path) -> None:

@@ -6,13 +6,17 @@ counters fall. So the files of an ended process are folded into one file per kin
 Why no counter may fall by anything: to Prometheus a lower value is a counter that began anew, and the whole of it
 counts as an increase. Sums of the same fractions in another order differ in their last digit, and folding changes the
 order; so what was shown is never undercut.
+
+A process is known by its name in the names of its files: by its pid, and if it is on another machine by that machine
+and its pid. Any text without an underscore would do.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -29,6 +33,10 @@ BACKENDS_MAX: Final = 500
 """Backends without a process whose totals are kept; beyond it those go whose replicas ended first."""
 _SUMMED: Final = ("counter", "histogram", "summary")
 _BACKEND: Final = "backend_tag"
+_FILE: Final = re.compile(r"(counter|histogram|summary|gauge_[a-z]+)_(\d+)\.db", re.ASCII)
+"""As prometheus_client names them."""
+_HEAD_BYTES: Final = 8
+"""Of such a file: how many bytes are used, and as many for nothing."""
 
 _Shown = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -48,8 +56,9 @@ class MetricsFiles(Collector):
     def clean(self) -> None:
         """Make the directory empty of what an earlier life left, and make it if it is missing."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for file in self._directory.glob("*.db"):
-            file.unlink()
+        for pattern in ("*.db", "*.new"):
+            for file in self._directory.glob(pattern):
+                file.unlink()
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is depends on the files."""
@@ -62,21 +71,53 @@ class MetricsFiles(Collector):
             self._shown = _never_fall(collected, self._shown)
         return iter(collected)
 
-    def retire(self, pid: int) -> None:
-        """Fold the files of the ended process ``pid``; its live gauges vanish. Doing it twice is harmless."""
+    def put(self, process: str, files: Mapping[str, bytes]) -> None:
+        """The files of a process on another machine, each whole, by the names and with the pids that they have there.
+
+        ``process`` ends in ``-`` and its pid. Raises OSError.
+        """
+        own_pid = process.rpartition("-")[2]
+        for name, data in files.items():
+            found = _FILE.fullmatch(name)
+            used = int.from_bytes(data[: _HEAD_BYTES // 2], "little")
+            if found is None or len(data) < _HEAD_BYTES or used != len(data):
+                continue  # user code may put there what it likes, and one bad file would spoil the page
+            kind, pid = found.groups()
+            owner = process if pid == own_pid else f"{process}-{pid}"
+            fresh = self._directory / f"{kind}_{owner}.new"
+            fresh.write_bytes(data)
+            fresh.replace(fresh.with_suffix(".db"))
+
+    def hide(self, process: str) -> None:
+        """Take its live gauges off the page; its totals stay."""
+        with self._lock:
+            self._hide(process)
+
+    def retire(self, process: str) -> None:
+        """Fold the files of an ended process; its live gauges vanish. Doing it twice is harmless."""
         with self._lock:
             for kind in _SUMMED:
-                self._fold(kind, self._directory / f"{kind}_{pid}.db")
-            for file in self._directory.glob(f"gauge_*_{pid}.db"):
-                file.unlink()
+                for file in self._of(process, kind):
+                    self._fold(kind, file)
+            self._hide(process)
             self._forget_old_backends()
+
+    def _hide(self, process: str) -> None:
+        for file in self._of(process, "gauge_*"):
+            file.unlink()
+
+    def _of(self, process: str, kind: str) -> list[Path]:
+        """Its files, and those of what it has forked."""
+        return [
+            file
+            for pattern in (f"{kind}_{process}.db", f"{kind}_{process}-*.db")
+            for file in self._directory.glob(pattern)
+        ]
 
     def _retired(self, kind: str) -> Path:
         return self._directory / f"{kind}_{RETIRED}.db"
 
     def _fold(self, kind: str, file: Path) -> None:
-        if not file.exists():
-            return
         retired = _MmapedDict(str(self._retired(kind)))
         try:
             for key, value, _timestamp, _at in _MmapedDict.read_all_values_from_file(str(file)):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from serve_common.values import RayActorOptions
+from serve_common.values.replica_config import RayActorOptions
 
 
 def actor_options(options: RayActorOptions) -> dict[str, Any]:
@@ -48,15 +48,20 @@ def absolute_app_dir(app_dir: str, app_root: str) -> str:
     return str(Path(app_root, app_dir)) if app_dir else ""
 
 
+_NODE_DIED: Final = "because its node has died"
 _EXIT: Final = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)")
 
 
-def describe_end(pid: int, error: BaseException | None) -> str:
-    """One line instead of Ray's page of common causes."""
+def describe_end(pid: int, error: BaseException | None, address: str = "") -> str:
+    """One line instead of Ray's page of common causes. ``address`` of another machine than the host's."""
     process = f"the replica's process {pid}" if pid else "the replica's process"
+    if address:
+        process += f" on {address}"
     told = str(error)
     if "killed by `ray.kill`" in told:
         return f"{process} was killed by its host"
+    if _NODE_DIED in told:
+        return f"{process} ended with its machine: Ray hears nothing of that any more"
     found = _EXIT.search(told)
     if found is None:
         return f"{process} ended: {' '.join(told.split())}"

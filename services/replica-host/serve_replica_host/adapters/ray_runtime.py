@@ -23,9 +23,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from serve_common.errors import TransientError
 from serve_common.names import ReplicaTag
-from serve_common.values import RayActorOptions
+from serve_common.values.replica_config import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.adapters.far_replicas import FarReplicas
+from serve_replica_host.adapters.host_loop import HostLoop
 from serve_replica_host.adapters.local_process import LocalProcess
+from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
@@ -33,7 +36,8 @@ from serve_replica_host.adapters.ray_options import (
     describe_needs,
     fits_spare,
 )
-from serve_replica_host.adapters.ray_session import RaySettings, open_ray
+from serve_replica_host.adapters.ray_resources import RayResources
+from serve_replica_host.adapters.ray_session import RaySettings, host_place, open_ray
 from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
 from serve_replica_host.adapters.ray_thread import RayThread
 from serve_replica_host.core.events import (
@@ -48,6 +52,8 @@ from serve_replica_host.core.events import (
     Waits,
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
+from serve_replica_host.replica.fetched import decode_hello
+from serve_replica_host.replica.host_place import encode_place
 from serve_replica_host.replica.orders import StartOrder, decode_outcome, encode
 
 _log = structlog.get_logger(__name__)
@@ -69,17 +75,29 @@ class RayUnavailable(TransientError):
 class RayRuntime:
     """`ports.ReplicaRuntime` by Ray; events arrive on the loop that called `open`."""
 
-    def __init__(self, settings: RaySettings, on_event: Callable[[ReplicaEvent], None]) -> None:
+    def __init__(
+        self,
+        settings: RaySettings,
+        on_event: Callable[[ReplicaEvent], None],
+        *,
+        files: MetricsFiles,
+        write_lines: Callable[[bytes], None],
+    ) -> None:
+        """``files`` and ``write_lines`` take what replicas on other machines count and say."""
         self._settings = settings
         self._is_local = settings.address is None
         self._on_event = on_event
         self._thread = RayThread()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._resources: dict[str, float] = {}
+        self._loop = HostLoop(self._thread)
         self._processes: dict[ReplicaTag, LocalProcess] = {}
         # The Ray thread's:
         self._held: dict[ReplicaTag, HeldActor] = {}
         self._actor_class: Any = None
+        self._place = b""
+        self._resources = RayResources(self._loop.call_ray_later)
+        self._far = FarReplicas(
+            files, write_lines, post=self._thread.post, call_later=self._loop.call_ray_later
+        )
         self._spares = SparePool(
             self._create_spare,
             spares_max=settings.spare_replicas if self._is_local else 0,
@@ -89,22 +107,23 @@ class RayRuntime:
     @property
     def resources(self) -> dict[str, float]:
         """As `ports.ReplicaRuntime`."""
-        return self._resources
+        return self._resources.whole
 
     async def open(self) -> None:
         """Start Ray, or connect to the existing cluster; takes seconds. Raises `RayUnavailable`."""
-        self._loop = asyncio.get_running_loop()
+        self._loop.open()
         try:
-            self._resources = await asyncio.wrap_future(self._thread.submit(self._open))
+            await asyncio.wrap_future(self._thread.submit(self._open))
         except Exception as error:
             raise RayUnavailable(f"Ray did not start: {error}") from error
-        _log.info("ray_ready", resources=self._resources)
+        _log.info("ray_ready", resources=self.resources)
 
     async def close(self) -> None:
         """Shut Ray down; a local runtime's processes end."""
         try:
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
-                await asyncio.wrap_future(self._thread.submit(ray.shutdown))
+                await asyncio.wrap_future(self._thread.submit(self._shut_down))
+                await asyncio.to_thread(self._far.close)
         except TimeoutError:
             _log.error("ray_shutdown_hangs", timeout_s=_SHUTDOWN_TIMEOUT_S)
 
@@ -147,11 +166,19 @@ class RayRuntime:
 
     # -- on the Ray thread ----------------------------------------------------------------------------------------
 
-    def _open(self) -> dict[str, float]:
-        resources = open_ray(self._settings)
+    def _open(self) -> None:
+        open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
+        self._place = encode_place(host_place(self._settings))
+        self._resources.open(is_cluster=not self._is_local)
         self._spares.refill()
-        return resources
+
+    def _shut_down(self) -> None:
+        self._resources.close()
+        for held in self._held.values():
+            if held.far is not None:
+                held.far.end()
+        ray.shutdown()
 
     def _create_spare(self) -> HeldActor:
         return self._create(num_cpus=0)
@@ -159,7 +186,7 @@ class RayRuntime:
     def _create(self, **options: Any) -> HeldActor:
         actor = self._actor_class.options(
             max_restarts=0, max_task_retries=0, max_concurrency=CONTROL_THREADS, **options
-        ).remote(self._settings.metrics_dir)
+        ).remote(self._place)
         held = HeldActor(actor, futures=[])
         # The first call, so that nothing that happens to the process can be missed.
         held.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(held, ended))
@@ -189,7 +216,7 @@ class RayRuntime:
             self._begin(held, goal)
         else:
             held.watch(reservation.ready(), lambda made: self._on_reserved(held, goal, made))
-        self._call_later(PLACED_WITHIN_S, self._look_at_start, held, options)
+        self._loop.call_ray_later(PLACED_WITHIN_S, self._look_at_start, held, options)
 
     def _begin(self, held: HeldActor, goal: ReplicaGoal) -> None:
         if self._held.get(goal.replica_tag) is not held:
@@ -204,7 +231,7 @@ class RayRuntime:
         self._tell_placed(held)
         held.watch(
             held.actor.start.remote(encode(order)),
-            lambda started: self._on_started(goal.replica_tag, goal.config_version, started),
+            lambda started: self._on_started(held, goal.replica_tag, goal.config_version, started),
         )
 
     def _reconfigure(self, goal: ReplicaGoal) -> None:
@@ -225,7 +252,7 @@ class RayRuntime:
     def _drain(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
         if held is not None:
-            held.watch(held.actor.drain.remote(), lambda done: self._on_drained(tag, done))
+            held.watch(held.actor.drain.remote(), lambda done: self._on_drained(held, tag, done))
 
     def _kill(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
@@ -242,6 +269,9 @@ class RayRuntime:
 
     def _ended(self, held: HeldActor, told: str) -> None:
         self._spares.hear_end(held)
+        if held.far is not None:
+            held.far.end()
+            self._resources.look()  # its machine may be gone, and nobody should be placed there again
         if held.reservation is not None:
             remove_placement_group(held.reservation)
         if held.replica_tag is not None:
@@ -249,13 +279,19 @@ class RayRuntime:
             self._emit(ProcessEnded(held.replica_tag, told))
         elif self._is_local:
             _log.warning("spare_ended", pid=held.pid, reason=told)
-            self._call_later(SPARE_AGAIN_S, self._spares.refill)
+            self._loop.call_ray_later(SPARE_AGAIN_S, self._spares.refill)
+        if held.far is not None:
+            # Only the connection to it may have ended, while it still runs there.
+            ray.kill(held.actor, no_restart=True)
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
     def _on_hello(self, held: HeldActor, answered: Future[Any]) -> None:
         if answered.exception() is None:
-            held.pid = answered.result()
+            hello = decode_hello(answered.result())
+            held.far = self._far.meet(held.actor, hello)
+            held.address = hello.address
+            held.pid = hello.pid
             self._tell_placed(held)
             self._thread.post(self._spares.hear_ready, held)
 
@@ -269,9 +305,12 @@ class RayRuntime:
     def _tell_placed(self, held: HeldActor) -> None:
         """From two threads, each after it has noted its own half; what is told twice does no harm."""
         if held.pid and held.is_placed and held.replica_tag is not None:
-            self._emit(Placed(held.replica_tag, held.pid, held.was_spare))
+            process = "" if held.far is None else held.far.process
+            self._emit(Placed(held.replica_tag, held.pid, held.was_spare, process, held.address))
 
-    def _on_started(self, tag: ReplicaTag, config_version: int, started: Future[Any]) -> None:
+    def _on_started(
+        self, held: HeldActor, tag: ReplicaTag, config_version: int, started: Future[Any]
+    ) -> None:
         self._thread.post(self._spares.refill)
         error = started.exception()
         if error is not None:
@@ -282,7 +321,8 @@ class RayRuntime:
         if outcome.error is None:
             self._emit(Constructed(tag, config_version))
         else:
-            self._emit(StartFailed(tag, outcome.error))
+            failed = StartFailed(tag, outcome.error)
+            self._far.take_last(held.far, outcome.fetched, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
         error = done.exception()
@@ -291,29 +331,16 @@ class RayRuntime:
         elif not isinstance(error, RayActorError):
             self._emit(make(str(error)))
 
-    def _on_drained(self, tag: ReplicaTag, done: Future[Any]) -> None:
+    def _on_drained(self, held: HeldActor, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
-        self._emit(Drained(tag))
+        told = b"" if error is not None else done.result()
+        last = decode_outcome(told).fetched if told else None
+        self._far.take_last(held.far, last, lambda: self._emit(Drained(tag)))
 
     def _on_end(self, held: HeldActor, ended: Future[Any]) -> None:
-        self._thread.post(self._ended, held, describe_end(held.pid, ended.exception()))
-
-    # -- to the loop ----------------------------------------------------------------------------------------------
+        self._thread.post(self._ended, held, describe_end(held.pid, ended.exception(), held.address))
 
     def _emit(self, event: ReplicaEvent) -> None:
-        self._call_on_loop(lambda loop: loop.call_soon_threadsafe(self._hear, event))
-
-    def _call_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
-        def later(loop: asyncio.AbstractEventLoop) -> None:
-            loop.call_soon_threadsafe(loop.call_later, delay_s, self._thread.post, call, *arguments)
-
-        self._call_on_loop(later)
-
-    def _call_on_loop(self, call: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
-        assert self._loop is not None, "open comes first"
-        try:
-            call(self._loop)
-        except RuntimeError as error:  # the loop is closed: the host ends, and nobody listens any more
-            _log.debug("event_after_the_end", error=str(error))
+        self._loop.call(self._hear, event)

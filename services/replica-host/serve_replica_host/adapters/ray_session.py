@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +16,16 @@ from ray._private import worker as ray_worker
 from serve_common.settings import BusSettings
 from serve_replica_host.adapters.ray_environment import remove_old_sessions
 from serve_replica_host.adapters.ray_lean import lean_ray
+from serve_replica_host.adapters.ray_place import own_node_id
+from serve_replica_host.replica.host_place import HostPlace
+from serve_replica_host.replica.log_lines import LOG_SOCKET
 
 _log = structlog.get_logger(__name__)
 
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Near Ray's minimum: no object passes through Ray here."""
-_NOT_RESOURCES: Final = ("node:", "object_store_memory")
+_PASSED_ON: Final = ("SERVE_LOG_LEVEL", "SERVE_UNCOUNTED")
+"""What replicas read of the environment, and would not inherit from a Ray that was there before."""
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +37,15 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
     replica_bus: BusSettings
     app_root: str
     metrics_dir: str
+    host_id: str
     spare_replicas: int
     """Actors that are started ahead, on a local runtime."""
     tracing: dict[str, str] = {}
     """See `StartOrder`."""
 
 
-def open_ray(settings: RaySettings) -> dict[str, float]:
-    """Returns the whole resources by Ray's names. Takes seconds; raises what Ray raises."""
+def open_ray(settings: RaySettings) -> None:
+    """Takes seconds; raises what Ray raises."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if settings.address is not None:
         options["address"] = settings.address
@@ -56,11 +62,19 @@ def open_ray(settings: RaySettings) -> dict[str, float]:
     untyped.print_to_stdstream = _log_what_ray_prints
     with nullcontext() if settings.address is not None else lean_ray():
         ray.init(**options)
-    return {
-        name: float(amount)
-        for name, amount in ray.cluster_resources().items()
-        if not name.startswith(_NOT_RESOURCES)
-    }
+
+
+def host_place(settings: RaySettings) -> HostPlace:
+    """Where this process is, for replicas."""
+    if settings.address is None:
+        return HostPlace(metrics_dir=settings.metrics_dir)  # they are here, and inherit the rest
+    return HostPlace(
+        metrics_dir=settings.metrics_dir,
+        node_id=own_node_id(),
+        host_id=settings.host_id,
+        log_socket=os.environ.get(LOG_SOCKET, ""),
+        variables={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+    )
 
 
 def _log_what_ray_prints(printed: dict[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001, FBT001 - Ray's call

@@ -15,6 +15,7 @@ from typing import Any, final
 import msgspec
 
 from serve_common.names import ReplicaTag
+from serve_replica_host.adapters.far_replicas import FarReplica
 
 
 class HeldActor(msgspec.Struct, eq=False):
@@ -31,6 +32,10 @@ class HeldActor(msgspec.Struct, eq=False):
     """0 until its process has said hello."""
     was_spare: bool = False
     """Its process had said hello when a replica took it."""
+    address: str = ""
+    """Of its machine; empty for the host's."""
+    far: FarReplica | None = None
+    """On another machine than the host; then it is asked for what it counts and says."""
     futures: list[Future[Any]] = []
 
     def watch(self, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:

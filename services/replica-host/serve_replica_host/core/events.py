@@ -20,6 +20,10 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     pid: int
     was_spare: bool = False
     """It was started ahead, and had been ready."""
+    process: str = ""
+    """Its name in the names of its files of metrics; empty for its pid."""
+    address: str = ""
+    """Of its machine; empty for the host's."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):

@@ -12,13 +12,15 @@ import gc
 import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, final
 
 from serve_common.adapters.otlp import import_ahead
 from serve_common.names import BackendTag
 from serve_common.tracing.settings import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
+from serve_replica_host.replica.far_side import FarSide
+from serve_replica_host.replica.fetched import Hello, encode_fetched
+from serve_replica_host.replica.host_place import HostPlace, decode_place
 from serve_replica_host.replica.logs import ReplicaLogs
 from serve_replica_host.replica.orders import (
     ControlOutcome,
@@ -29,16 +31,23 @@ from serve_replica_host.replica.orders import (
 from serve_replica_host.replica.process import ReplicaProcess
 
 CONTROL_THREADS: Final = 8
-"""One waits for ever, one may hang in a health check, one in a reconfigure; the rest must still answer."""
+"""One waits for ever, one may hang in a health check, one in a reconfigure; the rest must still answer.
+
+Of fetches there is never more than one.
+"""
 
 
 @final
 class ReplicaActor:
     """What Ray runs; `adapters.ray_runtime` makes an actor class of it."""
 
-    def __init__(self, metrics_dir: str) -> None:
-        """``metrics_dir`` is prometheus_client's multiprocess directory; empty for none."""
-        self._make_metrics = _import_metrics(metrics_dir)
+    def __init__(self, place_bytes: bytes) -> None:
+        """``place_bytes`` are a `HostPlace`."""
+        place = decode_place(place_bytes)
+        self._hello, self._far = _find_out_where(place)
+        self._make_metrics = _import_metrics(
+            place.metrics_dir if self._far is None else self._far.metrics_dir
+        )
         import_ahead(read_tracing_settings(os.environ))
         self._process: ReplicaProcess | None = None
         self._never = threading.Event()
@@ -46,16 +55,23 @@ class ReplicaActor:
         # modules that is 60,000 objects and some 40 ms.
         gc.freeze()
 
-    def hello(self) -> int:
-        """The process' id; an answer means that Ray has placed the actor."""
-        return os.getpid()
+    def hello(self) -> bytes:
+        """A `Hello`; an answer means that Ray has placed the actor."""
+        return encode_fetched(self._hello)
 
     def start(self, order_bytes: bytes) -> bytes:
         """Construct and serve what the `StartOrder` says; a `ControlOutcome`."""
         order = decode_order(order_bytes)
-        logs = ReplicaLogs(order.goal.replica_tag, order.goal.backend_tag)
-        self._process = ReplicaProcess(order, self._make_metrics(order.goal.backend_tag), logs)
-        return encode(ControlOutcome(error=self._process.start()))
+        goal, way = order.goal, None
+        if self._far is not None:
+            way = self._far.keep_lines(goal.replica_tag, goal.backend_tag)
+        logs = ReplicaLogs(goal.replica_tag, goal.backend_tag, way)
+        self._process = ReplicaProcess(order, self._make_metrics(goal.backend_tag), logs)
+        error = self._process.start()
+        if error is None or self._far is None:
+            return encode(ControlOutcome(error=error))
+        logs.end()  # the host ends this process as soon as it hears of it
+        return encode(ControlOutcome(error=error, fetched=self._far.fetch(with_lines=True)))
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:
         """Apply a `ReplicaGoal`'s configuration; a `ControlOutcome`."""
@@ -70,10 +86,16 @@ class ReplicaActor:
         """Requests that hold a slot; for people with a debugger."""
         return self._started().in_flight
 
-    def drain(self) -> None:
-        """Returns when nothing is in flight and nothing can come any more."""
+    def drain(self) -> bytes:
+        """Returns when nothing is in flight and nothing can come any more; a `ControlOutcome`, empty for none."""
         if self._process is not None:
             self._process.drain()
+        return b"" if self._far is None else encode(ControlOutcome(fetched=self._far.leave()))
+
+    def fetch(self, with_lines: bool) -> bytes:  # noqa: FBT001 - called through Ray
+        """A `Fetched`, with or without log lines: for the host of a replica on another machine."""
+        assert self._far is not None, "the host reads what is on its own machine"
+        return encode_fetched(self._far.fetch(with_lines=with_lines))
 
     def wait_for_exit(self) -> None:
         """Never returns: that the call fails is how the host learns of the process' end."""
@@ -85,9 +107,23 @@ class ReplicaActor:
         return self._process
 
 
+def _find_out_where(place: HostPlace) -> tuple[Hello, FarSide | None]:
+    """Who this process is; and, where it is not on its host's machine, what it keeps for its host."""
+    if not place.node_id:
+        return Hello(os.getpid()), None
+    from serve_replica_host.adapters.ray_place import own_address, own_node_id  # noqa: PLC0415 - most have no use of it
+
+    node_id = own_node_id()
+    is_shared = place.is_shared_by(node_id)
+    place.enter(is_shared=is_shared)
+    if is_shared:
+        return Hello(os.getpid()), None
+    return Hello(os.getpid(), node_id, own_address()), FarSide(has_metrics=bool(place.metrics_dir))
+
+
 def _import_metrics(metrics_dir: str) -> Callable[[BackendTag], RequestMetrics]:
-    """Metrics in the host's directory, or, on a machine that has no such directory, in this process only."""
-    if metrics_dir and Path(metrics_dir).is_dir():
+    """Metrics in that directory, or, where it is empty, in this process only."""
+    if metrics_dir:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
     else:
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)

@@ -13,7 +13,8 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.bus.connection import BusConnection, Subscription
+from serve_common.bus.connection import BusConnection
+from serve_common.bus.subscriptions import Subscription
 from serve_common.tasks import TaskOwner
 from serve_common.threads.mailbox import Mailbox
 from serve_replica_host.ports import RequestMetrics

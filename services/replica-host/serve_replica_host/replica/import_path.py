@@ -6,6 +6,7 @@ Why apart: it alone touches ``sys.path``, and its errors are the first thing tha
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ def import_named(import_path: str, app_dir: str) -> Any:
     """
     if app_dir:
         if not Path(app_dir).is_dir():
-            raise UserCodeUnusable(f"app_dir {app_dir} is not a directory that the replica host can see")
+            where = f"looked for on the machine {os.uname().nodename}"
+            raise UserCodeUnusable(
+                f"app_dir {app_dir} is not a directory that the replica host can see ({where})"
+            )
         if app_dir not in sys.path:
             sys.path.insert(0, app_dir)
             importlib.invalidate_caches()

@@ -24,15 +24,7 @@ _SEND_BYTES: Final = 512 * 1024
 def open_log_way() -> Callable[[bytes], None]:
     """Takes whole lines, on one thread at a time; what cannot be sent is written to standard error."""
     path = os.environ.get(LOG_SOCKET, "")
-    stderr = sys.stderr.fileno()
-
-    def to_stderr(lines: bytes) -> None:
-        while lines:
-            try:
-                lines = lines[os.write(stderr, lines) :]
-            except OSError:  # nobody is left to be told
-                return
-
+    to_stderr = own_stderr()
     if not path:
         return to_stderr
     try:
@@ -40,7 +32,7 @@ def open_log_way() -> Callable[[bytes], None]:
         out.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
         out.settimeout(_SEND_TIMEOUT_S)
         out.connect(path)
-    except OSError as error:  # such as on another machine than the host's
+    except OSError as error:  # such as of another user than the host's
         to_stderr(encode_line({"event": "no_log_socket", "reason": str(error), "level": "info"}))
         return to_stderr
 
@@ -51,3 +43,17 @@ def open_log_way() -> Callable[[bytes], None]:
             to_stderr(lines)
 
     return to_host
+
+
+def own_stderr() -> Callable[[bytes], None]:
+    """Takes whole lines; they end in a file of Ray's on this machine."""
+    stderr = sys.stderr.fileno()
+
+    def to_stderr(lines: bytes) -> None:
+        while lines:
+            try:
+                lines = lines[os.write(stderr, lines) :]
+            except OSError:  # nobody is left to be told
+                return
+
+    return to_stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import final
 
 from serve_common.adapters.logs import configure_replica_logs, log_level
@@ -18,19 +19,31 @@ from serve_replica_host.replica.log_lines import HOST_ID, open_log_way
 from serve_replica_host.replica.user_logs import UserLogs
 
 
+def log_ids(replica_tag: ReplicaTag, backend_tag: BackendTag) -> dict[str, str]:
+    """What every line of a replica's bears."""
+    ids = {"replica_tag": str(replica_tag), "backend_tag": str(backend_tag)}
+    host_id = os.environ.get(HOST_ID)
+    if host_id:
+        ids["host_id"] = host_id
+    return ids
+
+
 @final
 class ReplicaLogs:
     """From its construction on, everything that this process says is a log line."""
 
-    def __init__(self, replica_tag: ReplicaTag, backend_tag: BackendTag) -> None:
-        ids = {"replica_tag": replica_tag, "backend_tag": backend_tag}
-        host_id = os.environ.get(HOST_ID)
-        if host_id:
-            ids["host_id"] = host_id
+    def __init__(
+        self,
+        replica_tag: ReplicaTag,
+        backend_tag: BackendTag,
+        way: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """``way`` takes whole lines, on one thread at a time; None for the way to a host on this machine."""
+        ids = log_ids(replica_tag, backend_tag)
         self._replica_tag = replica_tag
         clock = SystemClock()
         lines_ids = {"service": "replica", **ids}
-        self._relay = LogRelay(open_log_way(), lines_ids, clock)
+        self._relay = LogRelay(way or open_log_way(), lines_ids, clock)
         self._outlet: BusLogOutlet | None = None
         configure_replica_logs(self._relay, **ids)
         UserLogs(self._relay, lines_ids, clock).catch(log_level())

@@ -9,6 +9,7 @@ import msgspec
 
 from serve_common.settings import BusSettings
 from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.replica.fetched import Fetched
 
 
 class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,8 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str | None = None
     """The user's traceback, or what else went wrong; None when all is well."""
+    fetched: Fetched | None = None
+    """The last that there is to say before this process is ended; None where its host need not fetch it."""
 
 
 def encode(value: StartOrder | ControlOutcome | ReplicaGoal) -> bytes:

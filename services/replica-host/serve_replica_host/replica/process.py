@@ -16,9 +16,10 @@ import msgspec
 import structlog
 
 from serve_common.adapters.otlp import OpenTracing, open_tracing
-from serve_common.bus.connection import BusConnection, Subscription
+from serve_common.bus.connection import BusConnection
 from serve_common.bus.errors import NotConnected, OutboundFull
 from serve_common.bus.options import BusOptions
+from serve_common.bus.subscriptions import Subscription
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.loop_lag import OtherLoopsLag
 from serve_common.measures import measures
@@ -64,6 +65,7 @@ class ReplicaProcess:
         self._order = order
         self._metrics = metrics
         self._handle_metrics: HandleMetrics | None = None
+        self._write_span_metrics: Callable[[], None] | None = None
         self._user = LoopThread("replica-user")
         self._lag = OtherLoopsLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
@@ -96,6 +98,10 @@ class ReplicaProcess:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
             return user_traceback(error)
         self._tracing = _open_tracing(self._order)
+        if self._tracing is not None:
+            from serve_replica_host.adapters.span_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
+
+            self._write_span_metrics = PrometheusSpanMetrics(self._tracing.counts).write
         try:
             self._bus.submit(self._serve(self._code)).result()
         except PermanentError as error:
@@ -200,6 +206,8 @@ class ReplicaProcess:
             desk.write_metrics()
             self._lag.ask()
             self._write_handle_metrics()
+            if self._write_span_metrics is not None:
+                self._write_span_metrics()
             await asyncio.sleep(METRICS_S)
 
     def _write_handle_metrics(self) -> None:

@@ -91,7 +91,8 @@ class HostShell:
         self._metrics_url = metrics_url
         self._sequence = 0
         self._inbox: deque[_Input] = deque()
-        self._pids: dict[str, int] = {}
+        self._processes: dict[str, str] = {}
+        """As the metrics know them."""
         self._counts = ReplicaCounts(metrics, now)
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("host_shell")
@@ -198,12 +199,12 @@ class HostShell:
     def _take_in_event(self, event: ReplicaEvent) -> None:
         self._counts.hear(event)
         if isinstance(event, Placed):
-            self._pids[event.replica_tag] = event.pid
+            self._processes[event.replica_tag] = event.process or str(event.pid)
         if isinstance(event, ProcessEnded):
-            pid = self._pids.pop(event.replica_tag, None)
-            if pid is not None:
+            process = self._processes.pop(event.replica_tag, None)
+            if process is not None:
                 self._tasks.start(
-                    asyncio.to_thread(self._metrics.retire_process, pid), f"retire_process.{pid}"
+                    asyncio.to_thread(self._metrics.retire_process, process), f"retire_process.{process}"
                 )
         if not isinstance(event, HealthChecked) or event.error is not None:
             _log.info("replica_event", **msgspec.to_builtins(event))
@@ -221,7 +222,7 @@ class HostShell:
             case DrainReplica(tag):
                 self._runtime.drain(tag)
             case KillReplica(tag, is_forced=True):
-                _log.warning("replica_survives_kill", replica_tag=tag, pid=self._pids.get(tag, 0))
+                _log.warning("replica_survives_kill", replica_tag=tag, process=self._processes.get(tag, ""))
                 self._runtime.kill_by_force(tag)
             case KillReplica(tag):
                 self._runtime.kill(tag)

@@ -74,5 +74,5 @@ def unmeasured(ask: LoadAsk, measured: int) -> str:
         return ""
     return (
         f"{measured} of {ask.num_replicas} replicas are on their hosts' pages of metrics: "
-        "the others are cut off from NATS, or run on other machines than their hosts"
+        "the others are cut off from NATS, or from their hosts"
     )

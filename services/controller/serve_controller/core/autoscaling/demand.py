@@ -91,28 +91,15 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
     if burst is not None and not 0 <= burst < math.inf:
         burst = None
     is_idle = _is_nothing(reading, burst, 1.0 if query is None else min(query.target, 1.0))
-    only_waiting = 0.0
-    if inputs.asked is not None:
-        wanted = float(min(max(inputs.asked, 0), WANTED_MAX))
-        words = f"the policy function asks for {number(wanted)} replicas"
-    elif query is None:
-        target = inputs.config.target_ongoing_requests
-        wanted = min(seen / target, WANTED_MAX)
-        over_s = inputs.config.look_back_period_s if reading.over_s is None else reading.over_s
-        words = f"{requests(number(seen))} seen over {number(round(over_s, 1))} s"
-        if is_starting:
-            needed = max((seen - reading.queued) / target, float(inputs.num_replicas))
-            only_waiting = max(wanted - needed, 0.0)
-    elif query.meaning is QueryMeaning.TOTAL:
-        wanted = min(seen / query.target, WANTED_MAX)
-        words = f"the query gave {number(seen)} in all, target {number(query.target)}"
-    else:
-        if not inputs.num_running:
-            return "an average over replicas says nothing while none is running"
-        wanted = min(inputs.num_running * (seen / query.target), WANTED_MAX)
-        words = f"the query gave {number(seen)} per replica, target {number(query.target)}"
+    found = _wanted(inputs, reading, seen)
+    if isinstance(found, str):
+        return found
+    wanted, words = found
+    counted = wanted
+    if is_starting and inputs.asked is None and query is None:
+        working = (seen - reading.queued) / inputs.config.target_ongoing_requests
+        counted -= max(wanted - max(working, float(inputs.num_replicas)), 0.0)
     least = 0 if is_idle else 1
-    counted = wanted - only_waiting
     keep = with_spare(wanted) if inputs.asked is None else round_up(wanted)
     return Demand(
         seen=seen,
@@ -128,6 +115,25 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
         at=reading.at,
         words=words,
     )
+
+
+def _wanted(inputs: ScalingInput, reading: Reading, seen: float) -> tuple[float, str] | str:
+    """Replicas that a reading comes to, and what was seen, for people; or why it says nothing."""
+    query = inputs.config.query
+    if inputs.asked is not None:
+        asked = float(min(max(inputs.asked, 0), WANTED_MAX))
+        return asked, f"the policy function asks for {number(asked)} replicas"
+    if query is None:
+        over_s = inputs.config.look_back_period_s if reading.over_s is None else reading.over_s
+        wanted = min(seen / inputs.config.target_ongoing_requests, WANTED_MAX)
+        return wanted, f"{requests(number(seen))} seen over {number(round(over_s, 1))} s"
+    if query.meaning is QueryMeaning.TOTAL:
+        wanted = min(seen / query.target, WANTED_MAX)
+        return wanted, f"the query gave {number(seen)} in all, target {number(query.target)}"
+    if not inputs.num_running:
+        return "an average over replicas says nothing while none is running"
+    wanted = min(inputs.num_running * (seen / query.target), WANTED_MAX)
+    return wanted, f"the query gave {number(seen)} per replica, target {number(query.target)}"
 
 
 def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) -> str:

@@ -122,8 +122,8 @@ class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
     hosts: frozenset[HostId]
     """Every host that runs a replica of it."""
     num_replicas: int = 0
-    """So many replicas must be on the pages of hosts: one that runs on another machine than its host is on none, and
-    its load would be missing without a word."""
+    """So many replicas must be on the pages of hosts: one that is cut off is on none, and its load would be missing
+    without a word."""
     began_at: Mapping[str, float] = {}
     """When the processes of these proxies and hosts began, seconds since 1970, where it is known: what has just begun
     bore nothing before, so that nobody needs to have scraped it then."""

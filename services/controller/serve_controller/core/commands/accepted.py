@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
-from serve_common.subjects import backend_key
 from serve_common.wires.commands import ChangeReply, CommandReply
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals import application_of, backends_of, end_goal, number_of
+from serve_controller.core.goals.ending import end_goal
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import application_of, backend_keys, backends_of
 from serve_controller.core.objects import Backend, Goal, GoalKind
 
 GOALS_PENDING_MAX = 20_000
@@ -93,26 +94,13 @@ def new_goal(
     becomes a goal of the whole, so that the rest is not forgotten.
     """
     replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
-    whole: Goal | None = None
-    for goal_id in sorted(replaced, key=number_of):
-        former = draft.pending[goal_id]
-        some, all_of_it = backend_keys(owns), backend_keys(former.owns)
-        is_part = former.owns[0] not in owns and (
-            some < all_of_it or (some == all_of_it and kind is GoalKind.DEPLOY)
-        )
-        if former.kind is GoalKind.APPLICATION and is_part and kind in (GoalKind.DEPLOY, GoalKind.DELETE):
-            kind, subject, owns, whole = former.kind, former.subject, former.owns, former
+    whole = _whole_of(draft, replaced, kind, owns)
+    if whole is not None:
+        kind, subject, owns = whole.kind, whole.subject, whole.owns
     if len(draft.pending) - len(replaced) >= GOALS_PENDING_MAX:
         raise LimitReached(f"{GOALS_PENDING_MAX} goals are pending already")
     goal_id = draft.next_goal_id()
-    for former_id in sorted(replaced, key=number_of):
-        former = draft.pending[former_id]
-        if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
-            end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
-            application = application_of(draft, former)
-            if application is not None and application.deleting and former.owns[0] not in owns:
-                # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
-                draft.delete((Kind.APPLICATION, application.name))
+    _end_replaced(draft, replaced, owns, goal_id, now)
     if whole is not None:
         _hand_over(draft, whole, goal_id)
     draft.put(
@@ -129,6 +117,34 @@ def new_goal(
     return goal_id
 
 
+def _whole_of(draft: Draft, replaced: Collection[GoalId], kind: GoalKind, owns: Sequence[str]) -> Goal | None:
+    """The goal of an application, among those that are replaced, of which the new goal is about a part alone."""
+    if kind not in (GoalKind.DEPLOY, GoalKind.DELETE):
+        return None
+    for goal_id in sorted(replaced, key=number_of):
+        former = draft.pending[goal_id]
+        some, all_of_it = backend_keys(owns), backend_keys(former.owns)
+        is_part = former.owns[0] not in owns and (
+            some < all_of_it or (some == all_of_it and kind is GoalKind.DEPLOY)
+        )
+        if former.kind is GoalKind.APPLICATION and is_part:
+            return former
+    return None
+
+
+def _end_replaced(
+    draft: Draft, replaced: Collection[GoalId], owns: Sequence[str], goal_id: GoalId, now: float
+) -> None:
+    for former_id in sorted(replaced, key=number_of):
+        former = draft.pending[former_id]
+        if former.owns[0] in owns or backend_keys(former.owns) & backend_keys(owns):
+            end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
+            application = application_of(draft, former)
+            if application is not None and application.deleting and former.owns[0] not in owns:
+                # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
+                draft.delete((Kind.APPLICATION, application.name))
+
+
 def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
     """Let the goal that replaces ``former`` be the one that is answered for all that it was about."""
     application = application_of(draft, former)
@@ -138,9 +154,3 @@ def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
         backend = draft.backends.get(tag)
         if backend is not None and backend.goal_id == former.goal_id:
             draft.put(msgspec.structs.replace(backend, goal_id=goal_id))
-
-
-def backend_keys(owns: Sequence[str]) -> set[str]:
-    """The keys of backends among what a goal owns."""
-    prefix = backend_key("")  # type: ignore[arg-type]  # the empty tag gives what all keys begin with
-    return {key for key in owns if key.startswith(prefix)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.errors import BadField, Conflict, LimitReached
-from serve_common.names import BackendTag, EndpointTag, check_name, check_route
-from serve_common.values import EndpointOptions, check_endpoint_options
+from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route
+from serve_common.values.endpoint_options import EndpointOptions, check_endpoint_options
 from serve_common.wires.commands import DeleteApplication, DeployApplication
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
@@ -34,16 +34,9 @@ from serve_controller.core.commands.versions import (
     check_wanted,
     make_backend,
 )
-from serve_controller.core.goals import pending_goal
+from serve_controller.core.goals.scope import application_owned, deployment_owned, pending_goal
 from serve_controller.core.ingress_moves import route_meanwhile, taken_over
-from serve_controller.core.objects import (
-    Application,
-    ApplicationVersion,
-    EndpointConfig,
-    GoalKind,
-    application_owned,
-    deployment_owned,
-)
+from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind
 
 DEPLOYMENTS_MAX = 100
 """Of one application: what must be recorded at once stays bounded."""
@@ -99,14 +92,20 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
         )
     )
     for tag, wanted in parts.items():
-        backend = checkpoint.backends.get(tag)
-        if backend is None or not is_deployed_as(checkpoint, backend, wanted, configs[tag]):
-            draft.put(make_backend(backend, tag, goal_id, wanted))
-        else:
-            # What crashed before counts for nothing: the goal has its own tries.
-            draft.put(msgspec.structs.replace(backend, goal_id=goal_id, start_failures=0, retry_at=0.0))
+        draft.put(_part(checkpoint, tag, wanted, configs[tag], goal_id))
         put_deployment(draft, tag, configs[tag], now, name)
     return changed(draft, name, goal_id)
+
+
+def _part(
+    checkpoint: Checkpoint, tag: BackendTag, wanted: Wanted, config: EndpointConfig, goal_id: GoalId
+) -> Backend:
+    """The backend of one deployment, as the goal of its application wants it."""
+    backend = checkpoint.backends.get(tag)
+    if backend is None or not is_deployed_as(checkpoint, backend, wanted, config):
+        return make_backend(backend, tag, goal_id, wanted)
+    # What crashed before counts for nothing: the goal has its own tries.
+    return msgspec.structs.replace(backend, goal_id=goal_id, start_failures=0, retry_at=0.0)
 
 
 def _checked_parts(

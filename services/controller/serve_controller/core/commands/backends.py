@@ -7,7 +7,8 @@ import msgspec
 from serve_common.errors import Conflict, NotFound
 from serve_common.names import EndpointTag, deployment_tag
 from serve_common.subjects import backend_key
-from serve_common.values import check_backend_config, merged
+from serve_common.values.backend_config import check_backend_config
+from serve_common.values.merging import merged
 from serve_common.wires.commands import CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
@@ -28,8 +29,8 @@ from serve_controller.core.commands.versions import (
     is_as_wanted,
     make_backend,
 )
-from serve_controller.core.goals import pending_goal
-from serve_controller.core.objects import GoalKind, deployment_owned
+from serve_controller.core.goals.scope import deployment_owned, pending_goal
+from serve_controller.core.objects import GoalKind
 from serve_controller.core.scaling import check_within_limits, scaled_config
 
 _FIELD = "backend_tag"

@@ -9,7 +9,7 @@ import msgspec
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
 from serve_common.subjects import backend_key
-from serve_common.values import check_endpoint_options
+from serve_common.values.endpoint_options import check_endpoint_options
 from serve_common.wires.commands import DeleteDeployment, Deploy
 from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
@@ -32,16 +32,9 @@ from serve_controller.core.commands.versions import (
     is_as_wanted,
     make_backend,
 )
+from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.ingress_moves import check_not_moving
-from serve_controller.core.objects import (
-    Application,
-    Backend,
-    Deployment,
-    Endpoint,
-    EndpointConfig,
-    GoalKind,
-    deployment_owned,
-)
+from serve_controller.core.objects import Application, Backend, Deployment, Endpoint, EndpointConfig, GoalKind
 
 
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:

@@ -11,7 +11,8 @@ from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_common.limits import shown
 from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
 from serve_common.subjects import endpoint_key
-from serve_common.values import check_endpoint_options, merged
+from serve_common.values.endpoint_options import check_endpoint_options
+from serve_common.values.merging import merged
 from serve_common.wires.commands import (
     CreateEndpoint,
     DeleteEndpoint,
@@ -31,8 +32,8 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
-from serve_controller.core.goals import TRAFFIC, left_out_by, pending_goal
-from serve_controller.core.objects import Endpoint, EndpointConfig, GoalKind
+from serve_controller.core.goals.scope import left_out_by, pending_goal
+from serve_controller.core.objects import TRAFFIC, Endpoint, EndpointConfig, GoalKind
 
 NUM_ENDPOINTS_MAX = 10_000
 SPLIT_MAX = 100
@@ -81,8 +82,6 @@ def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Acce
     """See `SetTraffic`."""
     endpoint = _existing(checkpoint, command.endpoint)
     weights = _checked_weights(checkpoint, command.weights, "weights")
-    if weights == endpoint.target.traffic and not ended_badly(checkpoint, endpoint.goal_id):
-        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, traffic=weights)
     return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
 
@@ -100,8 +99,6 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
         shadows[tag] = command.proportion
     if len(shadows) > SPLIT_MAX:
         raise LimitReached(f"an endpoint has at most {SPLIT_MAX} shadows")
-    if shadows == endpoint.target.shadows and not ended_badly(checkpoint, endpoint.goal_id):
-        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, shadows=shadows)
     return _set_alone(checkpoint, endpoint, target, TRAFFIC, now)
 
@@ -110,8 +107,6 @@ def set_endpoint_options(checkpoint: Checkpoint, command: SetEndpointOptions, no
     """See `SetEndpointOptions`."""
     endpoint = _existing(checkpoint, command.endpoint)
     options = check_endpoint_options(merged(endpoint.target.options, command.options, "options"))
-    if options == endpoint.target.options and not ended_badly(checkpoint, endpoint.goal_id):
-        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     target = msgspec.structs.replace(endpoint.target, options=options)
     return _set_alone(checkpoint, endpoint, target, ("options",), now)
 
@@ -120,6 +115,8 @@ def _set_alone(
     checkpoint: Checkpoint, endpoint: Endpoint, target: EndpointConfig, fields: Iterable[str], now: float
 ) -> Accepted:
     """A change of an endpoint's configuration that a deploy which is pending, or fails, does not undo."""
+    if target == endpoint.target and not ended_badly(checkpoint, endpoint.goal_id):
+        return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     before = endpoint.set_alone if endpoint.goal_id in checkpoint.pending else []
     set_alone = sorted({*before, *fields})
     return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target, set_alone=set_alone), now)

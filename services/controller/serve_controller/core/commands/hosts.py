@@ -10,8 +10,9 @@ from serve_common.wires.commands import DrainHost, UndrainHost
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
-from serve_controller.core.goals import end_goal
-from serve_controller.core.objects import GoalKind, HostRecord, host_owned
+from serve_controller.core.goals.ending import end_goal
+from serve_controller.core.goals.scope import host_owned
+from serve_controller.core.objects import GoalKind, HostRecord
 
 
 def drain_host(checkpoint: Checkpoint, command: DrainHost, now: float) -> Accepted:

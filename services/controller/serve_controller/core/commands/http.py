@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from serve_common.subjects import HTTP_KEY
-from serve_common.values import HttpOptions, check_http_options, merged
+from serve_common.values.http_options import HttpOptions, check_http_options
+from serve_common.values.merging import merged
 from serve_common.wires.commands import SetHttpOptions
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, changed, ended_badly, new_goal, nothing_to_do

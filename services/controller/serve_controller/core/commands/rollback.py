@@ -23,8 +23,9 @@ from serve_controller.core.commands.accepted import (
 )
 from serve_controller.core.commands.deployments import check_route_free, is_deployed_as, put_deployment
 from serve_controller.core.commands.versions import Wanted, is_as_wanted, make_backend
+from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.ingress_moves import check_not_moving
-from serve_controller.core.objects import Backend, EndpointConfig, GoalKind, Revision, deployment_owned
+from serve_controller.core.objects import Backend, EndpointConfig, GoalKind, Revision
 from serve_controller.core.scaling import scaled_config
 
 

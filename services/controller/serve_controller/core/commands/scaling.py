@@ -9,7 +9,7 @@ import msgspec
 from serve_common.errors import Conflict, NotFound
 from serve_common.limits import check_between
 from serve_common.names import deployment_tag
-from serve_common.values import NUM_REPLICAS_MAX
+from serve_common.values.backend_config import NUM_REPLICAS_MAX
 from serve_common.wires.commands import PauseAutoscaling, ResumeAutoscaling, Scale, UpdateBackendConfig
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, changed, nothing_to_do

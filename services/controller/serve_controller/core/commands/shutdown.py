@@ -10,8 +10,10 @@ from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, new_goal
 from serve_controller.core.commands.deployments import give_up
-from serve_controller.core.goals import end_goal, number_of
-from serve_controller.core.objects import GoalKind, deployment_owned
+from serve_controller.core.goals.ending import end_goal
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import deployment_owned
+from serve_controller.core.objects import GoalKind
 
 SUBJECT = "everything"
 

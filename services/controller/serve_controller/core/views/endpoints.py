@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_common.values import HttpOptions
+from serve_common.values.http_options import HttpOptions
 from serve_common.wires.queries import PagedQuery
 from serve_common.wires.views import EndpointView
 from serve_controller.core.checkpoint import Checkpoint

@@ -6,7 +6,8 @@ from serve_common.errors import NotFound
 from serve_common.names import GoalId
 from serve_common.wires.views import GoalStatus, GoalView
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.goals import number_of, waits_for
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.waiting import waits_for
 from serve_controller.core.observed import ObservedState
 
 

@@ -1,50 +1,20 @@
-"""What users configure, as frozen values with every default, meaning, unit and limit in one place.
+"""How many replicas of a backend run, how they are treated, and how routers spread requests over them.
 
-Why here: the CLI sends these, the controller stores them, hosts run replicas from them and proxies route by them.
-A value that exists is valid: `check_backend_config` and its siblings run where a value enters the system.
+Why apart from the replica's own configuration: no change of any of this replaces a replica.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from serve_common.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
 from serve_common.errors import BadField
-from serve_common.limits import check_between, check_import_path, check_size
+from serve_common.limits import check_between, check_size
 
 NUM_REPLICAS_MAX = REPLICAS_MAX
-
-
-class RayActorOptions(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
-    """What Ray reserves and sets up for one replica; names and defaults as in Ray Serve."""
-
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    memory: float = 0.0
-    """Bytes; 0 reserves none."""
-    resources: dict[str, float] = {}
-    """Custom resources by name."""
-    runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment; ``env_vars`` is what is supported now."""
-
-
-class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What code a replica runs. A change of it is a new code version: replicas are replaced."""
-
-    import_path: str
-    """``module:attribute`` of a class or function, imported in the replica's process."""
-    app_dir: str = ""
-    """Directory put first on ``sys.path``, as the replica hosts see it; empty for none."""
-    init_args: list[Any] = []
-    init_kwargs: dict[str, Any] = {}
-    ray_actor_options: RayActorOptions = RayActorOptions()
 
 
 class Placement(Enum):
@@ -155,43 +125,6 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     circuit_breaker: CircuitBreaker = CircuitBreaker()
 
 
-class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an endpoint's requests are told apart."""
-
-    shard_key_header: str = "X-Serve-Shard-Key"
-    """Requests with the same value of this header go to the same backend and replica; empty pins none."""
-    backend_header: str = ""
-    """A request whose value of this header names one of the endpoint's backends goes there; empty: no such rule."""
-    relative_slo_ms: float | None = None
-    """Deadline, from arrival, of requests that bear none of their own; None means the request timeout."""
-
-
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What proxies apply to every request."""
-
-    request_timeout_s: float = 60.0
-    """How long a request may take from its arrival to its answer."""
-    body_bytes_max: int = 10 * 1024 * 1024
-    header_timeout_s: float = 10.0
-    """How long a client may take to send the head of a request, from its first byte."""
-    body_rate_min: int = 500
-    """Bytes a second, on average over ten seconds, that a client must send of a body or take of an answer; 0: any."""
-    keep_alive_timeout_s: float = 90.0
-    """How long a connection may be idle between two requests."""
-    middlewares: list[str] = []
-    """``module:attribute`` each, imported by the proxies; the first is the outermost."""
-
-
-MIDDLEWARES_MAX = 32
-BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
-"""Highest `HttpOptions.body_bytes_max`."""
-
-
-Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)
-
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-
-
 def check_backend_config(config: BackendConfig, field: str = "backend_config") -> BackendConfig:
     """Return ``config`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
     check_between(config.num_replicas, 0, NUM_REPLICAS_MAX, f"{field}.num_replicas")
@@ -234,93 +167,3 @@ def _check_protection(config: BackendConfig, field: str) -> None:
     check_between(breaker.requests_min, 1, 100_000, f"{at}.requests_min")
     check_between(breaker.window_s, 1, 600, f"{at}.window_s")
     check_between(breaker.open_time_s, 0.1, 3600, f"{at}.open_time_s")
-
-
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
-
-
-def check_endpoint_options(options: EndpointOptions, field: str = "options") -> EndpointOptions:
-    """Return ``options`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
-    for name in ("shard_key_header", "backend_header"):
-        value: str = getattr(options, name)
-        if value and not _HEADER_NAME.fullmatch(value):
-            raise BadField(f"{field}.{name}", f"{value[:80]!r} cannot be the name of a header")
-    if options.relative_slo_ms is not None:
-        check_between(options.relative_slo_ms, 1, 86_400_000, f"{field}.relative_slo_ms")
-    return options
-
-
-def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
-    """``config`` with the given fields changed, of the right types but not checked any further.
-
-    Of a group of fields such as ``circuit_breaker`` those that are not given stay too.
-
-    Raises `BadField` with the path of a field that is unknown or of another type.
-    """
-    known = type(config).__struct_fields__
-    for name in partial:
-        if name not in known:
-            raise BadField(f"{field}.{name[:80]}", "is unknown")
-    whole = {name: getattr(config, name) for name in known}
-    changed = {name: _within(whole[name], value) for name, value in partial.items()}
-    try:
-        return msgspec.convert({**msgspec.to_builtins(whole), **changed}, type(config))
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$.")
-        raise BadField(f"{field}.{path.rstrip('`')}" if path else field, text) from error
-
-
-def _within(known: Any, given: Any) -> Any:
-    if isinstance(known, msgspec.Struct) and isinstance(given, Mapping):
-        return {**msgspec.to_builtins(known), **given}
-    return given
-
-
-def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:
-    """Return ``options`` when every field is within its limits; otherwise raise `BadField` with the field's path."""
-    check_between(options.request_timeout_s, 0.1, 86_400, f"{field}.request_timeout_s")
-    check_between(options.body_bytes_max, 1, BODY_BYTES_MAX, f"{field}.body_bytes_max")
-    check_between(options.header_timeout_s, 0.1, 3600, f"{field}.header_timeout_s")
-    check_between(options.body_rate_min, 0, 10**9, f"{field}.body_rate_min")
-    check_between(options.keep_alive_timeout_s, 0.1, 3600, f"{field}.keep_alive_timeout_s")
-    if len(options.middlewares) > MIDDLEWARES_MAX:
-        raise BadField(f"{field}.middlewares", f"has more than {MIDDLEWARES_MAX} entries")
-    for index, path in enumerate(options.middlewares):
-        check_import_path(path, f"{field}.middlewares[{index}]")
-    return options
-
-
-def check_replica_config(config: ReplicaConfig, field: str = "replica_config") -> ReplicaConfig:
-    """Return ``config`` when every field is acceptable; otherwise raise `BadField` with the field's path."""
-    check_import_path(config.import_path, f"{field}.import_path")
-    if len(config.app_dir) > 4096 or "\0" in config.app_dir:
-        raise BadField(f"{field}.app_dir", "must be a path of at most 4096 characters without NUL")
-    options, at = config.ray_actor_options, f"{field}.ray_actor_options"
-    check_between(options.num_cpus, 0, 10_000, f"{at}.num_cpus")
-    check_between(options.num_gpus, 0, 10_000, f"{at}.num_gpus")
-    check_between(options.memory, 0, 2**50, f"{at}.memory")
-    if len(options.resources) > 32:
-        raise BadField(f"{at}.resources", f"has {len(options.resources)} entries; at most 32 are allowed")
-    for name, amount in options.resources.items():
-        if not 0 < len(name) <= 63 or name in {"CPU", "GPU", "memory"}:
-            raise BadField(f"{at}.resources", f"{name[:80]!r} is not a name for a custom resource")
-        check_between(amount, 0, 10**9, f"{at}.resources.{name}")
-    _check_runtime_env(options.runtime_env, f"{at}.runtime_env")
-    check_size(config.init_args, f"{field}.init_args")
-    check_size(config.init_kwargs, f"{field}.init_kwargs")
-    return config
-
-
-def _check_runtime_env(runtime_env: dict[str, Any], field: str) -> None:
-    for key in runtime_env:
-        if key != "env_vars":
-            raise BadField(f"{field}.{key[:80]}", "is not supported; env_vars is")
-    env_vars = runtime_env.get("env_vars", {})
-    if not isinstance(env_vars, dict):
-        raise BadField(f"{field}.env_vars", "must be an object of strings")
-    for name, value in env_vars.items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise BadField(f"{field}.env_vars", f"{str(name)[:80]!r} is not a name of a variable")
-        if not isinstance(value, str) or "\0" in value:
-            raise BadField(f"{field}.env_vars.{name[:80]}", "must be a string without NUL")
-    check_size(runtime_env, field)

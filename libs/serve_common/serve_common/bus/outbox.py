@@ -1,0 +1,133 @@
+"""What waits to leave on one link, gathered for as long as the loop turns once.
+
+Why batches: what is written in one iteration of the loop leaves in one system call; measured, that is where most of the
+throughput comes from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, final
+
+from serve_common.bus.errors import OutboundFull, PayloadTooLarge
+from serve_common.bus.protocol import CRLF, encode_hpub_line, encode_pub, encode_pub_line
+from serve_common.bus.shared_socket import SharedSocket
+
+_BATCH_BYTES_MAX: Final = 256 * 1024
+"""A batch this large is written at once: waiting for more would only hide that the server is slow."""
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Payloads up to this become one piece with their line: copying them costs less than handling three pieces."""
+_COPY_BYTES_MAX: Final = 32 * 1024
+"""Payloads up to this are copied into the batch's one buffer; larger ones are handed over as they are."""
+
+
+@final
+class Outbox:
+    """The batch of one link; its link says when it may be used."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pending_bytes_max: int) -> None:
+        """``pending_bytes_max`` limits what waits to be taken by the server."""
+        self.transport: asyncio.Transport | None = None
+        """Where the batch goes."""
+        self.shared: SharedSocket | None = None
+        """Where it goes instead, while other threads may write too."""
+        self.max_payload = 0
+        """Bytes of headers and payload that the server takes in one message."""
+        self._loop = loop
+        self._pending_bytes_max = pending_bytes_max
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._batch_room = 0
+        """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
+        self._is_batch_copied = True
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes written here that the operating system has not taken yet."""
+        assert self.transport is not None
+        return self._batch_bytes + self.transport.get_write_buffer_size()
+
+    def publish(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Put a message into this iteration's batch. Errors as for `BusConnection.publish`."""
+        size_bytes = len(payload)
+        if headers is not None or size_bytes > _SMALL_BYTES_MAX:
+            self._publish_in_pieces(subject, reply, payload, headers)
+            return
+        message = encode_pub(subject, reply, payload)
+        if size_bytes > self.max_payload:
+            raise self._too_large(size_bytes)
+        batch = self._batch
+        is_first = not batch
+        if is_first:
+            self._measure_room()
+        total_bytes = self._batch_bytes + len(message)
+        if total_bytes > self._batch_room:
+            raise self._full()
+        if is_first:
+            self._loop.call_soon(self.flush)
+        batch.append(message)
+        self._batch_bytes = total_bytes
+        if total_bytes >= _BATCH_BYTES_MAX:
+            self.flush()
+
+    def write(self, line: bytes) -> None:
+        """Put a line of the protocol into this iteration's batch, whatever waits already."""
+        if not self._batch:
+            self._measure_room()
+        self._append((line,), len(line))
+
+    def flush(self) -> None:
+        """Hand the batch to the socket now."""
+        if not self._batch or self.transport is None:
+            return
+        pieces, is_copied = self._batch, self._is_batch_copied
+        self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
+        if self.shared is not None:
+            self.shared.write_on_loop([b"".join(pieces)] if is_copied and len(pieces) > 1 else pieces)
+        elif is_copied:
+            self.transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
+        else:
+            self.transport.writelines(pieces)
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
+        self._batch.clear()
+        self._batch_bytes = 0
+
+    def _publish_in_pieces(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        size_bytes = len(payload)
+        if headers is None:
+            line = encode_pub_line(subject, reply, size_bytes)
+            pieces: tuple[bytes, ...] = (line, payload, CRLF)
+        else:
+            line = encode_hpub_line(subject, reply, len(headers), size_bytes)
+            size_bytes += len(headers)
+            pieces = (line, headers, payload, CRLF)
+        if size_bytes > self.max_payload:
+            raise self._too_large(size_bytes)
+        if not self._batch:
+            self._measure_room()
+        if self._batch_bytes + size_bytes > self._batch_room:
+            raise self._full()
+        if size_bytes > _COPY_BYTES_MAX:
+            self._is_batch_copied = False
+        self._append(pieces, len(line) + size_bytes + 2)
+
+    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
+        return PayloadTooLarge(f"message of {size_bytes} bytes: the server takes at most {self.max_payload}")
+
+    def _full(self) -> OutboundFull:
+        return OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
+
+    def _measure_room(self) -> None:
+        # At a batch's beginning: what waits below only shrinks until it leaves, and asking for each message is dear.
+        assert self.transport is not None
+        self._batch_room = self._pending_bytes_max - self.transport.get_write_buffer_size()
+
+    def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
+        if not self._batch:
+            self._loop.call_soon(self.flush)
+        self._batch += pieces
+        self._batch_bytes += size_bytes
+        if self._batch_bytes >= _BATCH_BYTES_MAX:
+            self.flush()

@@ -1,0 +1,160 @@
+"""The admin verbs as a service on NATS, offered by the leader alone.
+
+Why nats.micro: ``nats micro ls|info|stats|ping`` and every foreign client then see the admin API as what it is. Only
+the leader offers it, so a call with no leader is answered "no responders" at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import msgspec
+import nats.micro
+import structlog
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+from nats.micro.request import Request as MicroRequest
+from nats.micro.service import Service, ServiceConfig
+
+from serve_common.errors import LimitReached, ServeError
+from serve_common.subjects import ADMIN_SERVICE, Subjects
+from serve_common.tasks import TaskOwner
+from serve_common.tracing.operations import operation
+from serve_common.tracing.spans import SpanKind
+from serve_common.tracing.trace_context import TRACEPARENT, TRACESTATE, usable_tracestate
+from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, WHO_LENGTH_MAX
+from serve_controller.shell.requests import error_view
+
+_log = structlog.get_logger()
+
+CALLS_MAX = 1000
+"""Admin calls under way at once; most of them wait for goals."""
+_STOP_TIMEOUT_S = 2.0
+_LAST_CALLS_S = 0.5
+
+
+class Admin(Protocol):
+    """Who answers the admin verbs."""
+
+    async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
+        """The reply. Raises a `ServeError` for everything that a caller can understand."""
+        ...
+
+
+class AdminService:
+    """Takes admin calls from the bus and has them answered."""
+
+    def __init__(self, client: Client, subjects: Subjects, version: str, admin: Admin) -> None:
+        """``version`` is shown by ``nats micro info``."""
+        self._client = client
+        self._subjects = subjects
+        self._version = version
+        self._admin = admin
+        self._service: Service | None = None
+        self._tasks = TaskOwner("admin_calls")
+
+    async def offer(self) -> None:
+        """Begin to take calls. Raises NATS' errors."""
+        config = ServiceConfig(
+            name=ADMIN_SERVICE,
+            version=self._version,
+            description="Muster's commands and queries",
+        )
+        self._service = await nats.micro.add_service(self._client, config)
+        group = self._service.add_group(name=self._subjects.admin_group, queue_group="controllers")
+        for verb in VERBS:
+            await group.add_endpoint(name=verb, handler=self._handler(verb))
+
+    async def withdraw(self) -> None:
+        """Take no more calls, so that callers reach the next leader; those that were taken go on."""
+        service, self._service = self._service, None
+        if service is None:
+            return
+        await self._take_last_calls(service)
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
+                await service.stop()
+        except (NatsError, OSError, TimeoutError) as error:
+            # The server forgets the subscriptions with the connection, or learns of it at the reconnect.
+            _log.warning("service_not_withdrawn", error=repr(error))
+
+    async def close(self) -> None:
+        """Give up the calls that are under way."""
+        await self._tasks.close(timeout_s=1.0)
+
+    async def _take_last_calls(self, service: Service) -> None:
+        """Let the server hand no more calls to us, and take in all that it has handed to us already.
+
+        Why: `Service.stop` drops those, and their callers would wait in vain; and its subscriptions' own ``drain``
+        keeps them for the next connection when NATS goes away meanwhile.
+        """
+        if not self._client.is_connected:
+            return
+        known = [endpoint._subscription for endpoint in service._endpoints]  # noqa: SLF001 - there is no other way
+        try:
+            async with asyncio.timeout(_LAST_CALLS_S):
+                for subscription in filter(None, known):
+                    await self._client._send_unsubscribe(subscription._id)  # noqa: SLF001 - as above
+                for _ in range(2):  # the first PING overtakes what the client still holds back
+                    await self._client.flush()
+                for subscription in filter(None, known):
+                    await subscription._pending_queue.join()  # noqa: SLF001 - as above
+        except (NatsError, OSError, TimeoutError) as error:
+            _log.warning("last_calls_not_taken", error=repr(error))
+
+    def _handler(self, verb: str) -> Callable[[MicroRequest], Any]:
+        async def handle(request: MicroRequest) -> None:
+            # Each call in a task of its own: one that waits must not hold up the others of its verb.
+            if len(self._tasks) >= CALLS_MAX:
+                await _respond_error(request, LimitReached(f"{CALLS_MAX} admin calls are under way"))
+                return
+            self._tasks.start(self._answer(verb, request), name=f"admin {verb}")
+
+        return handle
+
+    async def _answer(self, verb: str, request: MicroRequest) -> None:
+        try:
+            with _traced(verb, request):
+                reply = await self._admin.answer(verb, request.data, _who(request))
+        except ServeError as error:
+            await _respond_error(request, error)
+            return
+        except Exception:
+            await _respond_error(request, ServeError("an internal error; the controller's log has it"))
+            raise
+        if len(reply) > self._client.max_payload:
+            text = f"the answer has {len(reply)} bytes and NATS carries {self._client.max_payload} in one message"
+            await _respond_error(request, LimitReached(f"{text}; ask for less: use limit and after"))
+            return
+        await request.respond(reply)
+
+
+def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
+    """A span around a command; queries, which people repeat every second, have none."""
+    if verb not in COMMANDS:
+        return nullcontext()
+    headers = request.headers or {}
+    return operation(
+        f"admin {verb}",
+        {"rpc.system.name": "nats", "muster.who": _who(request)},
+        kind=SpanKind.SERVER,
+        traceparent=headers.get(TRACEPARENT, ""),
+        tracestate=usable_tracestate(headers.get(TRACESTATE, "")),
+    )
+
+
+def _who(request: MicroRequest) -> str:
+    """What the caller says of itself, fit to be kept and shown."""
+    who = (request.headers or {}).get(WHO_HEADER, "")
+    return "".join(c for c in who if c.isprintable())[:WHO_LENGTH_MAX]
+
+
+async def _respond_error(request: MicroRequest, error: ServeError) -> None:
+    view = error_view(error)
+    first_line = view.message.splitlines()[0][:500] if view.message else view.code
+    # A header can hold neither line ends nor much else; the body has the whole.
+    plain = "".join(c if " " <= c <= "~" else "?" for c in first_line)
+    await request.respond_error(str(error.status_hint), plain, data=msgspec.json.encode(view))

@@ -1,0 +1,79 @@
+"""What a goal decides: the keys that it owns, and the objects behind them.
+
+Why keys: a later goal about the same things replaces this one, and that must be found without looking at all goals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_common.names import BackendTag, EndpointTag, HostId
+from serve_common.subjects import BACKENDS, ENDPOINTS, backend_key, endpoint_key, parse_key
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Application, Backend, Goal, GoalKind
+
+
+def application_owned(name: str) -> str:
+    """What a goal of a whole application owns."""
+    return f"applications.{name}"
+
+
+def host_owned(host_id: HostId) -> str:
+    """What a goal to drain a host owns."""
+    return f"hosts.{host_id}"
+
+
+def deployment_owned(tag: BackendTag) -> list[str]:
+    """What a goal of a deployment owns."""
+    return [backend_key(tag), endpoint_key(EndpointTag(tag))]
+
+
+def backend_keys(owns: Sequence[str]) -> set[str]:
+    """The keys of backends among what a goal owns."""
+    return {key for key in owns if key.startswith(f"{BACKENDS}.")}
+
+
+def backends_of(goal: Goal) -> list[BackendTag]:
+    """The backends that a goal decides."""
+    return [BackendTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{BACKENDS}.")]
+
+
+def endpoints_of(goal: Goal) -> list[EndpointTag]:
+    """The endpoints that a goal decides."""
+    return [EndpointTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{ENDPOINTS}.")]
+
+
+def _tag_in(key: str) -> str:
+    return parse_key(key)[1]
+
+
+def pending_goal(draft: Checkpoint, tag: BackendTag) -> Goal | None:
+    """The goal that decides a backend, while it is pending: at most one does."""
+    for goal_id in sorted(draft.owners.get(backend_key(tag), {})):
+        return draft.pending[goal_id]
+    return None
+
+
+def goal_at_stake(draft: Checkpoint, backend: Backend) -> Goal | None:
+    """The pending goal that fails with this backend: none does with one that is to go away anyway."""
+    goal = pending_goal(draft, backend.backend_tag)
+    if goal is None or backend.deleting or backend.backend_tag in left_out_by(draft, goal):
+        return None
+    return goal
+
+
+def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
+    """The application that a goal is about as a whole."""
+    if goal.kind is not GoalKind.APPLICATION and goal.kind is not GoalKind.DELETE:
+        return None
+    application = draft.applications.get(goal.subject)
+    is_about = application is not None and application_owned(application.name) in goal.owns
+    return application if is_about else None
+
+
+def left_out_by(draft: Checkpoint, goal: Goal) -> list[BackendTag]:
+    """What an application had and is no longer to have when this goal is reached."""
+    application = application_of(draft, goal)
+    if application is None or application.deleting:
+        return []
+    return [tag for tag in backends_of(goal) if tag not in application.target.deployments]

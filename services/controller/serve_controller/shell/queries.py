@@ -1,0 +1,149 @@
+"""Queries: answered from what the term knows, and changing nothing.
+
+Why apart from commands: an answer is no promise, so nothing is recorded before it is given and no fence guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeAlias
+
+from serve_common.errors import BadField, NotLeading
+from serve_common.names import deployment_tag
+from serve_common.ports import Clock
+from serve_common.wires import queries as q
+from serve_common.wires.admin import COMMANDS
+from serve_common.wires.commands import AnyCommand, Request
+from serve_common.wires.views import HistoryView, LoadView, PlanView, StatusView
+from serve_controller.core import views
+from serve_controller.core.autoscaling.asks import targets_of
+from serve_controller.core.autoscaling.values import Targets
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands import decide
+from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
+from serve_controller.core.forecast import forecast
+from serve_controller.core.views.paging import checked_limit
+from serve_controller.shell.leading_term import LeadingTerm
+from serve_controller.shell.requests import parse_request
+
+ReadLoad: TypeAlias = Callable[[Targets, float], Awaitable[LoadView]]
+"""Scrapes all of the targets, by the time that is given, and sums up."""
+HISTORY_LIMIT_MAX: Final = 500
+HISTORY_ID_MAX: Final = 2**63 - 1
+
+
+class Queries:
+    """Answers every query but the one that waits."""
+
+    def __init__(self, controller_id: str, clock: Clock, read_load: ReadLoad | None) -> None:
+        """``read_load`` scrapes all services; None: this controller cannot."""
+        self._controller_id = controller_id
+        self._clock = clock
+        self._read_load = read_load
+
+    async def answer(self, term: LeadingTerm, query: Request) -> object:
+        """The answer from ``term``; a `WaitForGoal` is none of these. Raises a `ServeError`."""
+        match query:
+            case q.GetHistory():
+                return await _history(term, query)
+            case q.GetLoad():
+                return await self._load(term)
+            case q.Plan():
+                return self._plan(term, query)
+            case q.GetEvents():
+                limit = checked_limit(query.limit, EVENTS_LIMIT_MAX)
+                return latest_events(term.events, term.checkpoint, limit, query.subject)
+            case q.GetStatus():
+                return self._status(term, query)
+            case q.PagedQuery():
+                return self._list(term, query)
+            case _:
+                return _single(term.checkpoint, query)
+
+    def _list(self, term: LeadingTerm, query: q.PagedQuery) -> object:
+        checkpoint, now = term.checkpoint, self._clock.now()
+        match query:
+            case q.ListDeployments():
+                return views.view_deployments(checkpoint, query, include_deleted=query.include_deleted)
+            case q.GetAllApplications():
+                return views.view_applications(checkpoint, query)
+            case q.GetAllBackends():
+                return views.view_backends(checkpoint, query)
+            case q.GetAllEndpoints():
+                return views.view_endpoints(checkpoint, query)
+            case q.GetHttpProxies():
+                return views.view_proxies(term.observed, now, query)
+            case q.GetHosts():
+                return views.view_hosts(checkpoint, term.observed, now, query)
+            case q.GetAutoscaling():
+                return views.view_autoscaling(checkpoint, term.autoscaling, now, query)
+            case q.GetSnapshot():
+                return views.view_snapshot(checkpoint, query)
+            case _:
+                raise AssertionError(f"{type(query).__name__} is no query")
+
+    def _status(self, term: LeadingTerm, query: q.GetStatus) -> StatusView:
+        checkpoint, now = term.checkpoint, self._clock.now()
+        return StatusView(
+            controller_id=self._controller_id,
+            epoch=term.epoch,
+            store_available=term.is_store_available,
+            snapshot_id=checkpoint.counters.snapshot,
+            deployments=views.view_deployments(checkpoint, with_replicas=query.replicas)
+            if query.deployments
+            else [],
+            hosts=views.view_hosts(checkpoint, term.observed, now),
+            proxies=views.view_proxies(term.observed, now),
+            autoscaling=views.view_autoscaling(checkpoint, term.autoscaling, now)
+            if query.deployments
+            else [],
+        )
+
+    async def _load(self, term: LeadingTerm) -> LoadView:
+        if self._read_load is None:
+            raise NotLeading("this controller scrapes nobody")
+        return await self._read_load(targets_of(term.observed, self._clock.now()), self._clock.now())
+
+    def _plan(self, term: LeadingTerm, query: q.Plan) -> PlanView:
+        if query.verb not in COMMANDS:
+            raise BadField(
+                "verb", f"{query.verb[:40]!r} changes nothing; it must be one of {', '.join(COMMANDS)}"
+            )
+        command = parse_request(query.verb, bytes(query.request))
+        assert isinstance(command, AnyCommand)
+        checkpoint, now = term.checkpoint, self._clock.now()
+        accepted = decide(checkpoint, command, now)
+        if not accepted.changes:
+            return PlanView(
+                updating=False, replicas=[], notes=["everything is as asked, or will be by a goal"]
+            )
+        return forecast(checkpoint, checkpoint.applied(accepted.changes), term.observed, now)
+
+
+async def _history(term: LeadingTerm, query: q.GetHistory) -> list[HistoryView]:
+    limit = checked_limit(query.limit, HISTORY_LIMIT_MAX)
+    if query.before is not None and not 1 <= query.before <= HISTORY_ID_MAX:
+        raise BadField("before", "must be the id of an entry")
+    subject = None if query.subject is None else _recorded_subject(term.checkpoint, query.subject)
+    return await term.read_history(limit, subject, query.before)
+
+
+def _recorded_subject(checkpoint: Checkpoint, subject: str) -> str:
+    """The subject as commands are recorded with it: hosts and applications by their names, all else by its tag."""
+    if subject in checkpoint.hosts or subject in checkpoint.applications:
+        return subject
+    return deployment_tag(subject, "subject")
+
+
+def _single(checkpoint: Checkpoint, query: Request) -> object:
+    match query:
+        case q.GetDeploymentInfo():
+            return views.view_deployment(checkpoint, query.name)
+        case q.GetBackendConfig():
+            return views.view_backend_config(checkpoint, query.backend_tag)
+        case q.GetHttpConfig():
+            return views.view_http_config(checkpoint)
+        case q.GetRevisions():
+            return views.view_revisions(checkpoint, query.name)
+        case _:
+            raise AssertionError(f"{type(query).__name__} is no query")

@@ -1,0 +1,211 @@
+"""The answer of an endpoint to one HTTP request that takes the long way: asked, followed, and counted at its end.
+
+Why apart from `HttpRequests`: what a request meets before it, and what holds for which requests, is another matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+from aiohttp import web
+
+from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.incoming import ACCEPTED as SWITCHED
+from serve_common.dispatch.request_body import RequestBody, UploadRoom
+from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
+from serve_common.errors import ServeError
+from serve_common.tasks import TaskOwner
+from serve_common.values.http_options import HttpOptions
+from serve_common.wires.frames import Kind
+from serve_proxy.adapters.http_answers import problem_response, respond, whole_bytes
+from serve_proxy.adapters.http_asks import ask_of
+from serve_proxy.adapters.http_body import feed_body, receive_body
+from serve_proxy.adapters.http_chain import Exchange
+from serve_proxy.adapters.http_sockets import HttpSockets
+from serve_proxy.adapters.http_targets import authority_of, is_socket_wanted, peer_of, scheme_of
+from serve_proxy.core.headers import RequestHeaders, read_request_headers, use_host
+from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.shell.access_log import AccessLog
+from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_traces import RequestTraces
+
+_log = structlog.get_logger(__name__)
+
+
+@final
+class _Visit:
+    """One request on its way to the endpoint and back, and what is to be counted of it."""
+
+    __slots__ = (
+        "deadline",
+        "ended",
+        "exchange",
+        "options",
+        "path",
+        "problem",
+        "query",
+        "request_id",
+        "status",
+        "tally",
+    )
+
+    def __init__(
+        self, path: str, query: str, options: HttpOptions, exchange: Exchange | None, tally: EndpointTally
+    ) -> None:
+        self.path = path
+        self.query = query
+        self.options = options
+        self.exchange = exchange
+        self.request_id = ""
+        self.deadline = 0.0
+        self.tally = tally
+        self.status = CLIENT_GONE
+        self.ended = 0.0
+        """When it counts as ended, if that is before its end; by time.perf_counter."""
+        self.problem: Problem | None = None
+        """What it is answered with, when this process has failed it."""
+
+
+@final
+class EndpointAnswers:
+    """Asks endpoints, and writes what they answer."""
+
+    def __init__(self, ingress: Ingress, new_request_id: Callable[[], str]) -> None:
+        self.sockets: Final = HttpSockets(ingress)
+        self._ingress = ingress
+        self._new_request_id = new_request_id
+        self._now = asyncio.get_running_loop().time
+        self._room = UploadRoom()
+        self._tasks = TaskOwner("uploads")
+
+    async def close(self, timeout_s: float) -> None:
+        """End what is left of uploads and sockets."""
+        await self.sockets.close(timeout_s)
+        await self._tasks.close(timeout_s)
+
+    async def answer(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        query: str,
+        options: HttpOptions,
+        *,
+        following: RequestTraces | AccessLog | None,
+        exchange: Exchange | None,
+    ) -> web.StreamResponse:
+        """The answer of the endpoint for ``path``.
+
+        With an ``exchange``, whoever made that counts the request and has it followed; otherwise ``following`` does.
+        """
+        began = time.perf_counter()  # the loop's own time stands still within an iteration
+        headers = read_request_headers(request.raw_headers)
+        authority = authority_of(request)
+        if authority:
+            use_host(headers, authority)
+        visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
+        if exchange is None:
+            visit.request_id = headers.request_id or self._new_request_id()
+            visit.deadline = self._now() + options.request_timeout_s
+            if following is not None:
+                scheme, peer = scheme_of(request), peer_of(request)
+                following.begin(
+                    headers,
+                    request.method,
+                    path,
+                    scheme,
+                    visit.request_id,
+                    peer=peer,
+                    body=request.content,
+                )
+        else:
+            visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
+            headers.follower = exchange.follower
+            headers.traceparent = exchange.traceparent or headers.traceparent
+        response: web.StreamResponse | None = None
+        try:
+            response = await self._answer_endpoint(request, headers, visit)
+        except ServeError as error:
+            problem = visit.problem = problem_of(error)
+            visit.status = problem.status
+            response = problem_response(problem, visit.request_id)
+        except (asyncio.CancelledError, ConnectionError):
+            if visit.status != SWITCHED:
+                visit.status = CLIENT_GONE
+            raise
+        except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
+            _log.exception("request_failed", request_id=visit.request_id, path=path[:200])
+            visit.status = 500
+            problem = visit.problem = Problem(
+                status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
+            )
+            response = problem_response(problem, visit.request_id)
+        finally:
+            if exchange is None:
+                ended = visit.ended or time.perf_counter()
+                visit.tally.add(request.method, visit.status, ended - began)
+                if headers.follower is not None:
+                    headers.follower.ended(visit.status, visit.problem, whole_bytes(request, response))
+            else:
+                exchange.tally = visit.tally
+                exchange.problem = visit.problem
+        return response
+
+    async def _answer_endpoint(
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit
+    ) -> web.StreamResponse:
+        method, options = request.method, visit.options
+        endpoint = self._ingress.admit(method, visit.path)
+        visit.tally = endpoint.tally
+        is_socket = is_socket_wanted(request, headers.upgrade)
+        body: bytes | RequestBody = b""
+        if is_socket:
+            self.sockets.check(request)
+        elif request.body_exists:
+            body = await receive_body(
+                request,
+                options,
+                visit.deadline,
+                self._room,
+                is_welcomed=visit.exchange is not None,
+                is_copied=bool(endpoint.shadows),
+            )
+        ask = ask_of(
+            endpoint,
+            headers,
+            method=method,
+            path=visit.path,
+            query=visit.query,
+            body=body,
+            request_id=visit.request_id,
+            now=self._now(),
+            deadline=visit.deadline,
+            peer=peer_of(request),
+            scheme=scheme_of(request),
+            kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
+        )
+        if ask.upload is None:
+            return await self._pass_on(request, ask, visit)
+        feeding = self._tasks.start(feed_body(request, ask.upload, options), name="upload")
+        try:
+            return await self._pass_on(request, ask, visit)
+        finally:
+            feeding.cancel()
+
+    async def _pass_on(self, request: web.BaseRequest, ask: Ask, visit: _Visit) -> web.StreamResponse:
+        """Ask, and write the answer."""
+        call, answer = await self._ingress.ask(ask)
+        visit.status = answer.status
+        if visit.exchange is not None:
+            visit.exchange.begun()
+        rate_min = visit.options.body_rate_min
+        if answer.socket is None:
+            return await respond(self._ingress, request, call, answer, ask.request_id, rate_min=rate_min)
+        visit.ended = time.perf_counter()  # how long a socket lasts is no request's duration
+        try:
+            return await self.sockets.serve(request, ask, answer, answer.socket, rate_min)
+        finally:
+            self._ingress.abandon(call)

@@ -1,0 +1,237 @@
+"""Follows every HTTP request, and makes a line of it when it has ended: the access log.
+
+Why as a follower: where nobody follows requests, the log costs nothing, not even a question. What is traced as well is
+followed by both, one inside the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, Protocol, final
+
+from serve_common.dispatch.calls import Ask
+from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.wires.frames import Kind
+from serve_proxy.core.access_line import METHOD_LENGTH_MAX, AccessLine, bounded_path
+from serve_proxy.core.callers import client_of
+from serve_proxy.core.following import ReceivedBody
+from serve_proxy.core.headers import RequestHeaders
+from serve_proxy.core.problems import Problem
+from serve_proxy.shell.request_traces import RequestTraces, TracedRequest
+
+_HTTP: Final = "http"
+_STREAM: Final = "stream"
+_WEBSOCKET: Final = "websocket"
+_ABNORMAL: Final = 1006
+"""The code of a WebSocket that nobody has closed (RFC 6455, 7.4.1)."""
+
+
+class SentAnswer(Protocol):
+    """An answer on its way to the client."""
+
+    written_bytes: int
+    failure: str
+    """Why it broke off; empty when it did not, or when the client left."""
+
+
+class OpenSocket(Protocol):
+    """A WebSocket with a client."""
+
+    heard_messages: int
+    heard_bytes: int
+    said_messages: int
+    said_bytes: int
+    last_code: int
+    """By which either side has closed it; 0 before that."""
+    failure: str
+    """As `SentAnswer.failure`."""
+
+
+@final
+class LoggedRequest:
+    """Gathers what is said of one request; a `FollowedRequest`."""
+
+    __slots__ = (
+        "_answer",
+        "_attempts",
+        "_backend_tag",
+        "_began",
+        "_body",
+        "_client",
+        "_endpoint_tag",
+        "_is_ended",
+        "_kind",
+        "_method",
+        "_path",
+        "_replica_tag",
+        "_request_id",
+        "_socket",
+        "_trace",
+        "_traceparent",
+        "_write",
+    )
+
+    def __init__(
+        self,
+        write: Callable[[AccessLine], None],
+        method: str,
+        path: str,
+        request_id: str,
+        *,
+        client: str,
+        body: ReceivedBody,
+        trace: TracedRequest | None,
+    ) -> None:
+        self._write = write
+        self._began = time.perf_counter()
+        self._method = method
+        self._path = path
+        self._request_id = request_id
+        self._client = client
+        self._body = body
+        self._trace = trace
+        self._kind = _HTTP
+        self._endpoint_tag = self._backend_tag = self._replica_tag = self._traceparent = ""
+        self._attempts = 0
+        self._answer: SentAnswer | None = None
+        self._socket: OpenSocket | None = None
+        self._is_ended = False
+
+    # -- a `FollowedRequest` --
+
+    def asks(self, ask: Ask) -> None:
+        """See `FollowedRequest`."""
+        self._endpoint_tag = ask.endpoint.tag
+        self._backend_tag = ask.backend_tag or ask.endpoint.split.sole or ""
+        self._traceparent = ask.traceparent
+        if ask.kind is Kind.WEBSOCKET:
+            self._kind = _WEBSOCKET
+        if self._trace is not None:
+            self._trace.asks(ask)
+
+    def waits(self, why: str) -> None:
+        """See `RequestFollower`."""
+        if self._trace is not None:
+            self._trace.waits(why)
+
+    def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
+        """See `RequestFollower`."""
+        self._replica_tag = replica
+        self._attempts += 1
+        if self._trace is not None:
+            return self._trace.attempt_begun(replica, is_patient=is_patient)
+        return self._traceparent
+
+    def attempt_failed(self, kind: str, text: str) -> None:
+        """See `RequestFollower`."""
+        if self._trace is not None:
+            self._trace.attempt_failed(kind, text)
+
+    def attempt_ended(self, status: int) -> None:
+        """See `RequestFollower`."""
+        if self._trace is not None:
+            self._trace.attempt_ended(status)
+
+    def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
+        """See `FollowedRequest`."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        answer, socket, trace = self._answer, self._socket, self._trace
+        bytes_in, messages_in, messages_out, close_code = self._body.total_bytes, None, None, 0
+        error = "" if problem is None else problem.code
+        if answer is not None:
+            sent_bytes = answer.written_bytes
+            error = error or answer.failure
+        elif socket is not None:
+            bytes_in, sent_bytes = socket.heard_bytes, socket.said_bytes
+            messages_in, messages_out = socket.heard_messages, socket.said_messages
+            close_code = socket.last_code or _ABNORMAL
+            error = error or socket.failure
+        replica_tag = self._replica_tag
+        self._write(
+            AccessLine(
+                kind=self._kind,
+                method=self._method[:METHOD_LENGTH_MAX],
+                path=bounded_path(self._path),
+                status=status,
+                bytes_in=bytes_in,
+                bytes_out=sent_bytes,
+                duration_ms=round((time.perf_counter() - self._began) * 1000, 3),
+                request_id=self._request_id,
+                endpoint_tag=self._endpoint_tag,
+                backend_tag=backend_tag_of(ReplicaTag(replica_tag)) if replica_tag else self._backend_tag,
+                replica_tag=replica_tag,
+                attempts=self._attempts or 1,
+                messages_in=messages_in,
+                messages_out=messages_out,
+                close_code=close_code,
+                error=error,
+                client=self._client,
+                trace_id="" if trace is None else trace.span.trace_id,
+            )
+        )
+        # They lead to the connection, and that to this request: it would be left to the garbage collector.
+        self._answer = self._socket = None
+        if trace is not None:
+            trace.ended(status, problem, sent_bytes)
+
+    # -- what only a log wants to know --
+
+    def sends(self, answer: SentAnswer, *, is_stream: bool) -> None:
+        """The ``answer`` begins, which takes a while; what became of it is read from it at the end."""
+        self._answer = answer
+        if is_stream:
+            self._kind = _STREAM
+
+    def talks(self, socket: OpenSocket) -> None:
+        """The handshake succeeds; what was said is read from the ``socket`` at the end."""
+        self._socket = socket
+
+
+@final
+class AccessLog:
+    """Begins a line for each request that arrives."""
+
+    def __init__(self, write: Callable[[AccessLine], None], traces: RequestTraces | None) -> None:
+        """``write`` takes lines and neither waits nor raises; ``traces`` is None where nothing is traced."""
+        self._write = write
+        self._traces = traces
+
+    def begin(
+        self,
+        headers: RequestHeaders,
+        method: str,
+        path: str,
+        scheme: str,
+        request_id: str,
+        *,
+        peer: str,
+        body: ReceivedBody,
+    ) -> None:
+        """As `RequestTraces.begin`; all requests are followed, whether they are traced or not."""
+        trace = None
+        if self._traces is not None:
+            trace = self._traces.begin(headers, method, path, scheme, request_id)
+        client = client_of(headers.forwarded_for, peer)
+        headers.follower = LoggedRequest(
+            self._write, method, path, request_id, client=client, body=body, trace=trace
+        )
+
+    def refused(self, method: str, path: str, request_id: str, peer: str, problem: Problem) -> None:
+        """A request that was not understood was answered with ``problem``."""
+        self._write(
+            AccessLine(
+                kind=_HTTP,
+                method=method[:METHOD_LENGTH_MAX],
+                path=bounded_path(path),
+                status=problem.status,
+                bytes_in=0,
+                bytes_out=0,
+                duration_ms=0.0,
+                request_id=request_id,
+                error=problem.code,
+                client=peer,
+            )
+        )

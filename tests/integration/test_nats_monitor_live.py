@@ -1,0 +1,170 @@
+"""The state of a real nats-server, as the leader of real controllers shows it: a connection that is cut, a server that
+goes and comes, and each server only once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from serve_common.metrics_catalogue import NATS_METRICS
+from tests.integration.control_plane import ControllerProcess, ControlPlane, eventually
+from tests.integration.control_plane import NatsServer as ControlPlaneNats
+from tests.integration.nats_server import NatsServer
+from tests.integration.postgres_server import PostgresServer
+from tests.integration.scraped_pages import contradictions
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+class MonitoredServer:
+    """A nats-server of its own to look at: nothing but this test uses it, so its numbers are known."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.monitor_port: int = probe.getsockname()[1]
+        self.server = NatsServer(directory, config=CONFIG.format(port=self.monitor_port))
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.monitor_port}"
+
+
+PUBLISHED = 100
+CONFIG = """
+http: "127.0.0.1:{port}"
+max_connections: 50
+max_pending: 1MB
+write_deadline: "10s"
+jetstream {{ max_memory_store: 1MB, max_file_store: 10MB }}
+"""
+
+
+@pytest.fixture(scope="module")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlaneNats]:
+    with ControlPlaneNats(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture
+async def plane(nats: ControlPlaneNats, postgres_server: PostgresServer) -> AsyncIterator[ControlPlane]:
+    async with ControlPlane.opened(nats, postgres_server) as plane:
+        yield plane
+
+
+@pytest.fixture
+def monitored(tmp_path: Path) -> Iterator[MonitoredServer]:
+    monitored = MonitoredServer(tmp_path)
+    monitored.server.start()
+    yield monitored
+    if monitored.server.process is not None:
+        monitored.server.kill()
+
+
+async def shown_by(controller: ControllerProcess) -> dict[str, float]:
+    """Values by metric, of the one server."""
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(await controller.metrics())
+        for sample in family.samples
+        if sample.name.startswith("serve_nats_")
+    }
+
+
+def publish_to_one_who_does_not_read(port: int) -> None:
+    """Return when the server has taken everything; by then it must have cut the reader off."""
+    address = ("127.0.0.1", port)
+    body = b"x" * 500_000
+    with (
+        socket.create_connection(address, 20) as subscriber,
+        socket.create_connection(address, 20) as publisher,
+    ):
+        subscriber.sendall(b'CONNECT {"verbose": false}\r\nSUB flood 1\r\nPING\r\n')
+        read_until_pong(subscriber)
+        publisher.sendall(b'CONNECT {"verbose": false}\r\n')
+        # More than the two sockets' buffers and what the server lets wait.
+        for _ in range(PUBLISHED):
+            publisher.sendall(b"PUB flood %d\r\n%s\r\n" % (len(body), body))
+        publisher.sendall(b"PING\r\n")
+        read_until_pong(publisher)
+
+
+def read_until_pong(connection: socket.socket) -> None:
+    read = b""
+    while b"PONG\r\n" not in read:
+        piece = connection.recv(1)
+        assert piece, read
+        read += piece
+
+
+async def test_the_leader_and_nobody_else_shows_a_server_and_whom_it_cut_off(
+    plane: ControlPlane, monitored: MonitoredServer
+) -> None:
+    variables = {"SERVE_NATS_MONITOR_URL": f"http://{monitored.name}"}
+    leader = await plane.start_controller("controller-1", **variables)
+    await plane.until_led_by("controller-1")
+    standby = await plane.start_controller("controller-2", **variables)
+    await standby.until_logged("standing_by")
+
+    async def shows(**values: float) -> None:
+        # A machine that has no time at all may leave a page unread now and then.
+        async def does() -> bool:
+            shown = await shown_by(leader)
+            return {f"serve_nats_{name}": value for name, value in values.items()}.items() <= shown.items()
+
+        await eventually(does)
+
+    await shows(up=1, healthy=1, connections=0, connections_limit=50, slow_consumers_total=0)
+    await shows(jetstream_storage_bytes=0, jetstream_storage_limit_bytes=10 * 2**20, jetstream_streams=0)
+
+    async def has_all() -> bool:
+        return set(await shown_by(leader)) == {spec.name for spec in NATS_METRICS}
+
+    await eventually(has_all)
+    page = await leader.metrics()
+    assert contradictions({"controller": page}) == []
+    assert f'serve_nats_up{{server="{monitored.name}"}}' in page
+    assert await shown_by(standby) == {}
+
+    await asyncio.to_thread(publish_to_one_who_does_not_read, monitored.server.port)
+    await shows(slow_consumers_total=1, received_messages_total=PUBLISHED, connections_opened_total=2)
+
+    monitored.server.kill()
+    await shows(up=0)
+    assert set(await shown_by(leader)) == {"serve_nats_up"}
+    monitored.server.start()
+    await shows(up=1, slow_consumers_total=0)
+
+    leader.signal(signal.SIGTERM)
+    await leader.until_gone()
+
+    async def takes_over() -> bool:
+        return (await shown_by(standby)).get("serve_nats_up") == 1
+
+    await eventually(takes_over)
+
+
+async def test_a_monitoring_port_that_never_answers_does_not_hold_up_the_leader(
+    plane: ControlPlane,
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        name = f"127.0.0.1:{silent.getsockname()[1]}"
+        leader = await plane.start_controller("controller-1", SERVE_NATS_MONITOR_URL=f"http://{name}")
+        await plane.until_led_by("controller-1")
+
+        async def is_said_to_be_down() -> bool:
+            return await shown_by(leader) == {"serve_nats_up": 0}
+
+        await eventually(is_said_to_be_down)
+        [line] = leader.logged("nats_page_away")
+        assert line["server"] == name
+        assert await plane.leader(timeout_s=5.0) is not None
