@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from testcontainers.compose import DockerCompose
@@ -27,6 +29,18 @@ def _why_no_engine() -> str | None:
     return None if done.returncode == 0 else done.stderr.strip()[:300]
 
 
+def _quick_prometheus(directory: Path) -> Path:
+    """A copy of Prometheus' configuration that scrapes and resolves names every second."""
+    shutil.copytree(ROOT / "deploy/prometheus", directory)
+    file = directory / "prometheus.yml"
+    text = file.read_text().replace("scrape_timeout: 4s", "scrape_timeout: 1s")
+    assert text.count(": 5s") >= 6, "intervals as they are there"
+    file.write_text(text.replace(": 5s", ": 1s"))
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # it runs as nobody
+    return directory
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Every service but Grafana, whose image need not be at hand."""
@@ -36,10 +50,13 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             pytest.fail(f"{_REQUIRED}=1, but no Docker engine with compose answers: {why}")
         pytest.skip(f"NOT TESTED: the stack in containers, for no Docker engine with compose answers: {why}")
     secrets = generate(tmp_path_factory.mktemp("secrets"), for_containers=True)
-    compose = DockerCompose(ROOT, ["compose.yaml", "deploy/grafana/left-out.yaml"], build=True)
+    files = ["compose.yaml", "deploy/grafana/left-out.yaml", "tests/compose/quick.yaml"]
+    compose = DockerCompose(ROOT, files, build=True)
+    prometheus = _quick_prometheus(tmp_path_factory.mktemp("prometheus") / "etc")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COMPOSE_PROJECT_NAME", PROJECT)
         environment.setenv("MUSTER_SECRETS", str(secrets.directory))
+        environment.setenv("MUSTER_TEST_PROMETHEUS", str(prometheus))
         for name in ("HTTP", "NATS", "PROMETHEUS"):
             environment.setenv(f"MUSTER_{name}_PORT", "127.0.0.1:0")
         for name in ("MUSTER_APPS", "MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):

@@ -1,11 +1,13 @@
 """One stack of compose.yaml for all compose tests: a project, ports and secrets of its own.
 
 Why not just DockerCompose: tests scale services, take the stack down with its volumes kept and bring it up again,
-and act on it as a person would, with the CLI and the example's evaluation.
+and act on it as a person would, with the CLI and the example's evaluation. What is asked again and again is asked
+without a process for each time, which would take most of these tests' time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import select
 import signal
@@ -14,13 +16,17 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 from testcontainers.compose import DockerCompose
 
+from muster.client import StackAddress, connect_stack
+from muster.client.admin import AdminClient
 from muster.secrets import Secrets
 
 ROOT: Final = Path(__file__).parents[2]
@@ -31,14 +37,19 @@ _COMMAND_TIMEOUT_S: Final = 120.0
 
 
 class Stack:
-    """A running stack; its ports may change whenever a container starts anew, so they are asked for each time."""
+    """A running stack."""
 
     def __init__(self, compose: DockerCompose, secrets: Secrets) -> None:
         self.compose = compose
         self.secrets = secrets
+        self._addresses: dict[tuple[str, int], str] = {}
+        self._deployed: tuple[str, ...] | None = None
+        """How the example was deployed last."""
 
     def run(self, *arguments: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
         """``docker compose ARGUMENTS``; raises with all it said when it fails."""
+        if arguments[0] not in ("exec", "port"):
+            self._addresses.clear()  # a container that starts anew has other ports
         return _run([*self.compose.compose_command_property, *arguments], timeout_s)
 
     def up(self, *arguments: str) -> None:
@@ -53,7 +64,10 @@ class Stack:
 
     def address(self, service: str, port: int) -> str:
         """``host:port`` at which this machine reaches a service's port."""
-        return self.run("port", service, str(port)).strip()
+        known = self._addresses.get((service, port))
+        if known is None:
+            known = self._addresses[service, port] = self.run("port", service, str(port)).strip()
+        return known
 
     @property
     def nats_url(self) -> str:
@@ -69,12 +83,19 @@ class Stack:
         command = [str(Path(sys.executable).with_name("muster")), *arguments, "--nats", self.nats_url]
         return _run([*command, "--password-file", str(self.secrets.nats_password_file("admin"))], 300.0)
 
+    def have_digits(self) -> None:
+        """As `deploy_digits`, unless that was what was done last."""
+        if self._deployed != ():
+            self.deploy_digits()
+
     def deploy_digits(self, *more: str) -> None:
         """Deploy the example, or leave it as it is when it is deployed like this."""
+        self._deployed = None
         self.muster(
             "deploy", "digits:Digits", "--name", "digits", "--route-prefix", "/digits",
             "--app-dir", "/apps/digits", "--version", "1", *more,
         )  # fmt: skip
+        self._deployed = more
 
     def evaluate(self, *more: str) -> dict[str, Any]:
         """What `evaluate.py` measures over the whole held-out part."""
@@ -99,8 +120,19 @@ class Stack:
 
     def status(self) -> dict[str, Any]:
         """What `muster status` knows."""
-        status: dict[str, Any] = json.loads(self.muster("status", "--json"))
+        status: dict[str, Any] = self._asked(lambda admin: admin.get_status())
         return status
+
+    def _asked(self, question: Callable[[AdminClient], Awaitable[Any]]) -> Any:
+        """The answer as the CLI's ``--json`` has it."""
+        address = StackAddress(urls=(self.nats_url,), password=self.secrets.read("nats_admin"))
+
+        async def ask() -> Any:
+            async with connect_stack(address) as reached:
+                return msgspec.to_builtins(await question(reached.admin))
+
+        with ThreadPoolExecutor(1) as thread:  # some tests have a loop of their own
+            return thread.submit(asyncio.run, ask()).result()
 
     def wait_until_healthy(self, name: str) -> None:
         """Wait until the controller says that a deployment is as it should be."""
@@ -117,7 +149,7 @@ class Stack:
         found: dict[str, Any] = {}
 
         def is_so() -> bool:
-            views = json.loads(self.muster("autoscaling", "list", "--json"))
+            views = self._asked(lambda admin: admin.get_autoscaling())
             found.update(next(view for view in views if view["backend_tag"] == f"default/{name}"))
             return {key: found[key] for key in expected} == expected and (
                 not is_seen or found["seen"] is not None

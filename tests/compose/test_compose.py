@@ -61,6 +61,8 @@ def test_the_example_is_deployed_by_the_cli_and_answers_every_request(stack: Sta
     result = stack.evaluate()
     assert result["failures"] == 0, result
     assert result["accuracy"] >= 0.95
+    (known,) = json.loads(stack.muster("status", "--json"))["deployments"]
+    assert (known["name"], known["status"]) == ("default/digits", "healthy")
 
 
 def test_prometheus_sees_every_process(stack: Stack) -> None:
@@ -77,13 +79,17 @@ def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_
         "upscale_delay_s": 0,
         "downscale_delay_s": 0,
         "metrics_interval_s": 1,
+        # After an outage Prometheus is read again once it covers as much.
+        "look_back_period_s": 8,
+        "panic_window_s": 4,
         "query": {"promql": "vector(6)", "target": 2},
     }
     stack.muster(
         "deploy", "noop:Noop", "--name", "followed", "--route-prefix", "/followed", "--app-dir", "/apps/noop",
         "--num-cpus", "0.1", "--autoscaling-config", json.dumps(config),
     )  # fmt: skip
-    stack.deploy_digits("--autoscaling-config", "min_replicas=1,max_replicas=2,metrics_interval_s=1")
+    followed = "min_replicas=1,max_replicas=2,metrics_interval_s=1,look_back_period_s=8,panic_window_s=4"
+    stack.deploy_digits("--autoscaling-config", followed)
     stack.wait_for_autoscaling("followed", num_replicas=3, verdict="steady", source="prometheus")
     stack.wait_for_autoscaling("digits", source="prometheus", is_seen=True)
     stack.wait_until_healthy("default/followed")
@@ -100,7 +106,7 @@ def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_
 
 
 async def test_a_foreign_nats_client_lists_deployments_and_deploys(stack: Stack) -> None:
-    stack.deploy_digits()
+    stack.have_digits()
     client = await connect(stack, "admin")
     try:
         answer = await client.request("serve.admin.list_deployments", b"{}", timeout=5)
@@ -148,7 +154,7 @@ async def test_a_proxys_credentials_do_not_serve_for_commands(stack: Stack) -> N
 
 
 def test_a_killed_controller_comes_back_and_keeps_everything(stack: Stack) -> None:
-    stack.deploy_digits()
+    stack.have_digits()
     before = stack.status()["deployments"]
     with stack.under_load() as result:
         stack.run("kill", "controller")
@@ -160,7 +166,7 @@ def test_a_killed_controller_comes_back_and_keeps_everything(stack: Stack) -> No
 
 
 def test_a_standby_controller_takes_over_from_one_that_is_killed(stack: Stack) -> None:
-    stack.deploy_digits()
+    stack.have_digits()
     stack.up("--no-recreate", "--scale", "controller=2")
     before = stack.status()
     with stack.under_load() as result:
@@ -176,7 +182,7 @@ def test_a_standby_controller_takes_over_from_one_that_is_killed(stack: Stack) -
 
 
 def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
-    stack.deploy_digits()
+    stack.have_digits()
     with stack.under_load() as result:
         stack.up("--no-recreate", "--scale", "proxy=2", "--scale", "replica-host=2")
         stack.wait_for_query('sum(up{job="proxy"})', 2)
@@ -192,7 +198,7 @@ def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
 
 
 def test_a_stack_that_was_taken_down_brings_its_deployments_back(stack: Stack) -> None:
-    stack.deploy_digits()
+    stack.have_digits()
     stack.run("down")
     stack.up()
     stack.wait_until_healthy("default/digits")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
 import msgspec
@@ -20,6 +20,7 @@ from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import VERBS, ErrorView
 from serve_common.wires.commands import ChangeReply
 from serve_common.wires.host import ReplicaGoal
+from serve_common.wires.queries import GetEvents
 from serve_common.wires.views import EventView, GoalStatus, GoalView
 from serve_replica_host.core.events import Placed, StartFailed
 from tests.integration.control_plane import ControlPlane, NatsServer, SimulatedHost
@@ -136,6 +137,18 @@ class AdminDesk:
             async with self._heard:
                 self.told.append((kind, subject, content))
                 self._heard.notify_all()
+
+    async def until_kept(
+        self, query: GetEvents, is_so: Callable[[list[EventView]], bool], *, timeout_s: float = 10.0
+    ) -> list[EventView]:
+        """What can be asked for afterwards, once it is so."""
+        events: list[EventView] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not is_so(events := await self.admin.get_events(query)):  # noqa: ASYNC110 - the server tells not
+                    await asyncio.sleep(0.05)
+                return events
+        raise AssertionError(f"{query} never was answered as it should be, but with {events}")
 
     async def until_told(
         self, kind: str, subject: str, *, state: str, timeout_s: float = 10.0

@@ -107,20 +107,19 @@ async def ordered_changes(stack: LoadedStack, version: str, rounds: int, request
 async def killed_replicas(
     stack: LoadedStack, version: str, seconds: float, requests_per_s: float, seed: int
 ) -> Storm:
-    """One of the replicas that answer is killed every `KILL_EVERY_S`."""
+    """One of the replicas that answer is killed every `KILL_EVERY_S`, as often as that is in ``seconds``."""
     await stack.deployed(version, REPLICAS)
     chance = random.Random(seed)
     killed: set[int] = set()
     async with ChaosLoad.running(ROUTE, stack.http_ports, requests_per_s=requests_per_s) as load:
         storm = Storm(load=load)
-        end_at = load.now() + seconds
         await asyncio.sleep(1.0)
-        while load.now() < end_at:
-            alive = sorted({int(pid) for pid in load.pids} - killed)
-            if alive:
-                pid = chance.choice(alive)
-                killed.add(pid)
-                storm.kills.append(Kill(at=load.now(), pid=pid, fragile_in_flight=load.fragile_under_way))
-                os.kill(pid, signal.SIGKILL)
+        for _ in range(int(seconds / KILL_EVERY_S)):
+            while not (alive := sorted({int(pid) for pid in load.pids} - killed)):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            pid = chance.choice(alive)
+            killed.add(pid)
+            storm.kills.append(Kill(at=load.now(), pid=pid, fragile_in_flight=load.fragile_under_way))
+            os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(KILL_EVERY_S)
     return storm

@@ -38,7 +38,7 @@ from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.routing.snapshot_table import SnapshotTable
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
+from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import Deploy, Request
@@ -62,6 +62,8 @@ from serve_replica_host.shell.host import HostShell
 from tests.integration.postgres_server import PostgresServer
 
 ROOT = Path(__file__).resolve().parents[2]
+CHANGE_LIMIT_S = 120.0
+"""For what has no limit of its own: processes that start, all at once, on a busy machine."""
 SOURCES = ("libs/serve_common", "services/controller")
 
 
@@ -101,6 +103,7 @@ class ControllerProcess:
         self.log: list[dict[str, Any]] = []
         self._process = process
         self._logged = asyncio.Condition()
+        self._is_log_whole = asyncio.Event()
 
     @classmethod
     async def start(cls, controller_id: str, environment: Mapping[str, str]) -> Self:
@@ -128,6 +131,7 @@ class ControllerProcess:
                     self.log.append({"event": line.decode(errors="replace").rstrip()})
                 self._logged.notify_all()
         await self._process.wait()
+        self._is_log_whole.set()
         async with self._logged:
             self._logged.notify_all()
 
@@ -148,16 +152,17 @@ class ControllerProcess:
         """None while it runs; minus the signal's number when one killed it."""
         return self._process.returncode
 
-    async def until_logged(self, *events: str, timeout_s: float = 60.0) -> None:
-        """Until it has logged one of these, or is gone."""
+    async def until_logged(self, *events: str, timeout_s: float = CHANGE_LIMIT_S) -> None:
+        """Until it has logged one of these, or is gone and its log is read to the end."""
         async with asyncio.timeout(timeout_s), self._logged:
             await self._logged.wait_for(
-                lambda: self.exit_code is not None or any(self.logged(event) for event in events)
+                lambda: self._is_log_whole.is_set() or any(self.logged(event) for event in events)
             )
 
-    async def until_gone(self, timeout_s: float = 60.0) -> int:
-        """Its exit code."""
+    async def until_gone(self, timeout_s: float = CHANGE_LIMIT_S) -> int:
+        """Its exit code. What it logged is known then, to the last line."""
         async with asyncio.timeout(timeout_s):
+            await self._is_log_whole.wait()
             return await self._process.wait()
 
     def signal(self, number: signal.Signals) -> None:
@@ -360,7 +365,9 @@ class ControlPlane:
             self._tasks.start(self.host.bus.run(), "host_bus")
             self._tasks.start(self.host.shell.run(), "host")
             self._tasks.start(self.proxy.report(), "proxy")
-            async with connect_stack(address, retry_for_s=60.0, on_retry=self.retries.append) as stack:
+            async with connect_stack(
+                address, retry_for_s=CHANGE_LIMIT_S, on_retry=self.retries.append
+            ) as stack:
                 self.admin = stack.admin
                 yield self
         finally:
@@ -408,6 +415,7 @@ class ControlPlane:
             message = await self.ask("get_status", GetStatus(), timeout_s=timeout_s)
         except (NoRespondersError, NatsTimeoutError):
             return None
+        raise_if_cancelled()  # it is asked again and again
         return None if message.headers else msgspec.json.decode(message.data, type=StatusView)
 
     async def until_led_by(self, *controller_ids: str, timeout_s: float = 30.0) -> StatusView:
@@ -443,5 +451,6 @@ def deploy_request(name: str, version: str, *, num_replicas: int = 2) -> Deploy:
 async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
     """Until ``check`` holds; the other side has no event to wait for."""
     async with asyncio.timeout(timeout_s):
-        while not await check():  # noqa: ASYNC110 - it happens in another process
+        while not await check():
+            raise_if_cancelled()  # what it asks NATS may have swallowed it
             await asyncio.sleep(0.02)

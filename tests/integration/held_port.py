@@ -1,29 +1,30 @@
-"""A port that stays one test's own, also while nobody listens on it.
+"""A port that nobody else gets while its server is not up yet, or is down for a moment.
 
-Why hold it: a port that was merely free a moment ago may be given to anybody before a server takes it, or between two
-lives of a server, and clients that try to connect to it again and again may even be given it as their own.
+Why not just bind port 0, look which it is and close: from then on the system may give it to any program that opens a
+connection or listens somewhere, and a stack that starts opens hundreds. A socket that is bound and never listens keeps
+it from them; a server binds it all the same, for servers set SO_REUSEADDR as this one does. Meanwhile a connection to
+it is refused, as to every port on which nobody listens.
 """
 
 from __future__ import annotations
 
+import os
 import socket
-from typing import final
+import weakref
 
 
-@final
 class HeldPort:
-    """On 127.0.0.1, chosen by the system. While this is not closed, nobody is given it.
+    """A port of this machine's own address, held until it is let go of or this object is gone."""
 
-    Whoever names it with SO_REUSEADDR, as servers do, may listen on it, for this side does not listen; connections to
-    it are refused while nobody does.
-    """
+    def __init__(self, port: int = 0) -> None:
+        """0: one that the system chooses. Raises OSError when somebody listens on the given one."""
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", port))
+            self.port: int = holder.getsockname()[1]
+            # Without a socket object nobody has to remember to close it: one that is forgotten is a warning.
+            self._let_go = weakref.finalize(self, os.close, holder.detach())
 
-    def __init__(self) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
-        self.number: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        """Let go of it. May be called twice."""
-        self._socket.close()
+    def let_go(self) -> None:
+        """From now on anybody may have it."""
+        self._let_go()

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -36,6 +35,7 @@ from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.views import GoalStatus, ReplicaView
 from tests.integration.control_plane import ControllerProcess
+from tests.integration.held_port import HeldPort
 
 APP_DIR = Path(__file__).with_name("loaded_app")
 NAME = "loaded"
@@ -70,10 +70,12 @@ class LoadedStack:
         self._controllers_started = 0
         self._tasks = TaskOwner("loaded_stack")
         self._secrets = generate(paths.secrets)
-        self._ports = _free_ports(
-            "nats", "nats_monitor", "postgres",
-            *(f"{use}_{n}" for use in ("http", "controller_ops", "proxy_ops", "host_ops") for n in _NUMBERS),
-        )  # fmt: skip
+        uses = ["nats", "nats_monitor", "postgres"]
+        uses += [
+            f"{use}_{n}" for use in ("http", "controller_ops", "proxy_ops", "host_ops") for n in _NUMBERS
+        ]
+        self._held_ports = {use: HeldPort() for use in uses}
+        self._ports = {use: held.port for use, held in self._held_ports.items()}
         self._paths = paths
         self._supervisor = Supervisor(uuid.uuid4().hex[:12], self._specs(ray_dir), lambda _event: None)
 
@@ -244,12 +246,3 @@ class LoadedStack:
     def log(self, name: str) -> str:
         """What a supervised process wrote, in all its lives."""
         return self._paths.log(name).read_text()
-
-
-def _free_ports(*uses: str) -> dict[str, int]:
-    """All different: each is held until all are chosen."""
-    with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(socket.socket()) for _ in uses]
-        for probe in held:
-            probe.bind(("127.0.0.1", 0))
-        return {use: probe.getsockname()[1] for use, probe in zip(uses, held, strict=True)}

@@ -16,6 +16,7 @@ from nats.aio.client import Client
 from serve_common.adapters.nats_client import connect_nats
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
+from tests.integration.held_port import HeldPort
 
 
 class NatsServer:
@@ -27,6 +28,7 @@ class NatsServer:
         self._config = config
         self.port = -1
         self.process: subprocess.Popen[bytes] | None = None
+        self._held_port: HeldPort | None = None
 
     def start(self) -> None:
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"
@@ -46,12 +48,14 @@ class NatsServer:
             assert time.monotonic() < give_up_at, (self.directory / "log").read_text()
             time.sleep(0.01)  # the server has no other way to tell its port
         self.port = int(json.loads(ports_file.read_text())["nats"][0].rpartition(":")[2])
+        self._held_port = None
 
     def kill(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(timeout=10)
         self.process = None
+        self._held_port = HeldPort(self.port)
 
     def forget(self) -> None:
         """While it is down: lose everything that JetStream had."""

@@ -12,7 +12,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,8 @@ from typing import Self
 import asyncpg
 import psutil
 import pytest
+
+from tests.integration.held_port import HeldPort
 
 START_TIMEOUT_S = 20.0
 _PASSWORD = secrets.token_hex(8)
@@ -64,9 +65,8 @@ class PostgresServer:
     def __init__(self) -> None:
         self._binaries = _binaries()
         self._process: subprocess.Popen[bytes] | None = None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self._held_port = HeldPort()
+        self.port = self._held_port.port
 
     def __enter__(self) -> Self:
         way = _way_to_not_be_root(self._binaries / "postgres")

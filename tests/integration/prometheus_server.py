@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import pytest
+
+from tests.integration.held_port import HeldPort
 
 IMAGE: Final = "prom/prometheus:v3.5.0"
 START_TIMEOUT_S: Final = 30.0
@@ -73,9 +74,8 @@ class PrometheusServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._container = ""
         self._written = {"prometheus.yml": config, **(files or {})}
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self._held_port = HeldPort()
+        self.port = self._held_port.port
 
     @property
     def url(self) -> str:

@@ -42,7 +42,7 @@ class NatsServer:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._held_port = HeldPort()
-        self.port = self._held_port.number
+        self.port = self._held_port.port
         self.url = f"nats://127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -60,7 +60,7 @@ class NatsServer:
     def close(self) -> None:
         """For good."""
         self.kill()
-        self._held_port.close()
+        self._held_port.let_go()
 
 
 class Stack:

@@ -58,7 +58,7 @@ class NatsServer:
         shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
         shutil.copy(self.secrets.path(NATS_INCLUDE), directory / "passwords.conf")
         self._held_port = HeldPort()
-        self.port = self._held_port.number
+        self.port = self._held_port.port
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class NatsServer:
     def close(self) -> None:
         """For good."""
         self.kill()
-        self._held_port.close()
+        self._held_port.let_go()
 
     def address(self, user: str = "admin", password: str | None = None) -> StackAddress:
         return StackAddress(

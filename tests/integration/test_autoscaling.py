@@ -21,12 +21,14 @@ from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy
 from serve_common.wires.queries import GetEvents
-from serve_common.wires.views import AutoscalingView, GoalStatus
+from serve_common.wires.views import AutoscalingView, EventView, GoalStatus
 from tests.bench.scaling.clients import Clients
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 APP_DIR = Path(__file__).parent / "scaling_app"
+WAKING_LIMIT_S = 15.0
+"""For one replica to start on a busy machine; measured it is on a quiet one, by `make bench-scaling`."""
 QUICK = AutoscalingConfig(
     min_replicas=0,
     max_replicas=4,
@@ -105,17 +107,19 @@ async def test_replicas_follow_a_load_from_none_and_back_to_none_and_lose_no_req
         clients.set(8)
         view = await scaled.until(lambda running, _: running == 4, "four replicas bear eight clients")
         assert view.source in ("scrape", "")
-        view = await scaled.until(lambda _, v: v.seen is not None and v.seen > 6, "eight clients are seen")
+        # More may have been seen before: those that waited for the first replica.
+        view = await scaled.until(lambda _, v: v.seen == pytest.approx(8, abs=2), "eight clients are seen")
         assert (view.source, view.num_replicas) == ("scrape", 4)
-        assert view.seen == pytest.approx(8, abs=2)
         await clients.end()
         await scaled.until(lambda running, v: running == 0 == v.num_replicas, "it falls asleep")
         await clients.once()
         assert [asked.error for asked in clients.asked if asked.error] == []
-        assert clients.asked[-1].took_s < 5.0
-    events = await scaled.admin.get_events(GetEvents(subject="waiting", limit=1000))
-    told = [event for event in events if event.kind == "autoscaling"]
-    assert {"woken", "down"} <= {event.state for event in told}
+        assert clients.asked[-1].took_s < WAKING_LIMIT_S
+    told: list[EventView] = []
+    async with asyncio.timeout(10.0):  # they are kept a moment after what they tell of
+        while not {"woken", "down"} <= {event.state for event in told}:
+            events = await scaled.admin.get_events(GetEvents(subject="waiting", limit=1000))
+            told = [event for event in events if event.kind == "autoscaling"]
     assert all(" replicas: " in event.message for event in told if event.state != "held")
 
 

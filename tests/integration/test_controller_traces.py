@@ -13,7 +13,7 @@ import pytest
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
-from tests.integration.control_plane import ControlPlane, NatsServer
+from tests.integration.control_plane import ControlPlane, NatsServer, deploy_request
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.integration.postgres_server import PostgresServer
 
@@ -42,6 +42,10 @@ async def test_a_deploy_and_the_plan_that_follows_are_one_trace(
         async with ControlPlane.opened(nats, postgres_server) as plane:
             await plane.start_controller("c-1", **receiver.environment())
             await plane.until_led_by("c-1")
+            # Once this succeeded the leader knows host, proxy and bucket; before, what it plans waits for them.
+            before = await plane.admin.deploy(deploy_request("before", "v1"))
+            assert before.goal_id is not None
+            await plane.admin.wait_for_goal(before.goal_id, deadline_s=30)
             trace_id = uuid.uuid4().hex
             headers = {"traceparent": f"00-{trace_id}-{PARENT}-01", "Muster-Who": "ann"}
 

@@ -17,6 +17,7 @@ import pytest
 from serve_common.wires.views import DeploymentStatus, GoalStatus, GoalView
 from serve_controller.shell.boundary import EFFECTS
 from tests.integration.control_plane import (
+    CHANGE_LIMIT_S,
     ROOT,
     ControllerProcess,
     ControlPlane,
@@ -140,7 +141,7 @@ async def _die_by_chance(plane: ControlPlane) -> None:
             controller = await plane.start_controller(
                 "controller-1", SERVE_CRASH_PROBABILITY=chance, SERVE_CRASH_SEED=str(77 + len(died))
             )
-            await controller.until_gone(120.0)
+            await controller.until_gone()
             died.append(controller)
 
     async with asyncio.TaskGroup() as tasks:
@@ -166,7 +167,7 @@ async def _tell_story(plane: ControlPlane) -> list[GoalView]:
     for request in (deploy_request("a", "v1"), deploy_request("b", "v1"), deploy_request("a", "v2")):
         reply = await plane.admin.deploy(request)
         assert reply.goal_id is not None
-        ended.append(await plane.admin.wait_for_goal(reply.goal_id, deadline_s=90.0))
+        ended.append(await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S))
         again = await plane.admin.deploy(request)
         assert again.goal_id == reply.goal_id, "the same change is the same goal"
     return ended

@@ -34,6 +34,7 @@ from muster.embedded import (
     unprivileged,
 )
 from muster.embedded.process import ProcessSpec
+from muster.embedded.tcp_ports import choose_ports
 from muster.embedded.unprivileged import Way
 from muster.secrets import NAMES, Secrets
 
@@ -327,6 +328,18 @@ async def test_a_taken_http_port_is_named_and_a_taken_nats_port_replaced(tmp_pat
         options = msgspec.structs.replace(ANY_PORTS, nats_port=port)
         async with make_stack(tmp_path / "state", heard, options) as stack:
             assert heard.notices == [f"port {port} is taken, so NATS listens on {stack.record.ports['nats']}"]
+
+
+def test_ports_belong_to_the_stack_from_their_choice_on() -> None:
+    chosen = choose_ports(ANY_PORTS, {})
+    assert len(set(chosen.by_use.values())) == len(chosen.by_use)
+    for port in chosen.by_use.values():
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):  # as all servers do, it sets SO_REUSEADDR
+            pass
+    for holder in chosen.holders:
+        holder.close()
 
 
 async def test_a_service_that_cannot_start_ends_the_whole_start(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ async def test_a_receiver_that_is_dead_harms_nothing(
 ) -> None:
     nobody = HeldPort()
     environment = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{nobody.number}",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{nobody.port}",
         "OTEL_EXPORTER_OTLP_TIMEOUT": "3600",
         "OTEL_BSP_MAX_QUEUE_SIZE": "64",
         "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16",
@@ -276,7 +276,7 @@ async def test_a_receiver_that_is_dead_harms_nothing(
         assert sum(float(number) for _, number in told) > 0
         async with asyncio.timeout(30):  # much less than what is allowed for sending
             await stack.proxy.close()
-    nobody.close()
+    nobody.let_go()
     told = [record.name for record in caplog.records if record.name.startswith("opentelemetry")]
     assert len(told) == len(set(told))
 

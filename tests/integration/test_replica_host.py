@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -52,6 +51,7 @@ from serve_common.wires.frames import (
     split_body,
 )
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from tests.integration.held_port import HeldPort
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -65,6 +65,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 
 from starlette.exceptions import HTTPException
@@ -93,8 +94,14 @@ class Echo:
                 self.cancelled += 1
                 raise
             return "slept"
+        if path.endswith("/hold"):
+            while not os.path.exists(request.query_params["until"]):
+                await asyncio.sleep(0.01)
+            return "held"
         if path.endswith("/spin"):
-            time.sleep(float(request.query_params["s"]))
+            open(request.query_params["begun"], "w").close()
+            while not os.path.exists(request.query_params["until"]):
+                time.sleep(0.01)
             return "spun"
         if path.endswith("/stream"):
             async def pieces():
@@ -116,8 +123,11 @@ class Echo:
         })
 
 
+ALL_PLAIN = threading.Barrier(20)
+
+
 def plain(request: Request) -> dict:
-    time.sleep(0.2)
+    ALL_PLAIN.wait(timeout=15)
     return {"plain": request.query_params.get("a")}
 
 
@@ -210,9 +220,8 @@ class Nats:
     """A nats-server with the configuration that compose uses; its port is known before it runs."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port = listener.getsockname()[1]
+        self._held_port = HeldPort()
+        self.port = self._held_port.port
         self.url = f"nats://127.0.0.1:{self.port}"
         self.secrets = generate(directory / "secrets")
         self._directory = directory
@@ -537,11 +546,10 @@ async def test_plain_functions_run_at_the_same_time_in_threads(driver: Driver) -
     plain = driver.replica("plain")
     await driver.run(plain)
 
-    began = time.monotonic()
+    # None of them ends before all twenty have begun.
     answers = await asyncio.gather(*(driver.call(plain.replica_tag, query=f"a={n}") for n in range(20)))
 
     assert [json.loads(body) for _, body in answers] == [{"plain": str(n)} for n in range(20)]
-    assert time.monotonic() - began < 2.0  # one after the other they take 4 s
 
 
 async def test_errors_of_user_code_arrive_as_what_they_are(driver: Driver) -> None:
@@ -612,36 +620,38 @@ async def test_a_refused_configuration_is_reported_and_the_replica_serves_on(dri
     assert (await driver.call(picky.replica_tag))[1] == b"picky"
 
 
-async def test_a_drained_replica_finishes_what_is_in_flight_and_refuses_the_rest(driver: Driver) -> None:
-    echo = driver.replica("Echo")
+async def test_a_drained_replica_finishes_what_is_in_flight_and_refuses_the_rest(
+    driver: Driver, tmp_path: Path
+) -> None:
+    echo = driver.replica("Echo", graceful_shutdown_timeout_s=30.0)
     await driver.run(echo)
-    slow = driver.request(echo.replica_tag, "/app/slow", query="s=1")
+    held = driver.request(echo.replica_tag, "/app/hold", query=f"until={tmp_path / 'go'}")
     await driver.connection.flush(2)
 
     await driver.goal()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(15):
         while isinstance((refused := (await driver.call(echo.replica_tag))[0]), ResponseHead):
             pass  # the goal is on its way
-    answered, body = await slow.answer()
+    (tmp_path / "go").touch()
+    answered, body = await held.answer()
     await driver.until(lambda report: not report.replicas)
     gone, _ = await driver.call(echo.replica_tag)
 
     assert refused == RefusedHead("draining", 1)
     assert isinstance(answered, ResponseHead)
-    assert body == b"slept"
+    assert body == b"held"
     assert gone == RefusedHead("no_responders", 0)
 
 
-async def test_a_killed_replica_process_is_reported_dead_within_a_second(driver: Driver) -> None:
+async def test_a_killed_replica_process_is_reported_dead_at_once(driver: Driver) -> None:
     echo = driver.replica("Echo")
     await driver.run(echo)
     running = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
 
-    began = time.monotonic()
     os.kill(running.pid, signal.SIGKILL)
+    # It takes a fraction of a second; the next health check, which would find it too, comes after ten.
     dead = await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD, 5)
 
-    assert time.monotonic() - began < 1.0
     assert str(running.pid) in dead.error
     gone, _ = await driver.call(echo.replica_tag)
     assert gone == RefusedHead("no_responders", 0)
@@ -684,7 +694,9 @@ async def test_an_answer_waits_for_credit_beyond_its_deadline_and_a_cancel_frees
     assert [type(head) for head, _ in frames] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
     assert busy == RefusedHead("busy", 1)
     assert stuck.frames.empty()
-    assert isinstance((await driver.call(echo.replica_tag))[0], ResponseHead)
+    async with asyncio.timeout(10):
+        while not isinstance((await driver.call(echo.replica_tag))[0], ResponseHead):
+            pass  # the cancel is on its way
 
 
 async def test_a_streamed_answer_arrives_whole_and_in_order(driver: Driver) -> None:
@@ -705,35 +717,40 @@ async def test_cancel_ends_the_work_and_gives_the_slot_back(driver: Driver) -> N
     during, _ = await driver.call(echo.replica_tag)
 
     slow.send(CancelHead())
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         while True:
             after, body = await driver.call(echo.replica_tag)
             assert isinstance(after, ResponseHead)
-            if after.in_flight == 0:
+            # The body is made before the head is, so it may still tell of the moment before.
+            if after.in_flight == 0 and json.loads(body)["cancelled"] == 1:
                 break
 
     assert isinstance(during, ResponseHead)
     assert during.in_flight == 1
-    assert json.loads(body)["cancelled"] == 1
     assert slow.frames.empty()
 
 
-async def test_user_code_that_blocks_its_loop_stops_no_probe_and_no_refusal(driver: Driver) -> None:
+async def test_user_code_that_blocks_its_loop_stops_no_probe_and_no_refusal(
+    driver: Driver, tmp_path: Path
+) -> None:
     echo = driver.replica("Echo", max_concurrent_queries=1)
     await driver.run(echo)
-    spinning = driver.request(echo.replica_tag, "/app/spin", query="s=3")
+    begun, until = tmp_path / "begun", tmp_path / "until"
+    spinning = driver.request(echo.replica_tag, "/app/spin", query=f"begun={begun}&until={until}")
+    async with asyncio.timeout(10):
+        while not begun.exists():  # noqa: ASYNC110 - it blocks in another process
+            await asyncio.sleep(0.01)
 
-    began = time.monotonic()
     busy, _ = await driver.call(echo.replica_tag)
     stranger = Request(driver, SUBJECTS.replica(echo.replica_tag).encode(), credit=True)
     stranger.send(ProbeHead())
     unknown, _ = await stranger.frame()
     spinning.send(ProbeHead())
-    seen_after_s = time.monotonic() - began
 
+    assert spinning.frames.empty(), "all that was while it blocked"
+    until.touch()
     assert busy == RefusedHead("busy", 1)
     assert unknown == RefusedHead("unknown", 1)
-    assert seen_after_s < 2.0
     assert (await spinning.answer())[1] == b"spun"
 
 
@@ -941,7 +958,8 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
 
 
 def host_lines(stack: Stack) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stack.log.read_text().splitlines()]
+    whole, _, _ = stack.log.read_text().rpartition("\n")  # what follows is being written
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 async def muster_logs(stack: Stack, *arguments: str) -> asyncio.subprocess.Process:
@@ -995,8 +1013,10 @@ async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_f
     assert logged["shape"] == [1, 2]
     assert "request_id" not in constructed
     assert printed["request_id"] == logged["request_id"] == f"r-{request.token}"
-    for line in (constructed, printed, logged):
-        assert line in host_lines(stack)
+    # Who follows hears of it from the replica, and may do so before the host has written it.
+    async with asyncio.timeout(10):
+        while any(line not in host_lines(stack) for line in (constructed, printed, logged)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_was_left_out(
@@ -1050,16 +1070,19 @@ async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_w
     assert grown_kb < 60_000
 
 
-async def test_sigterm_drains_and_leaves_no_process_behind(driver: Driver, stack: Stack) -> None:
+async def test_sigterm_drains_and_leaves_no_process_behind(
+    driver: Driver, stack: Stack, tmp_path: Path
+) -> None:
     echo = driver.replica("Echo")
     await driver.run(echo)
     children = psutil.Process(stack.host.pid).children(recursive=True)
-    slow = driver.request(echo.replica_tag, "/app/slow", query="s=1")
+    held = driver.request(echo.replica_tag, "/app/hold", query=f"until={tmp_path / 'go'}")
     await driver.connection.flush(2)
 
     stack.host.terminate()
     leaving = await driver.until(lambda report: report.leaving)
-    answer, _ = await slow.answer()
+    (tmp_path / "go").touch()
+    answer, _ = await held.answer()
     last = await driver.until(lambda report: report.leaving and not report.replicas)
 
     assert leaving.replicas[0].status is ReplicaStatus.DRAINING

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class EmbeddedStack:
         self._supervisor: Supervisor | None = None
         self._record: RunRecord | None = None
         self._ray_dir: Path | None = None
+        self._port_holders: list[socket.socket] = []
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -100,6 +102,8 @@ class EmbeddedStack:
             await self._supervisor.stop()
         if self._lock is None:
             return
+        for holder in self._port_holders:
+            holder.close()
         if self._record is not None:
             write_record(self._paths, msgspec.structs.replace(self.record, pid=0, processes=[]))
         if self._ray_dir is not None and self._ray_dir != self._paths.ray:
@@ -135,6 +139,7 @@ class EmbeddedStack:
             notices.append(f"killed {left} processes that an earlier run had left behind")
         last = read_record(paths)
         chosen = choose_ports(options, last.ports if last is not None else {})
+        self._port_holders = chosen.holders
         notices.extend(chosen.notices)
         secrets = generate(paths.secrets)
         prepare_nats(paths, options, secrets)

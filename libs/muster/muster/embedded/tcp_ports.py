@@ -1,6 +1,8 @@
 """Choosing the ports of a stack: those that were asked for or used before, as far as they are free.
 
-Why before anything starts: a taken port is then told by its number instead of by some process' log.
+Why before anything starts: a taken port is then told by its number instead of by some process' log. From then on they
+are held (`ChosenPorts.holders`), or the system would give them to whoever asks for any port before our process listens:
+a stack that starts opens hundreds of connections, and so may others on the machine.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ class ChosenPorts(msgspec.Struct, frozen=True):
 
     by_use: dict[str, int]
     notices: list[str]
+    holders: list[socket.socket]
+    """Bound and never listening: while they are open nobody else gets the ports, but servers, which set SO_REUSEADDR.
+
+    To be closed when the ports are needed no more.
+    """
 
 
 def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> ChosenPorts:
@@ -38,6 +45,7 @@ def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> Chose
         "postgres": 0,
     }
     by_use: dict[str, int] = {}
+    holders: list[socket.socket] = []
     notices = []
     http_wanted = options.http_port or used_before.get("http", 0)
     if options.http_port and not is_free(options.http_port, options.http_host):
@@ -45,12 +53,14 @@ def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> Chose
             f"port {options.http_port} of {options.http_host} is taken by another program; stop that one, or choose "
             "another HTTP port"
         )
-    by_use["http"] = _first_free([http_wanted], by_use, options.http_host)
+    holders.append(_first_free([http_wanted], by_use, options.http_host))
+    by_use["http"] = holders[-1].getsockname()[1]
     for use, port in wanted.items():
-        by_use[use] = _first_free([port, used_before.get(use, 0)], by_use, LOOPBACK)
+        holders.append(_first_free([port, used_before.get(use, 0)], by_use, LOOPBACK))
+        by_use[use] = holders[-1].getsockname()[1]
         if port not in (0, by_use[use]):
             notices.append(f"port {port} is taken, so {_NAMES[use]} listens on {by_use[use]}")
-    return ChosenPorts(by_use, notices)
+    return ChosenPorts(by_use, notices, holders)
 
 
 _NAMES = {
@@ -63,29 +73,33 @@ _NAMES = {
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Whether a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do; without it the port of a stack that has just ended would seem taken.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
+    try:
+        with _bound(host, port) as probe:
             probe.listen(1)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 
-def _first_free(candidates: list[int], chosen: Mapping[str, int], host: str) -> int:
+def _first_free(candidates: list[int], chosen: Mapping[str, int], host: str) -> socket.socket:
+    """A socket that is bound to the first of them that is free, or to any other port."""
     for port in candidates:
         if port and port not in chosen.values() and is_free(port, host):
-            return port
+            return _bound(host, port)
     while True:
-        port = _any_free(host)
-        if port not in chosen.values():
-            return port
+        found = _bound(host, 0)
+        if found.getsockname()[1] not in chosen.values():
+            return found
+        found.close()
 
 
-def _any_free(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _bound(host: str, port: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        # As servers do; without it the port of a stack that has just ended would seem taken.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
