@@ -20,6 +20,7 @@ from aiohttp.streams import StreamReader
 
 from serve_common.dispatch.calls import Answer, Call
 from serve_common.tasks import TaskOwner
+from serve_proxy.adapters.closed_door import let_nobody_in
 from serve_proxy.adapters.http_answers import respond
 from serve_proxy.adapters.http_connection import HttpConnection
 from serve_proxy.adapters.http_fast import FastExchange, take_simple
@@ -94,6 +95,9 @@ class HttpServer:
                 stack.enter_context(socket.socket(fileno=os.dup(bound.fileno())))
                 for bound in listener.sockets
             ]
+            for double in doubles:
+                with contextlib.suppress(OSError):  # a system without filters: then the gap is small
+                    let_nobody_in(double)
             listener.close()
             for double in doubles:
                 double.settimeout(0)
