@@ -310,9 +310,21 @@ async def test_a_stack_that_is_not_there_is_told(
 async def test_calls_under_way_end_with_the_connection(
     leaf: DeploymentHandle, elsewhere: Callable[[BusSettings], None], stack: HandleStack
 ) -> None:
+    started, cancelled = await leaf.counts.remote()
     response = leaf.hold.remote()
-    waiting = asyncio.wait_for(response, 30)
+    await until_counted(leaf, started + 1, cancelled)
     elsewhere(stack.nats.settings("client"))
     with pytest.raises(BusUnavailable, match="no longer calls"):
-        await waiting
+        await asyncio.wait_for(response, 30)
+    await until_counted(leaf, started + 1, cancelled + 1)
+
+
+async def test_calls_that_wait_for_the_connection_end_with_it(
+    leaf: DeploymentHandle, elsewhere: Callable[[BusSettings], None], stack: HandleStack
+) -> None:
+    elsewhere(msgspec.structs.replace(stack.nats.settings("client"), servers=["nats://127.0.0.1:9"]))
+    response = leaf.hold.remote()
+    elsewhere(stack.nats.settings("client"))
+    with pytest.raises(BusUnavailable, match="no longer calls"):
+        await asyncio.wait_for(response, 30)
     assert await leaf.remote(1) == 1

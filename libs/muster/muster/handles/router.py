@@ -39,6 +39,8 @@ BUCKET_WAIT_S: Final = 10.0
 ENDPOINT_GRACE_S: Final = 0.5
 """How long a call waits for an endpoint that is not there: it may have been deployed a moment ago."""
 WAITING_MAX: Final = 10_000
+CALLS_NO_LONGER: Final = "this process no longer calls deployments"
+"""Why calls end when their process disconnects, wherever they are by then."""
 _SWEEP_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 1.0
 
@@ -104,10 +106,10 @@ class HandleRouter:
 
     async def close(self) -> None:
         """End everything that is under way."""
-        self.fail_all(BusUnavailable("this process no longer calls deployments"))
+        self.fail_all(BusUnavailable(CALLS_NO_LONGER))
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._shadows.close(_CLOSE_TIMEOUT_S)
-        self._dispatcher.close()
+        self._dispatcher.close(CALLS_NO_LONGER)
 
     # -- before a call is a request --
 

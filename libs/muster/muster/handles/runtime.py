@@ -20,7 +20,7 @@ import structlog
 
 from muster.handles.calls import HandleCall
 from muster.handles.location import find_bus, find_outside
-from muster.handles.router import BUCKET_WAIT_S, HandleRouter
+from muster.handles.router import BUCKET_WAIT_S, CALLS_NO_LONGER, HandleRouter
 from serve_common.adapters.bucket_connection import BucketConnection
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
@@ -162,7 +162,7 @@ class Runtime:
     def post(self, call: HandleCall) -> None:
         """Let the router look at ``call``."""
         if not self._mailbox.put(call):
-            call.fail(BusUnavailable("this process no longer calls deployments"))
+            call.fail(BusUnavailable(CALLS_NO_LONGER))
 
     def close(self) -> None:
         """End what is under way, in bounded time."""

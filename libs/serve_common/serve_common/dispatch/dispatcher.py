@@ -133,10 +133,10 @@ class Dispatcher:
             if router is not None:
                 self.perform(router, router.cancelled(call.key))
 
-    def close(self) -> None:
-        """End everything that is under way."""
+    def close(self, why: str = "this process is shutting down") -> None:
+        """End everything that is under way with a `BusUnavailable` that says ``why``."""
         for call in list(self.calls.values()):
-            self.fail(call, BusUnavailable("this process is shutting down"))
+            self.fail(call, BusUnavailable(why))
 
     # -- what changes around the calls --
 
