@@ -79,6 +79,43 @@ def test_a_later_deploy_keeps_what_the_load_came_to() -> None:
     assert len(loop.running()) == 4
 
 
+ZERO_BUT_TRIED = {**ZERO_TO_FIVE, "initial_replicas": 1}
+
+
+def asleep(scaling: Mapping[str, Any]) -> Loop:
+    loop = loop_with(scaling)
+    autoscale(loop, 0)
+    assert (num(loop), len(loop.running())) == (0, 0)
+    return loop
+
+
+@pytest.mark.parametrize(("scaling", "expected"), [(ZERO_BUT_TRIED, 1), (ZERO_TO_FIVE, 0)])
+def test_new_code_for_one_that_sleeps_begins_with_as_many_as_are_initial(
+    scaling: dict[str, int], expected: int
+) -> None:
+    loop = asleep(scaling)
+    assert not loop.command(deploy("a", autoscaling_config=scaling)).changes  # the same code
+    loop.done(deploy("a", version="v2", autoscaling_config=scaling))
+    assert (num(loop), len(loop.running())) == (expected, expected)
+    check_converged(loop)
+
+
+def test_new_code_that_cannot_run_is_told_of_although_none_ran_and_none_runs_afterwards() -> None:
+    loop = asleep(ZERO_BUT_TRIED)
+    bad = loop.command(deploy("a", version="v2", code=BAD_CODE, retries=1, autoscaling_config=ZERO_BUT_TRIED))
+    loop.settle()
+    assert loop.goal_status(bad.goal_id) is GoalStatus.FAILED
+    assert (num(loop), loop.backend().target.version) == (0, "v1")
+    assert not loop.running()
+
+
+def test_new_code_does_not_start_what_a_user_has_set_to_none() -> None:
+    loop = loop_with(ZERO_BUT_TRIED)
+    loop.done(Scale(backend_tag="a", num_replicas=0))
+    loop.done(deploy("a", version="v2", autoscaling_config=ZERO_BUT_TRIED))
+    assert (num(loop), len(loop.running())) == (0, 0)
+
+
 def test_the_same_deploy_again_is_no_change_although_the_load_moved_it() -> None:
     loop = loop_with()
     autoscale(loop, 4)

@@ -62,7 +62,7 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_replicas: int = 1
     """0: down to none while nobody asks; the first request that waits wakes the backend."""
     initial_replicas: int | None = None
-    """How many the first deploy starts; None means `min_replicas`."""
+    """How many the first deploy starts, and each deploy of new code while there are none; None means `min_replicas`."""
     max_replicas: int = 1
     target_ongoing_requests: float = 2.0
     """Requests per replica, those that wait included, that the number of replicas is chosen for."""

@@ -4,7 +4,8 @@ Why one place: a command, a deploy, a rollback and the autoscaler all set ``num_
 the autoscaler in the same way whichever of them it was.
 
 The rules. With an ``autoscaling_config`` the autoscaler owns ``num_replicas``, within the limits: what a deploy says of
-it counts for nothing, and a backend that is deployed anew keeps what it has. New limits hold at once. A user who sets
+it counts for nothing, and a backend that is deployed anew keeps what it has; new code for one that sleeps begins with
+`initial_replicas`, so that it is tried before the deploy is said to be done. New limits hold at once. A user who sets
 ``num_replicas`` (`Scale`, `UpdateBackendConfig`) gets just that, and autoscaling pauses until it is resumed; the pause
 outlives deploys and ends with `ResumeAutoscaling`, or when the ``autoscaling_config`` is taken away.
 """
@@ -25,15 +26,18 @@ from serve_controller.core.event_words import cut
 from serve_controller.core.objects import Backend, BackendVersion
 
 
-def scaled_config(config: BackendConfig, existing: Backend | None) -> BackendConfig:
+def scaled_config(
+    config: BackendConfig, existing: Backend | None, *, is_new_code: bool = False
+) -> BackendConfig:
     """``config`` as it is deployed: with autoscaling, ``num_replicas`` is what it came to, within the new limits."""
     scaling = config.autoscaling_config
     if scaling is None:
         return config
-    if existing is None or existing.deleting:
-        num_replicas = scaling.min_replicas if scaling.initial_replicas is None else scaling.initial_replicas
-    else:
-        num_replicas = existing.target.backend_config.num_replicas
+    num_replicas = scaling.min_replicas if scaling.initial_replicas is None else scaling.initial_replicas
+    if existing is not None and not existing.deleting:
+        known = existing.target.backend_config.num_replicas
+        if known or existing.autoscaling_paused or not is_new_code:
+            num_replicas = known
     return _with_num(config, num_replicas)
 
 

@@ -43,7 +43,8 @@ def check_wanted(wanted: Wanted, at: str = "") -> None:
 
 def as_scaled(wanted: Wanted, existing: Backend | None) -> Wanted:
     """``wanted`` with the number of replicas that autoscaling came to; see `core.scaling`."""
-    config = scaled_config(wanted.backend_config, existing)
+    is_new = existing is None or _with_same_code(existing, wanted) is None
+    config = scaled_config(wanted.backend_config, existing, is_new_code=is_new)
     return Wanted(
         wanted.replica_config, config, wanted.version, wanted.is_same_code, leaves_kept=wanted.leaves_kept
     )
