@@ -30,7 +30,7 @@ from tests.integration.bare_stack import BareStack
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(240),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
@@ -133,7 +133,6 @@ STAR: list[Ask] = [
     post("/unread", b"x" * 1000),
     post("/unread", b"x" * (2 * MIB)),
     Ask("/background?note=written"),
-    Ask("/noted"),
     Ask("/raises"),
     Ask("/refuses"),
     Ask("/handled"),
@@ -311,6 +310,16 @@ async def test_an_answer_is_the_same_as_uvicorns(servers: Servers, route: str, a
         assert muster.content_length == uvicorn.content_length
 
 
+async def test_what_an_answer_leaves_for_later_is_done(servers: Servers) -> None:
+    for answers, notes in zip(
+        servers.addresses("/star", "/background?note=later"),
+        servers.addresses("/star", "/noted"),
+        strict=True,
+    ):
+        assert (await seen(servers.session, answers, Ask("/background"))).body == b"later"
+        await until_noted(servers.session, notes, b"later")
+
+
 async def test_an_answer_that_breaks_off_breaks_off(servers: Servers) -> None:
     for url in servers.addresses("/star", "/breaks-off"):
         with pytest.raises(aiohttp.ClientError):
@@ -463,7 +472,7 @@ async def drain(connection: Connection) -> list[Any]:
 
 
 async def until_noted(session: aiohttp.ClientSession, url: str, *notes: bytes) -> None:
-    """Until the application has noted one of these: it is told of the end of a socket after its client."""
+    """Until the application has noted one of these, which it does after its client has been answered."""
     async with asyncio.timeout(30):
         while True:
             body = (await seen(session, url, Ask("/noted"))).body
