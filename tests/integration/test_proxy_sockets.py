@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import WSMsgType
 
@@ -282,7 +283,7 @@ async def test_a_socket_outlives_the_request_timeout(server: NatsServer) -> None
 
 
 async def test_a_drain_closes_sockets_with_1001_after_their_grace(server: NatsServer) -> None:
-    async with running_stack(server, drain_timeout_s=3.0) as stack:
+    async with running_stack(server, drain_timeout_s=6.0) as stack:  # half of it is the grace
         (replica,) = await stack.serve(R0)
         ws = await stack.session.ws_connect(stack.url + "/echo/ws")
         async with asyncio.TaskGroup() as group:
@@ -368,7 +369,8 @@ async def replica(server: NatsServer, tmp_path: Path) -> AsyncIterator[ReplicaPr
     """A real one, in this process; draining it is the test's."""
     (tmp_path / "socket_app.py").write_text(SOCKET_APP)
     order = start_order(server.url, R0, RunOrder(import_path="socket_app:app", app_dir=str(tmp_path)))
-    process = ReplicaProcess(order, NoMetrics())
+    goal = msgspec.structs.replace(order.goal, graceful_shutdown_timeout_s=30.0)
+    process = ReplicaProcess(msgspec.structs.replace(order, goal=goal), NoMetrics())
     assert await asyncio.to_thread(process.start) is None
     yield process
     set_replica_context(None)

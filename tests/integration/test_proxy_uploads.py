@@ -343,7 +343,7 @@ async def test_a_client_that_does_not_read_is_cut_off(stack: Stack, monkeypatch,
 async def test_a_client_that_reads_slowly_enough_gets_it_all_after_the_request_timeout(
     server: NatsServer, monkeypatch
 ) -> None:
-    monkeypatch.setattr(slow_clients, "PERIOD_S", 0.5)
+    monkeypatch.setattr(slow_clients, "PERIOD_S", 1.0)  # in which a busy machine reads something
     async with running_stack(server, request_timeout_s=2.0) as stack:
         await stack.serve(R0)
         loop = asyncio.get_running_loop()
