@@ -374,6 +374,24 @@ async def test_what_is_no_http_gets_a_json_400_and_large_headers_431(stack: Stac
     assert (status, json.loads(body)["error"]["code"]) == (431, "headers_too_large")
 
 
+async def test_a_request_that_waits_to_be_read_when_its_connection_was_idle_for_too_long_is_answered(
+    stack: Stack,
+) -> None:
+    await stack.serve(R0)
+    host, port = stack.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    for is_late in (False, True):
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhi")
+        if is_late:  # a process that stood still meets its timers before it reads
+            (connection,) = stack.proxy.http._http.connections
+            connection._next_keepalive_close_time = asyncio.get_running_loop().time()
+            connection._process_keepalive()
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+        assert head.startswith(b"HTTP/1.1 200")
+        assert await reader.readexactly(2) == b"hi"
+    writer.close()
+
+
 async def test_a_slow_replica_is_a_504_and_is_told(server: NatsServer) -> None:
     async with running_stack(server, request_timeout_s=0.5) as stack:
         (replica,) = await stack.serve(R0)
