@@ -140,16 +140,18 @@ class BareStack:
 
     async def add_proxies(self, count: int = 1, **order: Any) -> list[Runner]:
         first = len(self.proxies) + 1
-        started = await asyncio.gather(
-            *(
-                Runner.start(
-                    "proxy", self.server.url, f"p{number}", RunOrder(**order), self._log(f"p{number}")
+        async with asyncio.TaskGroup() as group:  # if one does not start, none is left behind
+            starting = [
+                group.create_task(
+                    Runner.start(
+                        "proxy", self.server.url, f"p{number}", RunOrder(**order), self._log(f"p{number}")
+                    )
                 )
                 for number in range(first, first + count)
-            )
-        )
+            ]
+        started = [task.result() for task in starting]
         self.runners += started
-        return list(started)
+        return started
 
     async def add_replica(self, tag: str, import_path: str, **order: Any) -> Runner:
         started = await Runner.start(

@@ -240,13 +240,10 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     with running_uvicorns() as uvicorns:
         async with BareStack.running(tmp_path_factory.mktemp("asgi")) as stack:
             tags = {route: f"default/app{number}" for number, route in enumerate(APPS)}
-            await asyncio.gather(
-                stack.add_proxies(),
-                *(
-                    stack.add_replica(f"{tags[route]}#0", app, app_dir=str(APP_DIR))
-                    for route, app in APPS.items()
-                ),
-            )
+            async with asyncio.TaskGroup() as group:  # if one does not start, none is left behind
+                group.create_task(stack.add_proxies())
+                for route, app in APPS.items():
+                    group.create_task(stack.add_replica(f"{tags[route]}#0", app, app_dir=str(APP_DIR)))
             for route, tag in tags.items():
                 await stack.put_endpoint(tag, route)
                 await stack.put_backend(tag, [f"{tag}#0"])
