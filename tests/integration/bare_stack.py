@@ -29,7 +29,7 @@ from tests.integration.bare_runner import RunOrder
 from tests.integration.nats_server import NatsServer
 
 ROOT = Path(__file__).parents[2]
-_STARTS_WITHIN_S = 90.0
+_STARTS_WITHIN_S = 120.0
 
 
 class Runner:
@@ -140,16 +140,18 @@ class BareStack:
 
     async def add_proxies(self, count: int = 1, **order: Any) -> list[Runner]:
         first = len(self.proxies) + 1
-        started = await asyncio.gather(
-            *(
-                Runner.start(
-                    "proxy", self.server.url, f"p{number}", RunOrder(**order), self._log(f"p{number}")
+        async with asyncio.TaskGroup() as group:  # if one does not start, none is left behind
+            starting = [
+                group.create_task(
+                    Runner.start(
+                        "proxy", self.server.url, f"p{number}", RunOrder(**order), self._log(f"p{number}")
+                    )
                 )
                 for number in range(first, first + count)
-            )
-        )
+            ]
+        started = [task.result() for task in starting]
         self.runners += started
-        return list(started)
+        return started
 
     async def add_replica(self, tag: str, import_path: str, **order: Any) -> Runner:
         started = await Runner.start(
@@ -181,7 +183,7 @@ class BareStack:
 
     async def applied(self) -> None:
         """Until every proxy goes by all that was put."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(30):
             while any(self._applied.get(proxy.name, 0) < self._snapshot_id for proxy in self.proxies):
                 self._heard.clear()
                 await self._heard.wait()

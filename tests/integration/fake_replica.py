@@ -81,9 +81,9 @@ class FakeReplica:
         )
 
     async def start(self) -> FakeReplica:
-        await self._bus.connect(5)
+        await self._bus.connect(30)
         self._bus.subscribe(Subjects().replica(self.tag), self._take)
-        await self._bus.flush(5)
+        await self._bus.flush(30)
         return self
 
     async def close(self) -> None:

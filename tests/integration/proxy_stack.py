@@ -182,7 +182,22 @@ class Stack:
         await self.create_bucket()
         await self.put_endpoint()
         await self.applied(await self.put_backend(*replicas, **backend))
+        await self.reachable()
         return started
+
+    async def reachable(self) -> None:
+        """Until requests can be sent and plain calls come: that is another connection than the one of reports."""
+        async with asyncio.timeout(_LIMIT_S):
+            while not self.proxy._bus.is_connected:  # noqa: ASYNC110 - only who was there at its making is told
+                await asyncio.sleep(0.01)
+            await self.proxy._bus.flush(_LIMIT_S)
+
+    async def came(self, replica: FakeReplica) -> None:
+        """Until all that the proxy has sent to ``replica`` has come there, and what that answered at once is back."""
+        await self.proxy._bus.flush(_LIMIT_S)
+        await replica.flush()  # behind what the server had for it
+        await replica.flush()  # behind its answers
+        await self.proxy._bus.flush(_LIMIT_S)
 
     async def metrics(self) -> str:
         url = f"http://127.0.0.1:{self.proxy.operations.port}/metrics"
@@ -210,7 +225,7 @@ def make_settings(server: NatsServer, http: HttpOptions, **options) -> ProxySett
         http_host="127.0.0.1",
         http_port=0,
         http=http,
-        drain_timeout_s=options.pop("drain_timeout_s", 5.0),
+        drain_timeout_s=options.pop("drain_timeout_s", _LIMIT_S),
         bus_wait_s=options.pop("bus_wait_s", _LIMIT_S),
         **options,
     )

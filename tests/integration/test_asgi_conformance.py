@@ -30,7 +30,7 @@ from tests.integration.bare_stack import BareStack
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(240),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
@@ -133,7 +133,6 @@ STAR: list[Ask] = [
     post("/unread", b"x" * 1000),
     post("/unread", b"x" * (2 * MIB)),
     Ask("/background?note=written"),
-    Ask("/noted"),
     Ask("/raises"),
     Ask("/refuses"),
     Ask("/handled"),
@@ -241,13 +240,10 @@ async def servers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     with running_uvicorns() as uvicorns:
         async with BareStack.running(tmp_path_factory.mktemp("asgi")) as stack:
             tags = {route: f"default/app{number}" for number, route in enumerate(APPS)}
-            await asyncio.gather(
-                stack.add_proxies(),
-                *(
-                    stack.add_replica(f"{tags[route]}#0", app, app_dir=str(APP_DIR))
-                    for route, app in APPS.items()
-                ),
-            )
+            async with asyncio.TaskGroup() as group:  # if one does not start, none is left behind
+                group.create_task(stack.add_proxies())
+                for route, app in APPS.items():
+                    group.create_task(stack.add_replica(f"{tags[route]}#0", app, app_dir=str(APP_DIR)))
             for route, tag in tags.items():
                 await stack.put_endpoint(tag, route)
                 await stack.put_backend(tag, [f"{tag}#0"])
@@ -309,6 +305,16 @@ async def test_an_answer_is_the_same_as_uvicorns(servers: Servers, route: str, a
     assert muster._replace(content_length=None) == uvicorn._replace(content_length=None)
     if uvicorn.content_length is not None or ask.method == "HEAD":
         assert muster.content_length == uvicorn.content_length
+
+
+async def test_what_an_answer_leaves_for_later_is_done(servers: Servers) -> None:
+    for answers, notes in zip(
+        servers.addresses("/star", "/background?note=later"),
+        servers.addresses("/star", "/noted"),
+        strict=True,
+    ):
+        assert (await seen(servers.session, answers, Ask("/background"))).body == b"later"
+        await until_noted(servers.session, notes, b"later")
 
 
 async def test_an_answer_that_breaks_off_breaks_off(servers: Servers) -> None:
@@ -463,7 +469,7 @@ async def drain(connection: Connection) -> list[Any]:
 
 
 async def until_noted(session: aiohttp.ClientSession, url: str, *notes: bytes) -> None:
-    """Until the application has noted one of these: it is told of the end of a socket after its client."""
+    """Until the application has noted one of these, which it does after its client has been answered."""
     async with asyncio.timeout(30):
         while True:
             body = (await seen(session, url, Ask("/noted"))).body

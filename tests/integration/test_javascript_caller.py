@@ -15,7 +15,7 @@ import pytest
 from tests.integration.call_replica import BIG_BYTES, serve_calls
 from tests.integration.proxy_stack import NatsServer, Stack, running_stack
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 SOURCES = Path(__file__).parent / "javascript"
 
@@ -30,7 +30,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("package.json", "caller.js"):
         shutil.copy(SOURCES / name, directory)
     install = ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"]
-    done = subprocess.run(install, cwd=directory, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(install, cwd=directory, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return directory / "caller.js"
 
@@ -54,7 +54,7 @@ async def answers(program: Path, url: str) -> dict[str, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
         "node", program, url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(50):
         out, err = await process.communicate()
     assert process.returncode == 0, err.decode()
     lines = [json.loads(line) for line in out.splitlines()]

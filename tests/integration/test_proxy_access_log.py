@@ -49,7 +49,7 @@ class Log:
         return [json.loads(line) for line in b"".join(self._written).splitlines()]
 
     async def lines_of(self, request_id: str, count: int = 1) -> list[dict[str, Any]]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while len(found := [line for line in self.lines if line["request_id"] == request_id]) < count:
                 self._changed.clear()
                 await self._changed.wait()
@@ -175,7 +175,7 @@ async def test_refusals_say_why_and_a_client_that_left_is_told_apart(
 ) -> None:
     stack, log = world
     (replica,) = await stack.serve(R0, limit=1, queue=1)
-    await switch(stack, request_timeout_s=0.5)
+    await switch(stack)
     async with connection(stack) as (_, first), connection(stack) as (reader, second):
         first.write(asking("/echo/hold", "leaves", *headers))
         await replica.wait(lambda: len(replica.held) == 1)
@@ -193,6 +193,7 @@ async def test_refusals_say_why_and_a_client_that_left_is_told_apart(
         await replica.wait(lambda: len(replica.seen) == 2)
         assert b" 200 " in await reader.readline()
     assert (await log.line_of("late"))["status"] == 200
+    await switch(stack, request_timeout_s=0.5)
     await stack.get("/echo/hold", headers=named("slow"))
     slow = await log.line_of("slow")
     assert (slow["status"], slow["error"]) == (504, "deadline_exceeded")
@@ -223,12 +224,12 @@ async def test_a_stream_that_ends_early_says_how_far_it_came(world: tuple[Stack,
     assert (broken["kind"], broken["status"], broken["error"]) == ("stream", 499, "user_code_raised")
     assert broken["bytes_out"] == len(b"first")
     async with connection(stack) as (reader, writer):
-        writer.write(asking(f"/echo/big?{9 * MIB}", "left"))
+        writer.write(asking(f"/echo/big?{40 * MIB}", "left"))
         await reader.readexactly(100_000)
         await replica.wait(lambda: bool(replica.held))
     left = await log.line_of("left")
     assert (left["kind"], left["status"], "error" in left) == ("stream", 499, False)
-    assert 100_000 < left["bytes_out"] < 9 * MIB
+    assert 100_000 < left["bytes_out"] < 40 * MIB
 
 
 async def test_a_socket_has_one_line_when_it_ends(world: tuple[Stack, Log]) -> None:

@@ -13,6 +13,7 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.subjects import backend_key
 from serve_common.values.backend_config import BackpressureConfig, CircuitBreaker, OutlierEjection
 from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
+from tests.integration.nats_server import until_known
 from tests.integration.proxy_stack import R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
@@ -81,9 +82,9 @@ async def test_requests_for_a_model_go_where_it_is_said_to_be_held(stack: Stack)
         for replica, held in ((other, []), (holder, ["m1", f"only {holder}"])):
             subject = stack.subjects.models(ReplicaTag(replica))
             await stack.client.publish(subject, msgspec.msgpack.encode(held))
-        await stack.client.flush()
+        await until_known(stack.client)  # from then on it comes to the proxy ahead of any answer
         session = {"serve_multiplexed_model_id": "m1"}
-        async with asyncio.timeout(30):  # two connections: nothing orders what is said and what is asked
+        async with asyncio.timeout(30):  # but maybe not ahead of the next question
             while (  # noqa: ASYNC110 - routers tell nobody what they heard
                 await stack.get("/echo", headers=session)
             )[2]["x-replica"] != holder:
@@ -94,7 +95,9 @@ async def test_requests_for_a_model_go_where_it_is_said_to_be_held(stack: Stack)
 
 async def test_a_replica_that_fails_again_and_again_is_left_out_and_counted(stack: Stack) -> None:
     await stack.serve(R0, R1)
-    await protect(stack, R0, R1, outlier_ejection=OutlierEjection(consecutive_failures=3))
+    await protect(
+        stack, R0, R1, outlier_ejection=OutlierEjection(consecutive_failures=3, ejection_time_s=3600.0)
+    )
     for _ in range(20):
         await stack.get("/echo/raise")
     assert f'serve_proxy_replica_ejections_total{{backend_tag="{TAG}"}} 1.0' in await stack.metrics()

@@ -91,12 +91,17 @@ async def test_each_sending_of_a_request_is_a_span(stack: Stack, receiver: OtlpR
         trace_id, headers = parent()
         status, _, _ = await stack.get("/echo", headers=headers)
         assert status == 200
+        # The proxy's own span ends last, so once it is there all others are.
+        await asyncio.to_thread(
+            receiver.wait,
+            lambda spans, own=trace_id: any((s.trace_id, s.parent_id) == (own, PARENT) for s in spans),
+        )
         spans = await spans_of(receiver, trace_id, 2)
         if spans[1].attributes["muster.replica_tag"] == R0:
             break
     else:
         raise AssertionError("the router never chose the replica that leaves")
-    proxy, refused, answered = await spans_of(receiver, trace_id, 3)
+    proxy, refused, answered = spans
     assert (refused.error, refused.attributes["error.type"]) == (
         "the replica did not begin the request",
         "draining",
@@ -143,7 +148,7 @@ async def test_every_way_through_the_proxy_is_traced(stack: Stack, receiver: Otl
     assert proxy.attributes["http.response.status_code"] == 200
     assert proxy.attributes["muster.endpoint_tag"] == TAG
     assert proxy.began_ns <= attempt.began_ns <= attempt.ended_ns <= proxy.ended_ns
-    assert proxy.ended_ns - proxy.began_ns < 10 * 1_000_000_000
+    assert proxy.ended_ns - proxy.began_ns < 60 * 1_000_000_000
     assert abs(proxy.began_ns - time.time_ns()) < 60 * 1_000_000_000
     assert replica.seen[-1].traceparent == f"00-{trace_id}-{attempt.span_id}-01"
     assert "secret" not in re.sub("/echo/secret-free", "", repr(spans))

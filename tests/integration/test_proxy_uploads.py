@@ -36,7 +36,9 @@ def server(tmp_path: Path) -> Iterator[NatsServer]:
 async def stack(server: NatsServer) -> AsyncIterator[Stack]:
     async with running_stack(server) as stack:
         yield stack
-        assert stack.proxy._requests._endpoints._room.held_bytes == 0
+        async with asyncio.timeout(30):
+            while stack.proxy._requests._endpoints._room.held_bytes:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
 
 
 class Sender:
@@ -341,8 +343,8 @@ async def test_a_client_that_does_not_read_is_cut_off(stack: Stack, monkeypatch,
 async def test_a_client_that_reads_slowly_enough_gets_it_all_after_the_request_timeout(
     server: NatsServer, monkeypatch
 ) -> None:
-    monkeypatch.setattr(slow_clients, "PERIOD_S", 0.5)
-    async with running_stack(server, request_timeout_s=1.0) as stack:
+    monkeypatch.setattr(slow_clients, "PERIOD_S", 1.0)  # in which a busy machine reads something
+    async with running_stack(server, request_timeout_s=2.0) as stack:
         await stack.serve(R0)
         loop = asyncio.get_running_loop()
         got, began = 0, loop.time()
@@ -352,6 +354,6 @@ async def test_a_client_that_reads_slowly_enough_gets_it_all_after_the_request_t
         ):
             async for piece in response.content.iter_chunked(MIB):
                 got += len(piece)
-                await asyncio.sleep(0.06)
+                await asyncio.sleep(0.11)
         assert got == 20 * MIB
-        assert loop.time() - began > 1.0
+        assert loop.time() - began > 2.0

@@ -11,6 +11,7 @@ import pytest
 
 from serve_common.names import BackendTag
 from serve_common.wires.wake import Wake
+from tests.integration.nats_server import until_known
 from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
@@ -57,7 +58,7 @@ async def stack(server: NatsServer) -> AsyncIterator[Stack]:
 async def wakes(stack: Stack) -> Wakes:
     wakes = Wakes()
     await stack.client.subscribe(stack.subjects.wakes, cb=wakes.hear)
-    await stack.client.flush()
+    await until_known(stack.client)
     return wakes
 
 
@@ -65,6 +66,12 @@ async def wakes(stack: Stack) -> Wakes:
 async def group() -> AsyncIterator[asyncio.TaskGroup]:
     async with asyncio.TaskGroup() as group:
         yield group
+
+
+async def all_heard(stack: Stack) -> None:
+    """Until what the proxy has said is with who listens: answers to requests come on another connection."""
+    await stack.proxy._bus.flush(20)
+    await until_known(stack.client)
 
 
 async def upload(pieces: int) -> AsyncIterator[bytes]:
@@ -105,9 +112,11 @@ async def test_a_hundred_first_requests_of_every_kind_are_held_and_all_served(
     async with await socket as opened:
         await opened.send_str("hello")
         assert await opened.receive_str(timeout=20) == "hello"
+    await all_heard(stack)
     heard = len(wakes.heard)
     total = router.queued_seconds(now())
     await stack.get("/echo")
+    await all_heard(stack)
     assert router.queued_seconds(now()) == total
     assert len(wakes.heard) == heard <= 3 + (loop.time() - began)
 

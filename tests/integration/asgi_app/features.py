@@ -208,7 +208,6 @@ async def background(request: Request) -> Response:
 
 
 async def noted(_request: Request) -> Response:
-    await asyncio.sleep(0.1)
     return JSONResponse(notes)
 
 

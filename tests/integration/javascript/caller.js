@@ -20,7 +20,7 @@ async function call(name, subject, body, given = {}) {
   const sent = headers();
   for (const [key, value] of Object.entries(given)) sent.set(key, value);
   try {
-    const message = await connection.request(subject, body, { timeout: 5000, headers: sent });
+    const message = await connection.request(subject, body, { timeout: 20000, headers: sent });
     console.log(JSON.stringify({ name, ...describe(message) }));
   } catch (error) {
     const nobody = error instanceof RequestError && error.isNoResponders();
@@ -42,7 +42,7 @@ const wantsStream = headers();
 wantsStream.set("X-Serve-Stream", "1");
 let size = 0;
 let messages = 0;
-const many = { strategy: "sentinel", maxWait: 5000, headers: wantsStream };
+const many = { strategy: "sentinel", maxWait: 20000, headers: wantsStream };
 for await (const message of await connection.requestMany("serve.call.echo", "big", many)) {
   size += message.data.length;
   messages += 1;

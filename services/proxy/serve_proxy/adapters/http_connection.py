@@ -238,7 +238,9 @@ class HttpConnection(web.RequestHandler):
     # -- time --
 
     def _process_keepalive(self) -> None:
-        if self._fast is not None:  # aiohttp's task waits, but the connection is not idle
+        # aiohttp's task waits, but the connection is not idle; or is no longer, for after a moment in which nothing ran
+        # timers come before what has come meanwhile.
+        if self._fast is not None or self._has_unread():
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
             return
         super()._process_keepalive()
@@ -265,10 +267,17 @@ class HttpConnection(web.RequestHandler):
         transport, waiter = self.transport, self._waiter
         if transport is None or waiter is None or waiter.done() or self._messages or self._fast is not None:
             return
+        if not self._has_unread():
+            self.force_close()
+
+    def _has_unread(self) -> bool:
+        """True when the client has sent something, or its end, that was not read yet."""
+        transport = self.transport
+        if transport is None:
+            return False
         poll = select.poll()
         poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
-        if not poll.poll(0):
-            self.force_close()
+        return bool(poll.poll(0))
 
     def handle_error(
         self,
