@@ -21,7 +21,7 @@ from tests.integration.nats_server import NatsServer
 from tests.integration.postgres_server import PostgresServer
 from tests.integration.scraped_pages import contradictions
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 
 class MonitoredServer:
