@@ -223,13 +223,15 @@ async def test_a_client_whose_server_takes_nothing_is_closed_with_its_socket(tmp
     server = NatsServer(tmp_path)
     server.start()
     assert server.process is not None
-    client = await connected(server, Subjects())
-    writer = client._transport._io_writer
-    server.process.send_signal(signal.SIGSTOP)
-    for _ in range(20):  # more than what the system takes for the server
-        client._pending.append(bytes(1_000_000))
-        client._pending_data_size += 1_000_000
-    async with asyncio.timeout(30):  # for ever otherwise
-        await close_nats(client)
-    assert writer.get_extra_info("socket").fileno() == -1
-    server.kill()
+    try:
+        client = await connected(server, Subjects())
+        writer = client._transport._io_writer
+        server.process.send_signal(signal.SIGSTOP)
+        for _ in range(20):  # more than what the system takes for the server
+            client._pending.append(bytes(1_000_000))
+            client._pending_data_size += 1_000_000
+        async with asyncio.timeout(30):  # for ever otherwise
+            await close_nats(client)
+        assert writer.get_extra_info("socket").fileno() == -1
+    finally:
+        server.kill()
