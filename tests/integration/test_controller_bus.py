@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.errors import NotFoundError
+from nats.js.errors import KeyNotFoundError, NotFoundError
 
 from serve_common.adapters import bucket_watch
 from serve_common.adapters.nats_client import close_nats
@@ -39,8 +39,10 @@ from tests.simulation.world import SilentTelemetry
 
 pytestmark = pytest.mark.integration
 
-SOON_S = 5.0
+SOON_S = 15.0
 """Much less than what would be waited for otherwise, and enough for a busy machine."""
+LIMIT_S = 30.0
+"""For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ class Controller:
         self.disconnected.set()
 
     async def stop(self) -> None:
-        await self.tasks.close(timeout_s=8.0)
+        await self.tasks.close(timeout_s=LIMIT_S)
         assert len(self.tasks) == 0, "the controller did not stop in time"
         await self.bus.close()
         await close_nats(self.client)
@@ -121,7 +123,7 @@ class Caller:
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self.client, self.subjects = client, subjects
 
-    async def send(self, verb: str, payload: bytes, timeout: float = 5.0) -> Msg:
+    async def send(self, verb: str, payload: bytes, timeout: float = LIMIT_S) -> Msg:
         return await self.client.request(self.subjects.admin(verb), payload, timeout=timeout)
 
     async def call(self, verb: str, **fields: Any) -> Any:
@@ -149,7 +151,7 @@ class Caller:
         return not message.headers
 
 
-async def eventually(check: Callable[[], Any], timeout_s: float = 15.0) -> None:
+async def eventually(check: Callable[[], Any], timeout_s: float = LIMIT_S) -> None:
     """Until ``check`` holds; the other side has no event to wait for."""
     async with asyncio.timeout(timeout_s):
         while not await check():
@@ -186,15 +188,15 @@ class Stack:
 
     async def bucket(self) -> dict[str, Snapshot]:
         """What routers would read."""
-        kv = await self.client.jetstream().key_value(self.subjects.bucket)
-        watcher = await kv.watchall()
+        # Not by a watch: the word that it has told everything may come before what it tells.
+        stream, prefix = f"KV_{self.subjects.bucket}", f"$KV.{self.subjects.bucket}."
+        context = self.client.jetstream()
+        subjects = (await context.stream_info(stream, subjects_filter=f"{prefix}>")).state.subjects
+        kv = await context.key_value(self.subjects.bucket)
         found = {}
-        try:
-            while (entry := await watcher.updates(timeout=SOON_S)) is not None:
-                if entry.operation is None:
-                    found[entry.key] = msgspec.json.decode(entry.value or b"", type=Snapshot)
-        finally:
-            await watcher.stop()
+        for key in (subject.removeprefix(prefix) for subject in subjects or ()):
+            with contextlib.suppress(KeyNotFoundError):  # deleted, and only its deletion is there
+                found[key] = msgspec.json.decode((await kv.get(key)).value or b"", type=Snapshot)
         return found
 
     def recorded(self) -> dict[str, Snapshot]:
@@ -435,7 +437,13 @@ async def test_waiting_for_a_goal_ends_at_once_with_the_goal_and_in_time_without
     goal = await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0.3)
     assert 0.29 <= loop.time() - begun < SOON_S
     assert goal.status is GoalStatus.PENDING
-    assert "none is live" in goal.message
+
+    async def says_why() -> bool:  # as soon as there was a plan
+        return (
+            "none is live" in (await caller.call("wait_for_goal", goal_id=never.goal_id, timeout_s=0)).message
+        )
+
+    await eventually(says_why)
 
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(
@@ -524,14 +532,27 @@ async def test_two_controllers_have_one_voice_and_the_second_takes_over(stack: S
     # Who waited at the first is sent on, and nobody else answers for it.
     assert json.loads(waiting.result().data)["code"] == "not_leading"
     await eventually(lambda: _is(first.service.term is None))
-    await stack.caller.until_leading()
+    # Until its calls are withdrawn, the first one may still be asked, and says that it does not lead.
+    await eventually(lambda: _is_led_by(stack, "controller-2"))
+    await eventually(lambda: has_one_voice(stack))
     status = await stack.caller.call("get_status")
     assert (status.controller_id, status.epoch) == ("controller-2", 3)
-    assert len(await service_answers(stack, "PING")) == 1
     assert first.failures == second.failures == []
     await second.stop()
     await stack.caller.until_leading()
     assert (await stack.caller.call("get_status")).controller_id == "controller-1"
+
+
+async def _is_led_by(stack: Stack, controller_id: str) -> bool:
+    try:
+        message = await stack.caller.send("get_status", b"")
+    except NoRespondersError:  # the one no longer, the other not yet
+        return False
+    return not message.headers and json.loads(message.data)["controller_id"] == controller_id
+
+
+async def has_one_voice(stack: Stack) -> bool:
+    return len(await service_answers(stack, "PING")) == 1
 
 
 async def _is(value: bool) -> bool:
@@ -560,17 +581,17 @@ async def test_terms_one_after_another_leave_nothing_behind(stack: Stack) -> Non
     # What ended lately may still be on its way out.
     await eventually(lambda: _is(subscriptions() == before))
     await eventually(lambda: _is(len(asyncio.all_tasks()) <= tasks_before + 1))
-    assert len(await service_answers(stack, "PING")) == 1
+    await eventually(lambda: has_one_voice(stack))
 
 
 async def test_nats_killed_and_started_again_and_the_controller_goes_on(own_server: NatsServer) -> None:
     async with Stack(own_server) as stack:
         await stack.deploy("a")
         own_server.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await stack.controller.disconnected.wait()
         own_server.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await stack.controller.reconnected.wait()
         await stack.caller.until_leading()
         await stack.deploy("b")
@@ -585,16 +606,17 @@ async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_serv
     async with Stack(own_server) as stack:
         first = stack.controller
         own_server.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await first.disconnected.wait()
         # Another one leads: this one's lease is refused, and it stays a standby.
         stack.store.controller_id, stack.store.epoch = ControllerId("other"), stack.store.epoch + 1
         stack.store.lease_expires_at = time.monotonic() + 3600
         await eventually(lambda: _is(first.service.term is None))
         own_server.start()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await first.reconnected.wait()
-        await eventually(lambda: _is(stack.client.is_connected))
+        # Connected by itself could still mean the connection from before.
+        await eventually(lambda: _is(stack.client.stats["reconnects"] > 0 and stack.client.is_connected))
         with pytest.raises(NoRespondersError):
             await stack.caller.send("list_deployments", b"")
         assert await service_answers(stack, "PING") == []
@@ -607,8 +629,8 @@ async def test_a_term_that_ends_while_nats_is_away_is_silent_afterwards(own_serv
 async def test_stopping_while_nats_is_away_takes_little_time(own_server: NatsServer) -> None:
     async with Stack(own_server) as stack:
         own_server.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await stack.controller.disconnected.wait()
         begun = time.monotonic()
         await stack.controller.stop()
-        assert time.monotonic() - begun < 6.0
+        assert time.monotonic() - begun < SOON_S

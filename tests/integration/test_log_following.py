@@ -24,7 +24,7 @@ from serve_common.logs.lines import encode_line
 from serve_common.logs.relay import LogRelay
 from serve_common.subjects import Subjects
 from serve_common.wires.logs import LogFilter, RecallLogs
-from tests.integration.nats_server import NatsServer, connected
+from tests.integration.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration
 SUBJECTS = Subjects()
@@ -44,13 +44,13 @@ async def relays(nats: NatsServer) -> AsyncIterator[dict[str, LogRelay]]:
     """Of a replica over the data plane's connection, and of a host over nats-py."""
     relays = {kind: LogRelay(None, {"service": kind}, SystemClock()) for kind in ("replica", "host")}
     bus = BusConnection(BusOptions(servers=[nats.url]), random.Random(1))
-    await bus.connect(5)
+    await bus.connect(20)
     replica = BusLogOutlet(relays["replica"], bus, SUBJECTS, "replica", "default/a#1")
     client = await connected(nats, SUBJECTS)
     host = NatsLogOutlet(relays["host"], SUBJECTS, "host", "h1")
     await host.join(client)
-    await bus.flush(5)
-    await client.flush()
+    await bus.flush(20)
+    await until_known(client)
     yield relays
     await replica.close()
     await host.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -216,3 +217,21 @@ async def test_a_bus_that_ends_while_nats_is_away_takes_little_time(tmp_path: Pa
         await side.close()
         while asyncio.all_tasks() != {this}:  # who tries to connect would do so for ever  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_client_whose_server_takes_nothing_is_closed_with_its_socket(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    assert server.process is not None
+    try:
+        client = await connected(server, Subjects())
+        writer = client._transport._io_writer
+        server.process.send_signal(signal.SIGSTOP)
+        for _ in range(20):  # more than what the system takes for the server
+            client._pending.append(bytes(1_000_000))
+            client._pending_data_size += 1_000_000
+        async with asyncio.timeout(30):  # for ever otherwise
+            await close_nats(client)
+        assert writer.get_extra_info("socket").fileno() == -1
+    finally:
+        server.kill()

@@ -79,18 +79,24 @@ async def test_bytes_come_back_as_they_are_with_the_callers_request_id(stack: St
 async def test_a_call_waits_no_longer_than_its_caller_does(stack: Stack) -> None:
     replica = await serve_calls(stack)
     loop = asyncio.get_running_loop()
-    soon = str(int((SystemClock().now() + 0.2) * 1000))
-    for headers in ({"X_Serve_Relative_SLO_MS": "200"}, {"x_request_timeout_seconds": "0.2"}):
-        began = loop.time()
-        assert error_of(await call(stack, b"hold", **headers))[0] == "504"
-        assert 0.15 < loop.time() - began < 15
-    assert error_of(await call(stack, b"hold", X_Serve_Absolute_SLO_MS=soon))[0] == "504"
+    for limit in (
+        lambda: {"X_Serve_Relative_SLO_MS": "200"},
+        lambda: {"x_request_timeout_seconds": "0.2"},
+        lambda: {"X_Serve_Absolute_SLO_MS": str(int((SystemClock().now() + 0.2) * 1000))},
+    ):
+        replica.seen.clear()
+        while not replica.seen:  # on a busy machine it may be too late already when it could be sent
+            began = loop.time()
+            assert error_of(await call(stack, b"hold", **limit()))[0] == "504"
+            assert 0.15 < loop.time() - began < 15
+        assert replica.seen[0].timeout_s <= 0.2
+    await call(stack, b"")  # what was sent before has come
     seen = len(replica.seen)
     assert error_of(await call(stack, b"hold", X_Serve_Absolute_SLO_MS="1000"))[0] == "504"
     code, ours = error_of(await call(stack, b"hold", X_Serve_Relative_SLO_MS="soon"))
     assert (code, ours) == ("400", "bad_request")
-    assert len(replica.seen) == seen
-    assert replica.seen[0].timeout_s <= 0.2
+    await call(stack, b"")
+    assert len(replica.seen) == seen + 1
 
 
 async def test_what_goes_wrong_is_a_service_error(stack: Stack) -> None:

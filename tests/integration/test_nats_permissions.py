@@ -21,6 +21,7 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.js.api import KeyValueConfig, StorageType
 from nats.js.errors import APIError
+from nats.js.kv import KeyValue
 from nats.micro import ServiceConfig, add_service
 from nats.micro.request import Request
 from nats.micro.service import EndpointConfig
@@ -65,6 +66,13 @@ class Server:
 
     def refusals(self, credentials: dict[str, str], *lines: bytes) -> list[str]:
         """What the server objects to when these credentials send these protocol lines."""
+        while True:
+            refused = self._refusals(credentials, *lines)
+            # So it answers who stands still for 2 s before giving them, as a busy machine may.
+            if refused != ["-ERR 'Authentication Timeout'"]:
+                return refused
+
+    def _refusals(self, credentials: dict[str, str], *lines: bytes) -> list[str]:
         options = {**credentials, "verbose": False, "pedantic": False, "headers": True}
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection,
@@ -79,7 +87,7 @@ class Server:
                     break
                 if answer.startswith(b"-ERR"):
                     refused.append(answer.decode().strip())
-                    if "Authorization" in refused[-1]:
+                    if "Authorization" in refused[-1] or "Authentication" in refused[-1]:
                         break
         return refused
 
@@ -340,16 +348,19 @@ async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
     assert (await store.get("endpoints.shop.digits")).value == b"one"
     assert (await store.status()).values >= 2
     watcher = await store.watchall()
-    seen = {}
-    while (entry := await watcher.updates(timeout=20)) is not None:
-        seen[entry.key] = entry.value
-    assert seen["backends.shop.digits"] == b"two"
-    await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"two")
-    changed = await watcher.updates(timeout=20)
-    assert changed is not None
-    assert changed.key == "backends.shop.digits"
+    assert (await next_of("backends.shop.digits", watcher)).value == b"two"
+    await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"three")
+    assert (await next_of("backends.shop.digits", watcher)).value == b"three"
     await asyncio.wait_for(watcher.stop(), timeout=20)
     assert reader.last_error is None
+
+
+async def next_of(key: str, watcher: KeyValue.KeyWatcher) -> KeyValue.Entry:
+    """What the watcher tells next of ``key``; its word that it has told everything may come before what it tells."""
+    while True:
+        entry = await watcher.updates(timeout=20)
+        if entry is not None and entry.key == key:
+            return entry
 
 
 async def refused(client: Client) -> None:
@@ -384,12 +395,13 @@ async def test_a_big_snapshot_history_flows_to_a_slow_proxy(connect: Connect, bu
         await store.put(f"backends.big.b{number}", bytes(20_000))
     proxy = await connect("proxy")
     watcher = await (await proxy.jetstream(timeout=20).key_value(SUBJECTS.bucket)).watchall()
-    count = 0
-    while await watcher.updates(timeout=20) is not None:
-        count += 1
+    missing = {f"backends.big.b{number}" for number in range(300)}
+    while missing:
+        entry = await watcher.updates(timeout=20)
+        if entry is not None:
+            missing.discard(entry.key)
         await asyncio.sleep(0)
     await asyncio.wait_for(watcher.stop(), timeout=20)
-    assert count >= 300
     assert proxy.last_error is None
 
 
@@ -449,9 +461,12 @@ async def test_who_may_ask_gets_the_answer(
     async def answer(message: Msg) -> None:
         await message.respond(b"yes")
 
-    await answering.subscribe(subject, queue=queue, cb=answer)
+    subscription = await answering.subscribe(subject, queue=queue, cb=answer)
     await until_known(answering)
     assert (await asking.request(subject, b"", timeout=20)).data == b"yes"
+    # Here and not with its connection: the server might choose it for the next test's request before it knows.
+    await subscription.unsubscribe()
+    await until_known(answering)
 
 
 async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:

@@ -100,11 +100,11 @@ class BucketWatch:
         """Open a watch and follow it until it must be opened anew."""
         async with asyncio.timeout(2 * _TIMEOUT_S):
             bucket = await self._open_bucket()
-            last, _ = await self._state_of(bucket)
+            last, messages = await self._state_of(bucket)
             watcher = await bucket.watchall()
         try:
             # Everything up to ``last`` is in what the watch begins with, or was purged from the bucket.
-            await self._read_whole(watcher, last)
+            await self._read_whole(watcher, last, is_empty=messages == 0)
             await self._follow_until_reopened(bucket, watcher)
         finally:
             try:
@@ -114,10 +114,20 @@ class BucketWatch:
                 # Its consumer may be gone with the server; the server forgets it by itself.
                 _log.debug("bucket_watch_stop_failed", bucket=self._bucket, error=repr(error))
 
-    async def _read_whole(self, watcher: KeyValue.KeyWatcher, position: int) -> None:
+    async def _read_whole(self, watcher: KeyValue.KeyWatcher, position: int, *, is_empty: bool) -> None:
         entries: dict[str, tuple[int, bytes | None]] = {}
         self._keys.clear()
-        while (entry := await watcher.updates(timeout=_TIMEOUT_S)) is not None:
+        is_told_early = is_last = False
+        while not is_last:
+            entry = await watcher.updates(timeout=_TIMEOUT_S)
+            if entry is None:
+                # The library also says that this was everything when the server has sent all and nothing has come yet,
+                # for what is sent and that it was sent come on two ways. Then the last entry says that it is the last.
+                if is_empty or entries:
+                    break
+                is_told_early = True
+                continue
+            is_last = is_told_early and entry.delta == 0
             position = max(position, entry.revision or 0)
             self._keys.add(entry.key)
             value = None if entry.operation is not None else entry.value or b""

@@ -146,7 +146,15 @@ async def close_nats(client: Client) -> None:
             await client.close()
     except (NatsError, OSError, TimeoutError) as error:
         _log.debug("nats_not_closed", error=repr(error))
+        _abort(client)
     await _end_tasks(client, subscriptions)
+
+
+def _abort(client: Client) -> None:
+    """Let go of the socket, which the library closes last: it may have come to nothing before that."""
+    writer: asyncio.StreamWriter | None = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - the library has no other way
+    if writer is not None:
+        writer.transport.abort()
 
 
 async def _end_tasks(client: Client, subscriptions: Sequence[Subscription]) -> None:
