@@ -25,7 +25,7 @@ import pytest
 
 from tests.integration.held_port import HeldPort
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 _PASSWORD = secrets.token_hex(8)
 
 
@@ -48,7 +48,7 @@ def _way_to_not_be_root(postgres: Path) -> str | None:
         return None
     for way in ("capability", "namespace"):
         attempt = [*_demoted(way), str(postgres), "--version"]
-        if subprocess.run(attempt, check=False, capture_output=True, timeout=10).returncode == 0:
+        if subprocess.run(attempt, check=False, capture_output=True, timeout=60).returncode == 0:
             return way
     pytest.skip("Postgres refuses to run as root, and this machine lets us become nobody else")
 
@@ -135,6 +135,8 @@ class PostgresServer:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         postmaster = psutil.Process(self._process.pid)
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            postmaster.suspend()  # or it could start one more process after it was asked for them
         family = [postmaster, *postmaster.children(recursive=True)]  # each child is a session of its own
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
