@@ -56,7 +56,22 @@ class Stack:
 
     def up(self, *arguments: str) -> None:
         """Bring up what compose.yaml says, and wait until all of it is healthy."""
-        self.run("up", "--detach", "--wait", *arguments, timeout_s=UP_TIMEOUT_S)
+        self.run("up", "--detach", *arguments, timeout_s=UP_TIMEOUT_S)
+        self.wait_for_containers()
+
+    def wait_for_containers(self) -> None:
+        """Wait until all of them are healthy.
+
+        Compose's own ``--wait`` gives up on one that ends and is started anew, as a replica host does when Ray needs
+        more time to start than it gives itself.
+        """
+
+        def health() -> dict[str | None, str | None]:
+            return {each.Name: each.Health for each in self.compose.get_containers(include_all=True)}
+
+        self.wait_until(
+            lambda: set(health().values()) == {"healthy"}, "all are healthy", health, timeout_s=UP_TIMEOUT_S
+        )
 
     def kill_container(self, container_id: str) -> None:
         """End one container of ours as a crash would; it does not come back by itself."""
@@ -177,10 +192,15 @@ class Stack:
         )
 
     def wait_until(
-        self, is_so: Callable[[], bool], what: str, seen: Callable[[], object] = lambda: ""
+        self,
+        is_so: Callable[[], bool],
+        what: str,
+        seen: Callable[[], object] = lambda: "",
+        *,
+        timeout_s: float = _CHANGE_TIMEOUT_S,
     ) -> None:
         """Wait for what nobody tells; ``seen`` says what there is instead when it does not come about."""
-        deadline = time.monotonic() + _CHANGE_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not is_so():
             assert time.monotonic() < deadline, f"it did not come about that {what}: {seen()}"
             time.sleep(0.5)

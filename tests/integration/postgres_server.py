@@ -5,6 +5,7 @@ Why not the one of ``muster up``: that one is supervised and comes back by itsel
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import os
@@ -60,7 +61,7 @@ def _demoted(way: str | None) -> list[str]:
 
 
 class PostgresServer:
-    """One server with a data directory of its own, which leaving the ``with`` block removes."""
+    """One server with a data directory of its own, which is removed when this process ends."""
 
     def __init__(self) -> None:
         self._binaries = _binaries()
@@ -88,7 +89,8 @@ class PostgresServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        shutil.rmtree(self._directory)
+        # At the very end of the run, for a busy disk may take longer for ten thousands of files than a test may.
+        atexit.register(shutil.rmtree, self._directory)
 
     @property
     def _data(self) -> Path:
