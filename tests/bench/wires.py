@@ -168,9 +168,13 @@ async def measure(ask: Ask, answerer_pid: int, clients: int, seconds: float, pay
     until = time.perf_counter() + seconds
 
     async def client() -> None:
-        while (began := time.perf_counter()) < until:
+        while True:  # once at least, also where all of the time has passed before the first
+            began = time.perf_counter()
             assert len(await ask(payload)) == len(payload)
-            latencies.append(time.perf_counter() - began)
+            ended = time.perf_counter()
+            latencies.append(ended - began)
+            if ended >= until:
+                return
 
     began, cpu_began = time.perf_counter(), time.process_time() + cpu_s(answerer_pid)
     async with asyncio.TaskGroup() as group:

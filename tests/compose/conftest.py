@@ -51,7 +51,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         pytest.skip(f"NOT TESTED: the stack in containers, for no Docker engine with compose answers: {why}")
     secrets = generate(tmp_path_factory.mktemp("secrets"), for_containers=True)
     files = ["compose.yaml", "deploy/grafana/left-out.yaml", "tests/compose/quick.yaml"]
-    compose = DockerCompose(ROOT, files, build=True)
+    compose = DockerCompose(ROOT, files, build=True, wait=False)
     prometheus = _quick_prometheus(tmp_path_factory.mktemp("prometheus") / "etc")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COMPOSE_PROJECT_NAME", PROJECT)
@@ -63,4 +63,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             environment.delenv(name, raising=False)
         compose.stop()  # what a run that was killed left behind
         with compose:
-            yield Stack(compose, secrets)
+            stack = Stack(compose, secrets)
+            stack.wait_for_containers()
+            yield stack

@@ -33,7 +33,9 @@ ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = "muster-test"
 UP_TIMEOUT_S: Final = 540.0
 DIGITS_REQUESTS: Final = 'serve_proxy_requests_total{endpoint_tag="default/digits"}'
-_COMMAND_TIMEOUT_S: Final = 120.0
+_COMMAND_TIMEOUT_S: Final = 300.0
+_CHANGE_TIMEOUT_S: Final = 180.0
+"""For what takes seconds on a quiet machine, and has no limit of its own on a busy one."""
 
 
 class Stack:
@@ -54,7 +56,22 @@ class Stack:
 
     def up(self, *arguments: str) -> None:
         """Bring up what compose.yaml says, and wait until all of it is healthy."""
-        self.run("up", "--detach", "--wait", *arguments, timeout_s=UP_TIMEOUT_S)
+        self.run("up", "--detach", *arguments, timeout_s=UP_TIMEOUT_S)
+        self.wait_for_containers()
+
+    def wait_for_containers(self) -> None:
+        """Wait until all of them are healthy.
+
+        Compose's own ``--wait`` gives up on one that ends and is started anew, as a replica host does when Ray needs
+        more time to start than it gives itself.
+        """
+
+        def health() -> dict[str | None, str | None]:
+            return {each.Name: each.Health for each in self.compose.get_containers(include_all=True)}
+
+        self.wait_until(
+            lambda: set(health().values()) == {"healthy"}, "all are healthy", health, timeout_s=UP_TIMEOUT_S
+        )
 
     def kill_container(self, container_id: str) -> None:
         """End one container of ours as a crash would; it does not come back by itself."""
@@ -110,11 +127,11 @@ class Stack:
         command = evaluation(self.http("/digits"), "--forever", "--concurrency", "4")
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
-                _wait_for_line(process, 60.0)  # it says so when the first request has ended
+                _wait_for_line(process, _CHANGE_TIMEOUT_S)  # it says so when the first request has ended
                 yield result
             finally:
                 process.send_signal(signal.SIGINT)  # as Ctrl-C: it says what it saw
-                said, complained = process.communicate(timeout=60.0)
+                said, complained = process.communicate(timeout=_CHANGE_TIMEOUT_S)
         assert said, complained
         result.update(json.loads(said))
 
@@ -128,7 +145,7 @@ class Stack:
         address = StackAddress(urls=(self.nats_url,), password=self.secrets.read("nats_admin"))
 
         async def ask() -> Any:
-            async with connect_stack(address) as reached:
+            async with connect_stack(address, connect_within_s=30.0, retry_for_s=60.0) as reached:
                 return msgspec.to_builtins(await question(reached.admin))
 
         with ThreadPoolExecutor(1) as thread:  # some tests have a loop of their own
@@ -142,42 +159,50 @@ class Stack:
                 known["status"] for known in self.status()["deployments"] if known["name"] == name
             }
 
-        self._wait_until(is_healthy, f"{name} is healthy")
+        self.wait_until(is_healthy, f"{name} is healthy")
 
-    def wait_for_autoscaling(self, name: str, *, is_seen: bool = False, **expected: Any) -> dict[str, Any]:
-        """Wait until the autoscaling of a deployment says what is expected; what it says then."""
+    def wait_for_autoscaling(
+        self, name: str, *, is_seen: bool = False, why: str = "", **expected: Any
+    ) -> None:
+        """Wait until the autoscaling of a deployment says what is expected, and ``why`` among its reasons."""
         found: dict[str, Any] = {}
 
         def is_so() -> bool:
             views = self._asked(lambda admin: admin.get_autoscaling())
             found.update(next(view for view in views if view["backend_tag"] == f"default/{name}"))
-            return {key: found[key] for key in expected} == expected and (
-                not is_seen or found["seen"] is not None
-            )
+            is_known = not is_seen or found["seen"] is not None
+            return is_known and why in found["why"] and {key: found[key] for key in expected} == expected
 
-        self._wait_until(is_so, f"{name} is autoscaled as {expected}")
-        return found
+        self.wait_until(is_so, f"{name} is autoscaled as {expected}", lambda: found)
 
     def query(self, promql: str) -> list[tuple[dict[str, str], float]]:
         """An instant query's labels and values."""
         query = urllib.parse.urlencode({"query": promql})
         url = f"http://{self.address('prometheus', 9090)}/api/v1/query?{query}"
-        with urllib.request.urlopen(url, timeout=10.0) as response:
+        with urllib.request.urlopen(url, timeout=60.0) as response:
             found = json.load(response)["data"]["result"]
         return [(row["metric"], float(row["value"][1])) for row in found]
 
-    def wait_for_query(self, promql: str, expected: float, timeout_s: float = 60.0) -> None:
+    def wait_for_query(self, promql: str, expected: float) -> None:
         """Wait until a query that has one value has the expected one: scrapes are seconds apart."""
-        self._wait_until(
+        self.wait_until(
             lambda: [value for _, value in self.query(promql)] == [expected],
             f"{promql} is {expected}",
-            timeout_s,
+            lambda: self.query(promql),
         )
 
-    def _wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def wait_until(
+        self,
+        is_so: Callable[[], bool],
+        what: str,
+        seen: Callable[[], object] = lambda: "",
+        *,
+        timeout_s: float = _CHANGE_TIMEOUT_S,
+    ) -> None:
+        """Wait for what nobody tells; ``seen`` says what there is instead when it does not come about."""
         deadline = time.monotonic() + timeout_s
         while not is_so():
-            assert time.monotonic() < deadline, f"after {timeout_s} s it is not so that {what}"
+            assert time.monotonic() < deadline, f"it did not come about that {what}: {seen()}"
             time.sleep(0.5)
 
 

@@ -13,7 +13,7 @@ from nats.errors import Error as NatsError
 
 from tests.compose.stack import DIGITS_REQUESTS, Stack
 
-pytestmark = [pytest.mark.compose, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 
 OURS = {"controller": 1, "proxy": 1, "replica-host": 1}
 SERVICES = {"nats", "postgres", "prometheus", "ingress", *OURS}
@@ -23,14 +23,13 @@ async def connect(stack: Stack, role: str, **options: Any) -> Client:
     """As any NATS client would."""
     options |= {"user": role, "password": stack.secrets.read(f"nats_{role}")}
     return await nats.connect(
-        stack.nats_url, connect_timeout=5, allow_reconnect=False, max_reconnect_attempts=0, **options
+        stack.nats_url, connect_timeout=30, allow_reconnect=False, max_reconnect_attempts=0, **options
     )
 
 
 def test_every_container_is_healthy(stack: Stack) -> None:
-    containers = stack.compose.get_containers()
-    assert {container.Service for container in containers} == SERVICES
-    assert {container.Health for container in containers} == {"healthy"}
+    assert {container.Service for container in stack.compose.get_containers(include_all=True)} == SERVICES
+    stack.wait_for_containers()
 
 
 @pytest.mark.parametrize("service", sorted({"ingress", *OURS}))
@@ -68,7 +67,7 @@ def test_the_example_is_deployed_by_the_cli_and_answers_every_request(stack: Sta
 def test_prometheus_sees_every_process(stack: Stack) -> None:
     for service in (*OURS, "ingress", "prometheus"):
         stack.wait_for_query(f'sum(up{{job="{service}"}})', 1)
-    assert {value for _, value in stack.query("up")} == {1.0}
+    stack.wait_for_query("min(up)", 1)
 
 
 def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_away(stack: Stack) -> None:
@@ -94,8 +93,7 @@ def test_loads_are_read_from_prometheus_and_nothing_moves_wrongly_while_that_is_
     stack.wait_for_autoscaling("digits", source="prometheus", is_seen=True)
     stack.wait_until_healthy("default/followed")
     stack.run("kill", "prometheus")
-    held = stack.wait_for_autoscaling("followed", num_replicas=3, verdict="held")
-    assert "Prometheus" in held["why"]
+    stack.wait_for_autoscaling("followed", num_replicas=3, verdict="held", why="Prometheus")
     stack.wait_for_autoscaling("digits", num_replicas=1, source="scrape", is_seen=True)
     stack.up("prometheus")
     stack.wait_for_autoscaling("followed", num_replicas=3, verdict="steady", source="prometheus")
@@ -109,18 +107,21 @@ async def test_a_foreign_nats_client_lists_deployments_and_deploys(stack: Stack)
     stack.have_digits()
     client = await connect(stack, "admin")
     try:
-        answer = await client.request("serve.admin.list_deployments", b"{}", timeout=5)
+        answer = await client.request("serve.admin.list_deployments", b"{}", timeout=60)
         assert "default/digits" in answer.data.decode()
         request = {
             "name": "foreign",
             "replica_config": {"import_path": "noop:Noop", "app_dir": "/apps/noop"},
             "route_prefix": "/foreign",
         }
-        answer = await client.request("serve.admin.deploy", json.dumps(request).encode(), timeout=10)
+        answer = await client.request("serve.admin.deploy", json.dumps(request).encode(), timeout=60)
         assert not answer.headers, answer.headers
         goal_id = json.loads(answer.data)["goal_id"]
         wait = json.dumps({"goal_id": goal_id, "timeout_s": 30}).encode()
-        answer = await client.request("serve.admin.wait_for_goal", wait, timeout=35)
+        for _ in range(6):
+            answer = await client.request("serve.admin.wait_for_goal", wait, timeout=60)
+            if json.loads(answer.data)["status"] != "pending":
+                break
         assert json.loads(answer.data)["status"] == "succeeded", answer.data
     finally:
         await client.close()
@@ -134,7 +135,7 @@ async def test_an_anonymous_connection_is_refused(stack: Stack) -> None:
     try:
         assert b'"auth_required":true' in await reader.readline()
         writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
-        said = await asyncio.wait_for(reader.read(), 5)
+        said = await asyncio.wait_for(reader.readline(), 60)
         assert said.startswith(b"-ERR 'Authorization Violation'")
     finally:
         writer.close()
@@ -147,7 +148,7 @@ async def test_a_proxys_credentials_do_not_serve_for_commands(stack: Stack) -> N
     try:
         with pytest.raises(NatsError):
             await client.request("serve.admin.list_deployments", b"{}", timeout=2)
-        refusal = await asyncio.wait_for(refusals.get(), 5)
+        refusal = await asyncio.wait_for(refusals.get(), 60)
         assert "permissions violation" in str(refusal).lower()
     finally:
         await client.close()
@@ -160,7 +161,7 @@ def test_a_killed_controller_comes_back_and_keeps_everything(stack: Stack) -> No
         stack.run("kill", "controller")
         stack.up("controller")
     assert result["failures"] == 0, result
-    assert stack.status()["deployments"] == before
+    stack.wait_until(lambda: stack.status()["deployments"] == before, f"there is {before}", stack.status)
     stack.deploy_digits("--user-config", '{"threshold": 0.5}')
     stack.deploy_digits()
 
@@ -187,11 +188,19 @@ def test_the_stack_scales_up_and_down_under_load(stack: Stack) -> None:
         stack.up("--no-recreate", "--scale", "proxy=2", "--scale", "replica-host=2")
         stack.wait_for_query('sum(up{job="proxy"})', 2)
         stack.wait_for_query('sum(up{job="replica-host"})', 2)
-        hosts = [host for host in stack.status()["hosts"] if host["status"] == "live"]
-        assert len(hosts) == 2
+
+        def live_hosts() -> int:
+            return sum(host["status"] == "live" for host in stack.status()["hosts"])
+
+        stack.wait_until(lambda: live_hosts() == 2, "both hosts live", live_hosts)
     assert result["failures"] == 0, result
-    assert stack.evaluate("--repeat", "3")["failures"] == 0
-    stack.wait_for_query(f"count(sum by (instance) ({DIGITS_REQUESTS}) > 0)", 2)
+
+    def both_proxies_asked() -> bool:
+        assert stack.evaluate()["failures"] == 0
+        return len(stack.query(f"sum by (instance) ({DIGITS_REQUESTS}) > 0")) == 2
+
+    # Connections are spread, so those that are open stay where they are, and what is new meets both.
+    stack.wait_until(both_proxies_asked, "both proxies were asked")
     with stack.under_load() as result:
         stack.up("--no-recreate", "--scale", "proxy=1", "--scale", "replica-host=1")
     assert result["failures"] == 0, result

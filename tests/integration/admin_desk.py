@@ -29,6 +29,8 @@ from tests.integration.postgres_server import PostgresServer
 CODE = ReplicaConfig(import_path="model:Model")
 BAD_CODE = ReplicaConfig(import_path="model:Broken")
 """Its constructor raises, on these hosts."""
+SOON_S = 60.0
+"""For what takes a moment on a quiet machine, and has no limit of its own on a busy one."""
 TRACEBACK = 'File "model.py", line 7, in __init__\nValueError: no weights'
 
 
@@ -86,7 +88,7 @@ class AdminDesk:
 
     async def until_heard_of(self) -> None:
         """Both hosts and the proxy have reported to the leader."""
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(SOON_S):
             while True:
                 status = await self.admin.get_status()
                 if len(status.hosts) == 2 and status.proxies:
@@ -98,7 +100,7 @@ class AdminDesk:
     async def send(self, verb: str, fields: dict[str, Any]) -> Msg:
         """One request over the bare bus."""
         return await self.plane.client.request(
-            self.subjects.admin(verb), json.dumps(fields).encode(), timeout=10
+            self.subjects.admin(verb), json.dumps(fields).encode(), timeout=SOON_S
         )
 
     async def call(self, verb: str, /, **fields: Any) -> Any:
@@ -120,7 +122,7 @@ class AdminDesk:
     async def ended(self, goal_id: GoalId | None) -> GoalView:
         """How a goal ended."""
         assert goal_id is not None
-        view = await self.admin.wait_for_goal(goal_id, deadline_s=20.0)
+        view = await self.admin.wait_for_goal(goal_id, deadline_s=SOON_S)
         assert view.status is not GoalStatus.PENDING, view.message
         return view
 
@@ -139,7 +141,7 @@ class AdminDesk:
                 self._heard.notify_all()
 
     async def until_kept(
-        self, query: GetEvents, is_so: Callable[[list[EventView]], bool], *, timeout_s: float = 10.0
+        self, query: GetEvents, is_so: Callable[[list[EventView]], bool], *, timeout_s: float = SOON_S
     ) -> list[EventView]:
         """What can be asked for afterwards, once it is so."""
         events: list[EventView] = []
@@ -151,7 +153,7 @@ class AdminDesk:
         raise AssertionError(f"{query} never was answered as it should be, but with {events}")
 
     async def until_told(
-        self, kind: str, subject: str, *, state: str, timeout_s: float = 10.0
+        self, kind: str, subject: str, *, state: str, timeout_s: float = SOON_S
     ) -> list[GoalView | EventView]:
         """Everything told of that subject, once ``state`` is."""
 

@@ -5,6 +5,7 @@ Why not the one of ``muster up``: that one is supervised and comes back by itsel
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import os
@@ -25,7 +26,7 @@ import pytest
 
 from tests.integration.held_port import HeldPort
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 60.0
 _PASSWORD = secrets.token_hex(8)
 
 
@@ -48,7 +49,7 @@ def _way_to_not_be_root(postgres: Path) -> str | None:
         return None
     for way in ("capability", "namespace"):
         attempt = [*_demoted(way), str(postgres), "--version"]
-        if subprocess.run(attempt, check=False, capture_output=True, timeout=10).returncode == 0:
+        if subprocess.run(attempt, check=False, capture_output=True, timeout=60).returncode == 0:
             return way
     pytest.skip("Postgres refuses to run as root, and this machine lets us become nobody else")
 
@@ -60,7 +61,7 @@ def _demoted(way: str | None) -> list[str]:
 
 
 class PostgresServer:
-    """One server with a data directory of its own, which leaving the ``with`` block removes."""
+    """One server with a data directory of its own, which is removed when this process ends."""
 
     def __init__(self) -> None:
         self._binaries = _binaries()
@@ -88,7 +89,8 @@ class PostgresServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        shutil.rmtree(self._directory)
+        # At the very end of the run, for a busy disk may take longer for ten thousands of files than a test may.
+        atexit.register(shutil.rmtree, self._directory)
 
     @property
     def _data(self) -> Path:
@@ -135,6 +137,8 @@ class PostgresServer:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         postmaster = psutil.Process(self._process.pid)
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            postmaster.suspend()  # or it could start one more process after it was asked for them
         family = [postmaster, *postmaster.children(recursive=True)]  # each child is a session of its own
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -31,9 +31,10 @@ import pytest
 from tests.integration.held_port import HeldPort
 
 IMAGE: Final = "prom/prometheus:v3.5.0"
-START_TIMEOUT_S: Final = 30.0
+START_TIMEOUT_S: Final = 120.0
 _REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
 _PULL_TIMEOUT_S: Final = 120.0
+_ANSWER_TIMEOUT_S: Final = 60.0
 
 
 def scrape_config(
@@ -117,17 +118,20 @@ class PrometheusServer:
             return
         if self._container:
             subprocess.run(
-                ["docker", "rm", "-f", self._container], check=True, capture_output=True, timeout=30
+                ["docker", "rm", "-f", self._container],
+                check=True,
+                capture_output=True,
+                timeout=_ANSWER_TIMEOUT_S,
             )
         else:
             process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.wait(timeout=_ANSWER_TIMEOUT_S)
 
     def configure(self, config: str) -> None:
         """Use another configuration from now on; returns once it is in force."""
         (self.directory / "prometheus.yml").write_text(config, encoding="utf-8")
         request = urllib.request.Request(f"{self.url}/-/reload", method="POST")
-        with urllib.request.urlopen(request, timeout=10):
+        with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S):
             pass
 
     def query(self, promql: str, at: float | None = None) -> list[dict[str, Any]]:
@@ -135,14 +139,14 @@ class PrometheusServer:
         parameters = {"query": promql} if at is None else {"query": promql, "time": f"{at:.3f}"}
         url = f"{self.url}/api/v1/query?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as response:
+            with urllib.request.urlopen(url, timeout=_ANSWER_TIMEOUT_S) as response:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{promql}: {error.read().decode()}") from error
         elements: list[dict[str, Any]] = answer["data"]["result"]
         return elements
 
-    def wait_for(self, promql: str, *, timeout_s: float = 20.0, at_least: int = 1) -> list[dict[str, Any]]:
+    def wait_for(self, promql: str, *, timeout_s: float = 60.0, at_least: int = 1) -> list[dict[str, Any]]:
         """The elements of ``promql`` as soon as there are so many of them; what is awaited has no event to tell it."""
         give_up_at = time.monotonic() + timeout_s
         while len(elements := self.query(promql)) < at_least:

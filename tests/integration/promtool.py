@@ -19,7 +19,7 @@ from tests.integration.prometheus_server import IMAGE
 MOUNT: Final = "/etc/prometheus"
 """Where the image sees the directory: as in compose."""
 REQUIRED: Final = "MUSTER_REQUIRE_COMPOSE"
-_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 180.0
 
 
 def commands(directory: Path) -> list[list[str]]:

@@ -25,7 +25,7 @@ from serve_common.wires.views import GoalStatus
 
 APP_DIR: Final = Path(__file__).with_name("seen_app")
 SLOTS, QUEUED_MAX, BURST = 4, 8, 40
-_CHANGE_LIMIT_S: Final = 30.0
+_CHANGE_LIMIT_S: Final = 120.0
 
 
 async def deploy(admin: AdminClient) -> None:

@@ -22,7 +22,6 @@ from nats.micro.request import Request
 from nats.micro.service import ServiceConfig
 
 from muster.client import Stack, StackAddress, connect_stack
-from muster.client.asking import ATTEMPT_S
 from muster.secrets import NATS_INCLUDE, Secrets, generate
 from serve_common.errors import (
     BadField,
@@ -38,6 +37,7 @@ from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.admin import ErrorView
 from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.wires.queries import GetStatus
 from serve_common.wires.views import GoalStatus, GoalView
 from tests.integration.held_port import HeldPort
 from tests.integration.nats_server import until_known
@@ -47,6 +47,8 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects()
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
+NEVER_S = 3600.0
+"""A time-out that would be noticed."""
 
 
 class NatsServer:
@@ -177,12 +179,12 @@ async def test_values_and_errors_travel_through_a_real_micro_service(server: Nat
 
 async def test_no_controller_is_known_at_once_and_said_with_the_address(server: NatsServer) -> None:
     async with reach(server, retry_for_s=0.1) as stack:
-        begun = time.monotonic()
+        # Not after a time-out: this one would never come.
         with pytest.raises(TransientError, match=f"no controller answers at nats://127.0.0.1:{server.port}"):
-            await stack.admin.get_status()
-        assert time.monotonic() - begun < ATTEMPT_S
+            await stack.admin._asker.ask(GetStatus(), attempt_s=NEVER_S)
+        stack.caller._retry_for_s = 0.1
         with pytest.raises(TransientError, match="no proxy answers calls"):
-            await stack.caller.call("digits", b"", headers={}, timeout_s=0.1)
+            await stack.caller.call("digits", b"", headers={}, timeout_s=NEVER_S)
 
 
 async def test_a_deploy_survives_the_death_of_nats_and_a_controller_that_comes_late(
@@ -229,10 +231,9 @@ async def test_a_request_under_way_ends_when_nats_dies_and_not_at_its_time_out(s
 
         async with reach(server, retry_for_s=0.1) as stack, asyncio.TaskGroup() as tasks:
             killing = tasks.create_task(kill_once_heard())
-            with pytest.raises(TransientError) as caught:
-                await stack.admin.get_status()
+            with pytest.raises(TransientError):
+                await stack.admin._asker.ask(GetStatus(), attempt_s=NEVER_S)
             await killing
-        assert "nothing came within" not in str(caught.value)
 
 
 async def test_a_wrong_password_is_told_as_such(server: NatsServer) -> None:
@@ -250,11 +251,9 @@ async def test_a_wrong_password_is_told_as_such(server: NatsServer) -> None:
 
 async def test_another_role_is_told_that_it_may_not(server: NatsServer) -> None:
     async with controller(server, deploy=lambda _body: ChangeReply(goal_id=GoalId("g"), updating=True)):
-        begun = time.monotonic()
         with pytest.raises(BusAuthorizationFailed, match="does not allow the user 'proxy'"):
             async with reach(server, "proxy", retry_for_s=0.1) as stack:
-                await stack.admin.deploy(DEPLOY)
-        assert time.monotonic() - begun < ATTEMPT_S
+                await stack.admin._asker.ask(DEPLOY, attempt_s=NEVER_S)
 
 
 async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path: Path) -> None:
@@ -264,7 +263,7 @@ async def test_nothing_at_the_address_is_an_error_within_the_time_given(tmp_path
         async with connect_stack(server.address(), connect_within_s=0.3):
             pass
     server.close()
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 20, "each try to connect ends at once; only giving up could take long"
 
 
 async def test_what_nats_cannot_carry_is_refused_by_its_size(server: NatsServer) -> None:

@@ -40,19 +40,17 @@ from serve_common.wires.commands import (
 )
 from serve_common.wires.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
 from serve_controller.adapters.load_windows import YOUNG_S
-from tests.integration.admin_desk import BAD_CODE, CODE, TRACEBACK, AdminDesk
+from tests.integration.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 from tests.integration.admin_refusals import REFUSALS
 from tests.integration.control_plane import NatsServer
 from tests.integration.postgres_server import PostgresServer
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-LOOKS_LIMIT_S = 10.0
-"""Some looks of a second each, on a busy machine."""
 ASKED: set[str] = set()
 """Verbs that were answered with success in this module."""
 
@@ -284,14 +282,14 @@ async def test_a_user_wins_over_the_autoscaling_and_a_load_that_nobody_can_read_
     await desk.done(await admin.deploy(deploy("followed", backend_config=config)))
     assert len((await admin.get_deployment_info("followed")).replicas) == 2
     # Nothing is missed of a proxy that has just begun, so the load counts as known until this one is YOUNG_S old.
-    held = await desk.until_told(
-        "autoscaling", "default.followed", state="held", timeout_s=YOUNG_S + LOOKS_LIMIT_S
-    )
-    assert isinstance(held[-1], EventView)
+    told = await desk.until_told("autoscaling", "default.followed", state="held", timeout_s=YOUNG_S + SOON_S)
+    held = next(event for event in told if isinstance(event, EventView) and event.state == "held")
     (view,) = await admin.get_autoscaling()
     assert (view.backend_tag, view.verdict, view.num_replicas) == ("default/followed", "held", 2)
     assert (view.seen, view.paused) == (None, "")
-    assert view.why in held[-1].message
+    # Which of the hosts and the proxy is named first follows from which of them is no longer young at that look.
+    for why in (held.message, view.why):
+        assert "no page of metrics is that of " in why
 
     await desk.done(await admin.scale(Scale(backend_tag="followed", num_replicas=4)))
     (view,) = await admin.get_autoscaling()

@@ -14,7 +14,8 @@ DIRECTORY = Path(__file__).parents[2] / "deploy/prometheus"
 RULES = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("rules/*.yml"))
 TESTS = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("tests/*.yml"))
 
-pytestmark = pytest.mark.integration
+# Containers of promtool take long to start where much else does.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_every_alert_fires_when_it_should_and_only_then() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.wires import run
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 async def test_the_bench_of_wires_prints_a_line_for_each_wire(capsys: pytest.CaptureFixture[str]) -> None:
@@ -14,4 +14,4 @@ async def test_the_bench_of_wires_prints_a_line_for_each_wire(capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines if line.endswith("x")]
     assert [row[:2] for row in rows] == [["2", "nats-py"], ["2", "bus"]]
-    assert all(float(row[2]) > 0 for row in rows)
+    assert all(float(cell) >= 0 for row in rows for cell in row[2:6]), "a number, rounded"

@@ -13,11 +13,11 @@ import pytest
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
-from tests.integration.control_plane import ControlPlane, NatsServer, deploy_request
+from tests.integration.control_plane import CHANGE_LIMIT_S, ControlPlane, NatsServer, deploy_request
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 PARENT = "00f067aa0ba902b7"
 
@@ -41,23 +41,23 @@ async def test_a_deploy_and_the_plan_that_follows_are_one_trace(
     with OtlpReceiver() as receiver:
         async with ControlPlane.opened(nats, postgres_server) as plane:
             await plane.start_controller("c-1", **receiver.environment())
-            await plane.until_led_by("c-1")
+            await plane.until_led_by("c-1", timeout_s=CHANGE_LIMIT_S)
             # Once this succeeded the leader knows host, proxy and bucket; before, what it plans waits for them.
             before = await plane.admin.deploy(deploy_request("before", "v1"))
             assert before.goal_id is not None
-            await plane.admin.wait_for_goal(before.goal_id, deadline_s=30)
+            await plane.admin.wait_for_goal(before.goal_id, deadline_s=CHANGE_LIMIT_S)
             trace_id = uuid.uuid4().hex
             headers = {"traceparent": f"00-{trace_id}-{PARENT}-01", "Muster-Who": "ann"}
 
             async def deploy(replicas: int) -> msgspec.Raw:
                 answer = await plane.client.request(
-                    plane.subjects.admin("deploy"), command(replicas), timeout=10, headers=headers
+                    plane.subjects.admin("deploy"), command(replicas), timeout=CHANGE_LIMIT_S, headers=headers
                 )
                 return msgspec.Raw(answer.data)
 
             reply = msgspec.json.decode(await deploy(2), type=ChangeReply)
             assert reply.goal_id is not None
-            await plane.admin.wait_for_goal(reply.goal_id, deadline_s=30)
+            await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S)
 
             def is_whole(spans: list[ReceivedSpan]) -> bool:
                 return {"admin deploy", "reconcile", "send_host_goal"} <= {

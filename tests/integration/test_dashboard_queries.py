@@ -31,10 +31,10 @@ from tests.dashboards.reading import ROOT, Question, all_questions, as_grafana_s
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 from tests.integration.seen_load import deploy, under_load
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(480)]
 
 SCRAPE_INTERVAL_S = 1.0
-DATA_LIMIT_S = 40.0
+DATA_LIMIT_S = 120.0
 """Far more than it takes; machines may be busy."""
 RULES = {f"rules-{file.name}": file.read_text() for file in (ROOT / "deploy/prometheus/rules").glob("*.yml")}
 JOBS = ("controller", "proxy", "replica-host")
@@ -58,8 +58,17 @@ PROVOKED = {
     "MusterScalingAtMaximum",
 }
 """Alerts that this load, or a replica that dies, may leave pending."""
-OF_THE_START = {"MusterHasNoLeader", "MusterScalingDataStale", "MusterServiceMissing"}
-"""Before the first scrape nothing is known."""
+PASSING = {
+    "MusterBusUnavailable",
+    "MusterHasNoLeader",
+    "MusterHasNoLiveHost",
+    "MusterProcessDown",
+    "MusterScalingDataStale",
+    "MusterServiceMissing",
+    "MusterStoreUnavailable",
+}
+"""Before the first scrape nothing is known; and a process that stands still for a second misses a scrape or a report,
+which is why all of these wait for a while before they fire. They may begin, and must end again."""
 OF_SLOW_MACHINES = {"MusterLoopLags", "MusterNatsUnhealthy", "MusterNatsUnreadable", "MusterUserCodeBlocks"}
 
 
@@ -76,7 +85,7 @@ class Seen:
         query = urllib.parse.urlencode({"query": promql, **span})
         url = f"{self.prometheus.url}/api/v1/query_range?{query}"
         try:
-            with urllib.request.urlopen(url, timeout=20) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 found: list[dict[str, Any]] = json.load(response)["data"]["result"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{promql}: {error.read().decode()}") from error
@@ -84,7 +93,7 @@ class Seen:
 
     def rules(self) -> list[dict[str, Any]]:
         """As Prometheus has them, with their health."""
-        with urllib.request.urlopen(f"{self.prometheus.url}/api/v1/rules", timeout=20) as response:
+        with urllib.request.urlopen(f"{self.prometheus.url}/api/v1/rules", timeout=60) as response:
             groups = json.load(response)["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
@@ -145,25 +154,29 @@ async def test_every_query_of_every_panel_annotation_and_variable_returns_data(s
 
 
 def without_data(seen: Seen, asked: list[tuple[Question, str]]) -> list[tuple[Question, str]]:
-    """Those that must have data and have none; those whose answers lack what their legends show fail at once."""
+    """Those that must have data and have none, and those whose answers lack what their legends show."""
     missing = []
     for question, promql in asked:
         found = seen.series(promql)
-        # A label that is empty is left out, as that of requests without an endpoint.
+        # A label that is empty is left out, as that of requests without an endpoint, which may be the first.
         labels = {label for each in found for label in each["metric"]}
-        assert not found or question.labels <= labels, f"{question}: {labels}"
-        if not found and str(question) not in MAY_BE_EMPTY:
+        may_be_empty = not found and str(question) in MAY_BE_EMPTY
+        if not may_be_empty and not (found and question.labels <= labels):
             missing.append((question, promql))
     return missing
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_alert_rule_is_in_force_and_watches_series_that_are_there(seen: Seen) -> None:
+    give_up_at = time.monotonic() + DATA_LIMIT_S
     rules = await asyncio.to_thread(seen.rules)
+    while ill := [rule for rule in rules if rule["health"] != "ok"]:  # not known before the first evaluation
+        assert time.monotonic() < give_up_at, ill
+        await asyncio.sleep(0.2)
+        rules = await asyncio.to_thread(seen.rules)
     written = [
         rule for text in RULES.values() for group in yaml.safe_load(text)["groups"] for rule in group["rules"]
     ]
-    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
     assert {rule["name"] for rule in rules} == {rule["alert"] for rule in written}
     watched = {str(selector) for rule in written for selector in selectors(rule["expr"])}
     give_up_at = time.monotonic() + DATA_LIMIT_S
@@ -179,6 +192,13 @@ async def test_alerts_begin_for_what_is_wrong_and_for_nothing_else(seen: Seen) -
         await asyncio.to_thread(seen.prometheus.wait_for, promql, timeout_s=DATA_LIMIT_S)
     alerts = await asyncio.to_thread(seen.series, "ALERTS")
     begun = {each["metric"]["alertname"] for each in alerts}
-    assert begun <= PROVOKED | OF_SLOW_MACHINES | OF_THE_START
-    now = await asyncio.to_thread(seen.prometheus.query, "ALERTS")
-    assert {each["metric"]["alertname"] for each in now} <= PROVOKED | OF_SLOW_MACHINES
+    assert begun <= PROVOKED | OF_SLOW_MACHINES | PASSING
+    give_up_at = time.monotonic() + DATA_LIMIT_S
+    while lasting := await asyncio.to_thread(begun_now, seen) - PROVOKED - OF_SLOW_MACHINES:
+        assert time.monotonic() < give_up_at, lasting
+        await asyncio.sleep(0.2)
+
+
+def begun_now(seen: Seen) -> set[str]:
+    """Alerts that are pending or firing at this moment."""
+    return {each["metric"]["alertname"] for each in seen.prometheus.query("ALERTS")}

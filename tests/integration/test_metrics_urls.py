@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from serve_common.wires.proxy import ProxyReport
 from tests.integration.proxy_stack import NatsServer, Stack, running_stack
 from tests.integration.test_proxy_processes import ProxyProcesses
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 @pytest.fixture
@@ -34,6 +35,10 @@ async def page(url: str) -> str:
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         assert answer.status == 200
         return await answer.text()
+
+
+def all_shown(shown: str, names: set[str]) -> bool:
+    return all(f'proxy_id="{name}"' in shown for name in names)
 
 
 async def test_a_proxy_reports_the_address_of_its_page(stack: Stack) -> None:
@@ -58,7 +63,9 @@ async def test_proxies_of_one_parent_report_the_page_that_shows_them_all(
             )
             assert report.metrics_url == f"http://127.0.0.1:{line['operations_port']}/metrics"
             names.add(report.proxy_id)
-        shown = await page(report.metrics_url)
-        assert all(f'proxy_id="{name}"' in shown for name in names)
+        async with asyncio.timeout(30):
+            # Of a process that does not answer its parent in time the page shows nothing.
+            while not all_shown(await page(report.metrics_url), names):  # noqa: ASYNC110 - a page tells nobody
+                await asyncio.sleep(0.05)
     finally:
         await processes.close()

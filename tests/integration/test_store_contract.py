@@ -15,6 +15,7 @@ import pytest
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
 from serve_common.wires.views import GoalStatus, HistoryView
+from serve_controller.adapters import postgres_pool, postgres_store
 from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.core.changes import Changes, Kind, key_of
@@ -31,8 +32,10 @@ from serve_controller.ports import HistoryEntry, Store
 from tests.integration.postgres_server import PostgresServer
 from tests.simulation.twins.memory_store import MemoryStore
 
+pytestmark = pytest.mark.timeout(180)
+
 A, B = ControllerId("a"), ControllerId("b")
-TTL_S = 60.0
+TTL_S = 600.0
 
 
 class World(Protocol):
@@ -132,6 +135,14 @@ class PostgresWorld:
     async def close(self) -> None:
         for store in self._stores:
             await store.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time-outs are not what is shown here, and the database may stand still for a moment."""
+    monkeypatch.setattr(postgres_pool, "CONNECT_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(postgres_pool, "COMMAND_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(postgres_store, "LEASE_TIMEOUT_S", 30.0)
 
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.integration)])

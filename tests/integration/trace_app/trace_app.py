@@ -71,7 +71,7 @@ class Back:
         for number in range(count):
             yield number
 
-    @muster.batch(max_batch_size=2, batch_wait_timeout_s=5.0)
+    @muster.batch(max_batch_size=2, batch_wait_timeout_s=20.0)
     async def batched(self, values: list[Any]) -> list[Any]:
         return values
 

@@ -32,7 +32,8 @@ QUEUE_MAX: Final = 1_000
 """Events that wait to be sent; beyond it the oldest are dropped."""
 STREAM_CHECK_S: Final = 5.0
 """A stream that was lost is made anew at the first event after so long; until then no event is kept."""
-READ_TIMEOUT_S: Final = 2.0
+READ_TIMEOUT_S: Final = 10.0
+"""What is not read by then is not remembered by this term; nobody waits for it."""
 _TIMEOUT_S: Final = 2.0
 _BURST: Final = 100
 """Events that are sent before others get a turn."""
