@@ -282,10 +282,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.log, stack.app_dir = log_path, "apps"
     try:
         stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
-        _until_ready(stack, (503, "NATS is not connected\n"))
-        assert stack.get("/healthz") == (200, "ok\n")  # a restart would not help
+        _until_told(stack, "/readyz", (503, "NATS is not connected\n"))
+        _until_told(stack, "/healthz", (200, "ok\n"))  # a restart would not help
         nats.start()
-        _until_ready(stack, (200, "ok\n"))
+        _until_told(stack, "/readyz", (200, "ok\n"))
         yield stack
     finally:
         if host.poll() is None:
@@ -298,12 +298,12 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
             shutil.rmtree(ray_dir, ignore_errors=True)
 
 
-def _until_ready(stack: Stack, expected: tuple[int, str]) -> None:
+def _until_told(stack: Stack, path: str, expected: tuple[int, str]) -> None:
     give_up_at = time.monotonic() + 180
-    while stack.get("/readyz") != expected:
+    while stack.get(path) != expected:
         assert stack.host.poll() is None, stack.log.read_text()
         assert time.monotonic() < give_up_at, stack.log.read_text()
-        time.sleep(0.05)  # readiness is asked for, as by an orchestrator
+        time.sleep(0.05)  # it is asked again and again, as by an orchestrator
 
 
 def _port(stack: Stack) -> int:
@@ -1114,7 +1114,7 @@ async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_w
         follower.send_signal(signal.SIGINT)
     assert sum(counted(host_lines(stack))) == sum(counted(heard)) == 100_000
     assert counted(heard)[0] < 50_000
-    assert statistics.median(waited_s) < flood_s / 10, "others were answered meanwhile, not after it"
+    assert statistics.median(waited_s) < flood_s / 4, "others were answered meanwhile, not after it"
     assert grown_kb < 60_000
 
 
