@@ -183,7 +183,7 @@ class BareStack:
 
     async def applied(self) -> None:
         """Until every proxy goes by all that was put."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_STARTS_WITHIN_S):
             while any(self._applied.get(proxy.name, 0) < self._snapshot_id for proxy in self.proxies):
                 self._heard.clear()
                 await self._heard.wait()

@@ -40,6 +40,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     answer: str = ""
     """The beginning of what came instead."""
+    client: int = 0
+    """Whose it was; each has one request at a time."""
 
     @property
     def is_allowed(self) -> bool:
@@ -123,7 +125,7 @@ class ChaosLoad:
                     if connection is not None:
                         await connection.close()
                     connection = await self.balancer.connection()
-                if not await self._ask(connection):
+                if not await self._ask(connection, number):
                     await connection.close()
                     connection = None
                     await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
@@ -132,7 +134,7 @@ class ChaosLoad:
             if connection is not None:
                 await connection.close()
 
-    async def _ask(self, connection: Connection) -> bool:
+    async def _ask(self, connection: Connection, client: int) -> bool:
         """Whether the connection may be used again."""
         number = next(self._numbers)
         kind = KINDS[number % len(KINDS)]
@@ -152,16 +154,17 @@ class ChaosLoad:
                 self.latencies_s.append(self.now() - sent_at - work_s)
                 self.pids.append(who.decode().split("\n")[2])
             else:
-                self._fail(kind, f"{status} {_error_code(answer)}", answer[:600].decode(errors="replace"))
+                told = answer[:600].decode(errors="replace")
+                self._fail(client, kind, f"{status} {_error_code(answer)}", told)
             return True
         except (OSError, EOFError, TimeoutError) as error:
-            self._fail(kind, repr(error))
+            self._fail(client, kind, repr(error))
             return False
         finally:
             self.fragile_under_way -= kind == FRAGILE
 
-    def _fail(self, kind: str, what: str, answer: str = "") -> None:
-        self.failures.append(Failure(kind=kind, ended_at=self.now(), what=what, answer=answer))
+    def _fail(self, client: int, kind: str, what: str, answer: str = "") -> None:
+        self.failures.append(Failure(kind=kind, ended_at=self.now(), what=what, answer=answer, client=client))
 
 
 def _error_code(answer: bytes) -> str:

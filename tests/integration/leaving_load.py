@@ -11,7 +11,7 @@ import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,9 @@ KINDS = {"quick": 50, "wait": 15, "read": 12, "stream": 12, "fail": 6, "large": 
 """What the replica does, and how often it is asked for."""
 UPLOAD_BYTES = 300_000
 LEAVES_WITHIN_S = 0.02
-_SETTLES_WITHIN_S = 10.0
+PATIENCE_S = 60.0
+"""Of clients that stay: far more than any answer takes."""
+_SETTLES_WITHIN_S = 30.0
 _UNNAMED, _A_TASK = re.compile(r"Task-\d+"), "a task"
 
 
@@ -108,10 +110,12 @@ async def run(stack: BareStack, *, seed: int, warm_up: int, requests: int) -> Ou
     idle = [_held(runner, await runner.look()) for runner in stack.runners]
     at_rest = {held.name: held.tasks.count(_A_TASK) for held in idle}
     await load.run(warm_up)
-    before = {held.name: held for held in await _settled(stack.runners, at_rest)}
+    # aiohttp has a task for each connection, which outlives its client by a moment.
+    warm = await _settled(stack.runners, lambda held: held.tasks.count(_A_TASK) > at_rest[held.name])
+    before = {held.name: held for held in warm}
     load.reset()
     await load.run(requests)
-    after = await _settled(stack.runners, at_rest)
+    after = await _settled(stack.runners, lambda held: bool(_more_tasks(held, before)))
     return Outcome(
         seed=seed,
         requests=load.begun,
@@ -122,7 +126,7 @@ async def run(stack: BareStack, *, seed: int, warm_up: int, requests: int) -> Ou
                 name=held.name,
                 slots=held.slots,
                 futures=held.futures,
-                more_tasks=sorted((Counter(held.tasks) - Counter(before[held.name].tasks)).elements()),
+                more_tasks=_more_tasks(held, before),
                 rss_before_bytes=before[held.name].rss_bytes,
                 rss_after_bytes=held.rss_bytes,
             )
@@ -155,7 +159,7 @@ class _Load:
             self.begun += 1
             (kind,) = self._chance.choices(kinds, weights)
             is_leaving = self.cancelled < CANCELLED_SHARE * self.begun
-            patience_s = self._chance.uniform(0, LEAVES_WITHIN_S) if is_leaving else 20.0
+            patience_s = self._chance.uniform(0, LEAVES_WITHIN_S) if is_leaving else PATIENCE_S
             scope = asyncio.timeout(patience_s)
             try:
                 async with scope:
@@ -177,23 +181,21 @@ class _Load:
                 self.unexpected[f"{kind}: {response.status}"] += 1
 
 
-async def _settled(runners: Sequence[Runner], at_rest: Mapping[str, int]) -> list[Held]:
-    """As soon as nothing is under way, or what is left after a while; ``at_rest`` is how many tasks have no name.
-
-    aiohttp has a task for each connection, which outlives its client by a moment.
-    """
+async def _settled(runners: Sequence[Runner], has_more: Callable[[Held], bool]) -> list[Held]:
+    """As soon as nothing is under way, or what is left after a while; ``has_more`` tells of tasks."""
     looks: list[Held] = []
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_SETTLES_WITHIN_S):
             while True:
                 looks = [_held(runner, await runner.look()) for runner in runners]
-                if not any(
-                    held.slots or held.futures or held.tasks.count(_A_TASK) > at_rest[held.name]
-                    for held in looks
-                ):
+                if not any(held.slots or held.futures or has_more(held) for held in looks):
                     break
                 await asyncio.sleep(0.2)
     return looks
+
+
+def _more_tasks(held: Held, before: Mapping[str, Held]) -> list[str]:
+    return sorted((Counter(held.tasks) - Counter(before[held.name].tasks)).elements())
 
 
 def _held(runner: Runner, look: dict[str, Any]) -> Held:

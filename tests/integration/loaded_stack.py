@@ -44,6 +44,8 @@ HOST_CPUS = 8
 REPLICA_CPUS = 0.5
 CHANGE_LIMIT_S = 60.0
 """Far more than any change should take; how long they take is measured elsewhere, on a quiet machine."""
+STARTS_WITHIN_S = 240.0
+"""A Ray that does not start within half a minute gives up; then its host is started again, and that must be in it."""
 _NUMBERS = (1, 2)
 
 
@@ -149,6 +151,7 @@ class LoadedStack:
                         name=name,
                         env={**spec.env, **own[spec.name]},
                         log_path=self._paths.log(name),
+                        ready_timeout_s=STARTS_WITHIN_S,
                     )
                 )
         return specs

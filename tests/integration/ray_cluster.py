@@ -6,6 +6,7 @@ To a replica, another node is another machine: it shares no directory with its h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ ELSEWHERE = "elsewhere"
 AT_HOME = "node:__internal_head__"
 """One of Ray's own, that only the head has."""
 _STARTS_WITHIN_S = 120.0
+_SHOWN_WITHIN_S = 60.0
 
 
 class RayNode:
@@ -86,7 +88,7 @@ class RayNode:
                 process.kill()
                 await process.wait()
             for child in children:
-                if child.is_running():
+                with contextlib.suppress(psutil.NoSuchProcess):  # most have ended by now
                     child.kill()
 
 
@@ -156,7 +158,7 @@ class HostOnCluster:
             graceful_shutdown_timeout_s=10.0,
             health_check_period_s=10.0,
             health_check_timeout_s=10.0,
-            start_timeout_s=60.0,
+            start_timeout_s=_STARTS_WITHIN_S,
         )
 
     async def goal(self, *replicas: ReplicaGoal) -> None:
@@ -164,7 +166,7 @@ class HostOnCluster:
         goal = HostGoal(host_id=HOST, epoch=1, generation=self._generation, replicas=list(replicas))
         await self._client.publish(SUBJECTS.host_goal(HOST), msgspec.json.encode(goal))
 
-    async def until(self, holds: Callable[[HostReport], bool], timeout_s: float = 60.0) -> HostReport:
+    async def until(self, holds: Callable[[HostReport], bool], timeout_s: float = 120.0) -> HostReport:
         """The first report, from now on, of which ``holds`` is true."""
         while not self._reports.empty():
             self._reports.get_nowait()
@@ -223,17 +225,18 @@ class HostOnCluster:
         }
 
     async def until_shown(self, holds: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_SHOWN_WITHIN_S):
             while not holds(shown := await self.samples()):  # noqa: ASYNC110 - it is scraped
                 await asyncio.sleep(0.05)
         return shown
 
     def said(self) -> list[dict[str, Any]]:
         """The host's output."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()]
+        whole, _, _ = self.log.read_text().rpartition("\n")  # what follows is being written
+        return [json.loads(line) for line in whole.splitlines()]
 
     async def until_said(self, **fields: str) -> dict[str, Any]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(_SHOWN_WITHIN_S):
             while True:
                 for line in self.said():
                     if line.items() >= fields.items():

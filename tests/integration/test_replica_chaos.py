@@ -12,13 +12,15 @@ import pytest
 import pytest_asyncio
 
 from tests.integration import chaos
+from tests.integration.chaos_load import CLIENTS, KINDS
 from tests.integration.loaded_stack import LoadedStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
 
 REQUESTS_PER_S = 550
-REQUESTS_PER_S_MIN = 300
-"""What must come through for the storm to count; on a quiet machine it is all of them."""
+"""What is asked for; how much of it comes through is the machine's."""
+SERVED_MIN = CLIENTS
+"""Of each kind, for a storm to count: as if each client had asked once."""
 KILLED_FOR_S = 10.0
 SEED = 20_000
 
@@ -34,11 +36,11 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
 ) -> None:
     storm = await chaos.ordered_changes(stack, "changing", rounds=1, requests_per_s=REQUESTS_PER_S)
     print(f"{storm.cuts} connections cut; {storm.load.line()}")
-    # One gap is known: a replica that ends in the very moment in which a router is cut off from NATS cannot be asked
-    # any more what became of a request that may not run twice.
     assert Counter(f"{failure.what}: {failure.answer}" for failure in storm.load.failures) == {}
-    assert storm.cuts >= 3 * 4, "of two proxies and at least two replicas, three times"
-    assert storm.load.rate >= REQUESTS_PER_S_MIN
+    assert storm.cuts == 3 * (2 * 2 + chaos.REPLICAS), (
+        "of two proxies with two each and of all replicas, three times"
+    )
+    assert min(storm.load.served[kind] for kind in KINDS) >= SERVED_MIN
 
 
 async def test_killed_replicas_cost_only_what_may_not_run_twice_and_had_started(stack: LoadedStack) -> None:
@@ -46,5 +48,5 @@ async def test_killed_replicas_cost_only_what_may_not_run_twice_and_had_started(
     print(f"{len(storm.kills)} kills; {storm.load.line()}")
     assert Counter(f"{failure.kind}: {failure.what}" for failure in storm.load.forbidden) == {}
     assert storm.lost_beyond() == []
-    assert len(storm.kills) >= KILLED_FOR_S / chaos.KILL_EVERY_S - 1
-    assert storm.load.rate >= REQUESTS_PER_S_MIN
+    assert len(storm.kills) == KILLED_FOR_S / chaos.KILL_EVERY_S
+    assert min(storm.load.served[kind] for kind in KINDS) >= SERVED_MIN

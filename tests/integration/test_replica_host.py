@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -53,10 +55,12 @@ from serve_common.wires.frames import (
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.integration.held_port import HeldPort
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 HOST = HostId("host-1")
+WITHIN_S = 90.0
+"""How long is waited for anything whose time is not what a test is about."""
 SUBJECTS = Subjects()
 
 APP = """
@@ -95,6 +99,7 @@ class Echo:
                 raise
             return "slept"
         if path.endswith("/hold"):
+            open(request.query_params["begun"], "w").close()
             while not os.path.exists(request.query_params["until"]):
                 await asyncio.sleep(0.01)
             return "held"
@@ -127,7 +132,7 @@ ALL_PLAIN = threading.Barrier(20)
 
 
 def plain(request: Request) -> dict:
-    ALL_PLAIN.wait(timeout=15)
+    ALL_PLAIN.wait(timeout=60)
     return {"plain": request.query_params.get("a")}
 
 
@@ -266,7 +271,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SERVE_NUM_CPUS": "4",
         "SERVE_SPARE_REPLICAS": "2",
         "SERVE_APP_ROOT": str(directory),
-        "SERVE_DRAIN_TIMEOUT_S": "5",
+        "SERVE_DRAIN_TIMEOUT_S": "30",
         "SERVE_UNHEALTHY_AFTER_S": "2",
     }
     command = [sys.executable, "-m", "serve_replica_host"]
@@ -277,36 +282,36 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.log, stack.app_dir = log_path, "apps"
     try:
         stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
-        _until_ready(stack, (503, "NATS is not connected\n"))
-        assert stack.get("/healthz") == (200, "ok\n")  # a restart would not help
+        _until_told(stack, "/readyz", (503, "NATS is not connected\n"))
+        _until_told(stack, "/healthz", (200, "ok\n"))  # a restart would not help
         nats.start()
-        _until_ready(stack, (200, "ok\n"))
+        _until_told(stack, "/readyz", (200, "ok\n"))
         yield stack
     finally:
         if host.poll() is None:
             host.terminate()
         try:
-            host.wait(30)
+            host.wait(60)
         finally:
             host.kill()
             nats.stop()
             shutil.rmtree(ray_dir, ignore_errors=True)
 
 
-def _until_ready(stack: Stack, expected: tuple[int, str]) -> None:
-    give_up_at = time.monotonic() + 60
-    while stack.get("/readyz") != expected:
+def _until_told(stack: Stack, path: str, expected: tuple[int, str]) -> None:
+    give_up_at = time.monotonic() + 180
+    while stack.get(path) != expected:
         assert stack.host.poll() is None, stack.log.read_text()
         assert time.monotonic() < give_up_at, stack.log.read_text()
-        time.sleep(0.05)  # readiness is asked for, as by an orchestrator
+        time.sleep(0.05)  # it is asked again and again, as by an orchestrator
 
 
 def _port(stack: Stack) -> int:
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + 120
     while time.monotonic() < give_up_at:
-        for line in stack.log.read_text().splitlines():
-            if '"operations_port"' in line:
-                return int(json.loads(line)["port"])
+        for line in host_lines(stack):
+            if line["event"] == "operations_port":
+                return int(line["port"])
         assert stack.host.poll() is None, stack.log.read_text()
         time.sleep(0.05)  # the log is where a port chosen by the system is told
     raise AssertionError(stack.log.read_text())
@@ -346,10 +351,10 @@ class Request:
             await self._credited.wait()
         self.credits -= 1
 
-    async def frame(self, timeout_s: float = 10) -> tuple[Head, bytes]:
+    async def frame(self, timeout_s: float = 60) -> tuple[Head, bytes]:
         return await asyncio.wait_for(self.frames.get(), timeout_s)
 
-    async def answer(self, timeout_s: float = 20) -> tuple[Head, bytes]:
+    async def answer(self, timeout_s: float = 60) -> tuple[Head, bytes]:
         """The head, and the whole body if there is one."""
         head, body = await self.frame(timeout_s)
         if not isinstance(head, ResponseHead) or head.last:
@@ -385,21 +390,23 @@ class Driver:
         self.reports.append(msgspec.json.decode(payload, type=HostReport))
         self._reported.set()
 
-    async def until(self, holds: Callable[[HostReport], bool], timeout_s: float = 30) -> HostReport:
-        """The first report, from now on, of which ``holds`` is true."""
-        self.reports.clear()
-        async with asyncio.timeout(timeout_s):
+    async def until(
+        self, holds: Callable[[HostReport], bool], *, heard_before: int | None = None
+    ) -> HostReport:
+        """The first report, from now on or after the first ``heard_before``, of which ``holds`` is true."""
+        looked_at = len(self.reports) if heard_before is None else heard_before
+        async with asyncio.timeout(WITHIN_S):
             while True:
-                for report in self.reports:
+                while looked_at < len(self.reports):
+                    report = self.reports[looked_at]
+                    looked_at += 1
                     if holds(report):
                         return report
                 self._reported.clear()
                 await self._reported.wait()
 
-    async def until_status(
-        self, tag: ReplicaTag, status: ReplicaStatus, timeout_s: float = 30
-    ) -> ReplicaReport:
-        report = await self.until(lambda r: _status(r, tag) is status, timeout_s)
+    async def until_status(self, tag: ReplicaTag, status: ReplicaStatus) -> ReplicaReport:
+        report = await self.until(lambda r: _status(r, tag) is status)
         return next(replica for replica in report.replicas if replica.replica_tag == tag)
 
     def replica(self, attribute: str, **changes: Any) -> ReplicaGoal:
@@ -419,7 +426,7 @@ class Driver:
             "graceful_shutdown_timeout_s": 5.0,
             "health_check_period_s": 10.0,
             "health_check_timeout_s": 10.0,
-            "start_timeout_s": 30.0,
+            "start_timeout_s": WITHIN_S,
         }
         return ReplicaGoal(**(fields | changes))
 
@@ -452,7 +459,7 @@ class Driver:
         *,
         query: str = "",
         body: bytes = b"",
-        timeout_s: float = 20.0,
+        timeout_s: float = WITHIN_S,
         method: str = "POST",
         credit: bool = True,
         kind: Kind = Kind.HTTP,
@@ -478,6 +485,36 @@ class Driver:
     async def call(self, tag: ReplicaTag, path: str = "/app", **options: Any) -> tuple[Head, bytes]:
         return await self.request(tag, path, **options).answer()
 
+    async def hold(self, tag: ReplicaTag, directory: Path) -> Request:
+        """A request that the replica works on, until there is the file ``go`` in ``directory``."""
+        begun = directory / "begun"
+        held = self.request(tag, "/app/hold", query=f"begun={begun}&until={directory / 'go'}")
+        await until_so(begun.exists)
+        return held
+
+    async def until_nobody_answers(self, tag: ReplicaTag) -> None:
+        """Until NATS says so. What it sends before it sees that a killed process' connection ended, nobody answers."""
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                try:
+                    told, _ = await self.request(tag).answer(1.0)
+                except TimeoutError:
+                    continue
+                assert told == RefusedHead("no_responders", 0)
+                return
+
+
+def _actors(stack: Stack) -> list[psutil.Process]:
+    """The processes of replicas, and those that wait to become one."""
+    children = psutil.Process(stack.host.pid).children(recursive=True)
+    return [child for child in children if "ReplicaActor" in _title(child)]
+
+
+async def until_so(is_so: Callable[[], object]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not is_so():  # noqa: ASYNC110 - another process makes it so, and tells nobody
+            await asyncio.sleep(0.02)
+
 
 def _title(process: psutil.Process) -> str:
     try:
@@ -487,14 +524,22 @@ def _title(process: psutil.Process) -> str:
 
 
 async def _alive(*pids: int) -> list[int]:
-    """Those that have not ended within some seconds; one that only waits to be reaped has."""
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, left = await asyncio.to_thread(psutil.wait_procs, processes, 15)
+    """Those that have not ended within some time; one that only waits to be reaped has."""
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    _, left = await asyncio.to_thread(psutil.wait_procs, [p for p in processes if _title(p)], 60)
     return [process.pid for process in left if _title(process)]
 
 
+def _reports(report: HostReport, tag: ReplicaTag) -> list[ReplicaReport]:
+    """None or one."""
+    return [x for x in report.replicas if x.replica_tag == tag]
+
+
 def _status(report: HostReport, tag: ReplicaTag) -> ReplicaStatus | None:
-    return next((x.status for x in report.replicas if x.replica_tag == tag), None)
+    return next((x.status for x in _reports(report, tag)), None)
 
 
 @pytest.fixture
@@ -506,8 +551,8 @@ async def driver(stack: Stack) -> AsyncIterator[Driver]:
         inbox_prefix="_INBOX_proxy",
     )
     connection = BusConnection(options, random.Random(1))
-    await connection.connect(10)
-    controller = await connect_nats(stack.bus_settings("controller"), name="test", deadline_s=10)
+    await connection.connect(WITHIN_S)
+    controller = await connect_nats(stack.bus_settings("controller"), name="test", deadline_s=WITHIN_S)
     driver = Driver(stack, connection, controller)
 
     async def on_report(message: Any) -> None:
@@ -623,38 +668,34 @@ async def test_a_refused_configuration_is_reported_and_the_replica_serves_on(dri
 async def test_a_drained_replica_finishes_what_is_in_flight_and_refuses_the_rest(
     driver: Driver, tmp_path: Path
 ) -> None:
-    echo = driver.replica("Echo", graceful_shutdown_timeout_s=30.0)
+    echo = driver.replica("Echo", graceful_shutdown_timeout_s=WITHIN_S)
     await driver.run(echo)
-    held = driver.request(echo.replica_tag, "/app/hold", query=f"until={tmp_path / 'go'}")
-    await driver.connection.flush(2)
+    held = await driver.hold(echo.replica_tag, tmp_path)
 
     await driver.goal()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WITHIN_S):
         while isinstance((refused := (await driver.call(echo.replica_tag))[0]), ResponseHead):
             pass  # the goal is on its way
     (tmp_path / "go").touch()
     answered, body = await held.answer()
     await driver.until(lambda report: not report.replicas)
-    gone, _ = await driver.call(echo.replica_tag)
 
     assert refused == RefusedHead("draining", 1)
     assert isinstance(answered, ResponseHead)
     assert body == b"held"
-    assert gone == RefusedHead("no_responders", 0)
+    await driver.until_nobody_answers(echo.replica_tag)
 
 
 async def test_a_killed_replica_process_is_reported_dead_at_once(driver: Driver) -> None:
-    echo = driver.replica("Echo")
+    echo = driver.replica("Echo", health_check_period_s=3600.0)  # so that it is no check that finds it
     await driver.run(echo)
     running = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
 
     os.kill(running.pid, signal.SIGKILL)
-    # It takes a fraction of a second; the next health check, which would find it too, comes after ten.
-    dead = await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD, 5)
+    dead = await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD)
 
     assert str(running.pid) in dead.error
-    gone, _ = await driver.call(echo.replica_tag)
-    assert gone == RefusedHead("no_responders", 0)
+    await driver.until_nobody_answers(echo.replica_tag)
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
     await driver.goal(echo)
@@ -685,16 +726,19 @@ async def test_an_answer_waits_for_credit_beyond_its_deadline_and_a_cancel_frees
     echo = driver.replica("Echo", max_concurrent_queries=1)
     await driver.run(echo)
 
-    stuck = driver.request(echo.replica_tag, "/app/large", query="bytes=5000000", credit=False, timeout_s=0.5)
+    deadline_s = 2.0  # within which the answer must have begun, as slow as the machine may be
+    stuck = driver.request(
+        echo.replica_tag, "/app/large", query="bytes=5000000", credit=False, timeout_s=deadline_s
+    )
     frames = [await stuck.frame() for _ in range(WINDOW_FRAMES)]
-    await asyncio.sleep(0.6)
+    await asyncio.sleep(deadline_s)
     busy, _ = await driver.call(echo.replica_tag)
     stuck.send(CancelHead())
 
     assert [type(head) for head, _ in frames] == [ResponseHead, *[BodyHead] * (WINDOW_FRAMES - 1)]
     assert busy == RefusedHead("busy", 1)
     assert stuck.frames.empty()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while not isinstance((await driver.call(echo.replica_tag))[0], ResponseHead):
             pass  # the cancel is on its way
 
@@ -713,11 +757,11 @@ async def test_a_streamed_answer_arrives_whole_and_in_order(driver: Driver) -> N
 async def test_cancel_ends_the_work_and_gives_the_slot_back(driver: Driver) -> None:
     echo = driver.replica("Echo", max_concurrent_queries=2)
     await driver.run(echo)
-    slow = driver.request(echo.replica_tag, "/app/slow", query="s=30")
+    slow = driver.request(echo.replica_tag, "/app/slow", query="s=600", timeout_s=600.0)
     during, _ = await driver.call(echo.replica_tag)
 
     slow.send(CancelHead())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while True:
             after, body = await driver.call(echo.replica_tag)
             assert isinstance(after, ResponseHead)
@@ -737,9 +781,7 @@ async def test_user_code_that_blocks_its_loop_stops_no_probe_and_no_refusal(
     await driver.run(echo)
     begun, until = tmp_path / "begun", tmp_path / "until"
     spinning = driver.request(echo.replica_tag, "/app/spin", query=f"begun={begun}&until={until}")
-    async with asyncio.timeout(10):
-        while not begun.exists():  # noqa: ASYNC110 - it blocks in another process
-            await asyncio.sleep(0.01)
+    await until_so(begun.exists)
 
     busy, _ = await driver.call(echo.replica_tag)
     stranger = Request(driver, SUBJECTS.replica(echo.replica_tag).encode(), credit=True)
@@ -755,14 +797,17 @@ async def test_user_code_that_blocks_its_loop_stops_no_probe_and_no_refusal(
 
 
 async def test_a_replica_without_room_waits_and_says_why_until_its_time_is_over(driver: Driver) -> None:
-    huge = driver.replica("Echo", ray_actor_options=RayActorOptions(num_cpus=40), start_timeout_s=3.0)
-    await driver.goal(huge)
+    options = RayActorOptions(num_cpus=40)
+    patient = driver.replica("Echo", ray_actor_options=options, start_timeout_s=600.0)
+    hasty = driver.replica("Echo", ray_actor_options=options, start_timeout_s=3.0)
+    await driver.goal(patient, hasty)
 
-    waiting = await driver.until(lambda r: r.replicas and "40 CPU" in r.replicas[-1].error)
-    failed = await driver.until_status(huge.replica_tag, ReplicaStatus.FAILED)
+    failed = await driver.until_status(hasty.replica_tag, ReplicaStatus.FAILED)
+    waiting = await driver.until(lambda r: any("40 CPU" in x.error for x in _reports(r, patient.replica_tag)))
 
-    assert waiting.replicas[-1].status is ReplicaStatus.STARTING
     assert "longer than 3 s" in failed.error
+    assert "40 CPU" in failed.error
+    assert _status(waiting, patient.replica_tag) is ReplicaStatus.STARTING
 
 
 @pytest.mark.parametrize(("num_cpus", "fitting"), [(3.0, 1), (1.9, 2)])
@@ -776,14 +821,14 @@ async def test_a_replica_that_was_given_up_before_it_was_placed_takes_no_room_la
     late = driver.replica("Echo", ray_actor_options=options, start_timeout_s=3.0)
     await driver.goal(*first, late)
 
-    waiting = await driver.until(lambda r: f"{num_cpus:g} CPU" in r.replicas[-1].error)
     failed = await driver.until_status(late.replica_tag, ReplicaStatus.FAILED)
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
     await driver.run(*(driver.replica("Echo", ray_actor_options=options) for _ in range(fitting)))
 
-    assert _status(waiting, late.replica_tag) is ReplicaStatus.STARTING
+    assert failed.pid == 0
     assert "longer than 3 s" in failed.error
+    assert f"{num_cpus:g} CPU" in failed.error
 
 
 async def test_a_stuck_constructor_keeps_no_other_replica_waiting_and_is_killed_when_its_time_is_over(
@@ -794,14 +839,21 @@ async def test_a_stuck_constructor_keeps_no_other_replica_waiting_and_is_killed_
     echo = driver.replica("Echo")
     await driver.goal(stuck, short, echo)
 
-    report = await driver.until(lambda r: _status(r, echo.replica_tag) is ReplicaStatus.RUNNING)
+    heard_before = len(driver.reports)
+    report = await driver.until(
+        lambda r: (
+            _status(r, echo.replica_tag) is ReplicaStatus.RUNNING
+            and any(x.pid for x in _reports(r, stuck.replica_tag))
+        )
+    )
     failed = await driver.until_status(short.replica_tag, ReplicaStatus.FAILED)
 
     assert _status(report, stuck.replica_tag) is ReplicaStatus.STARTING
     assert "longer than 1 s" in failed.error
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
-    assert await _alive(failed.pid) == []
+    pids = {x.pid for r in driver.reports[heard_before:] for x in r.replicas if x.pid}
+    assert await _alive(*pids) == []
 
 
 async def test_a_replica_that_does_not_stop_keeps_no_other_waiting_and_is_killed_by_force(
@@ -810,8 +862,9 @@ async def test_a_replica_that_does_not_stop_keeps_no_other_waiting_and_is_killed
     patient = driver.replica("Echo", graceful_shutdown_timeout_s=600.0)
     hasty = driver.replica("Echo", graceful_shutdown_timeout_s=0.5)
     await driver.run(patient, hasty)
-    report = await driver.until(lambda r: all(x.pid for x in r.replicas))
-    pids = [replica.pid for replica in report.replicas]
+    pids = [
+        (await driver.until_status(goal.replica_tag, ReplicaStatus.RUNNING)).pid for goal in (patient, hasty)
+    ]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     echo = driver.replica("Echo")
@@ -827,17 +880,16 @@ async def test_a_replica_that_does_not_stop_keeps_no_other_waiting_and_is_killed
     assert await _alive(*pids) == []
 
 
-async def test_a_replica_to_be_killed_is_not_waited_for(driver: Driver) -> None:
-    echo = driver.replica("Echo", graceful_shutdown_timeout_s=60.0)
+async def test_a_replica_to_be_killed_is_not_waited_for(driver: Driver, tmp_path: Path) -> None:
+    echo = driver.replica("Echo", graceful_shutdown_timeout_s=3600.0)
     await driver.run(echo)
-    driver.request(echo.replica_tag, "/app/slow", query="s=50")
-    await driver.connection.flush(2)
+    await driver.hold(echo.replica_tag, tmp_path)
     await driver.goal()
     await driver.until_status(echo.replica_tag, ReplicaStatus.DRAINING)
 
     await driver.goal(kill=(echo.replica_tag,))
 
-    await driver.until(lambda report: not report.replicas, 20)
+    await driver.until(lambda report: not report.replicas)
 
 
 async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_killed(
@@ -845,19 +897,17 @@ async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_ki
 ) -> None:
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
-    spares = [
-        child
-        for child in psutil.Process(stack.host.pid).children(recursive=True)
-        if "ReplicaActor" in _title(child)
-    ]
+    spares: list[psutil.Process] = []
+    while not spares:  # they are started when nothing else is
+        spares = _actors(stack)
+        await asyncio.sleep(0.05)
     for spare in spares:
-        spare.kill()
-    await asyncio.to_thread(psutil.wait_procs, spares, 5)
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that was a replica may end in this moment
+            spare.kill()
+    await asyncio.to_thread(psutil.wait_procs, spares, 60)
     await driver.until(lambda report: True)
 
     await driver.run(*(driver.replica("Echo") for _ in range(3)))
-
-    assert spares
 
 
 async def test_environment_variables_of_a_replica_are_set(driver: Driver) -> None:
@@ -928,7 +978,7 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
         }
 
     async def until(is_so: Callable[[dict[str, float]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WITHIN_S):
             while not is_so(samples("counter", "gauge", "histogram")):  # noqa: ASYNC110 - it is scraped
                 await asyncio.sleep(0.05)
 
@@ -941,18 +991,19 @@ async def test_the_death_of_a_replica_lets_no_counter_fall(driver: Driver, stack
     await until(lambda shown: ongoing in shown)
     at_first = samples("counter")[ongoing]
     await driver.call(echo.replica_tag)
-    driver.request(echo.replica_tag, "/app/slow", query="s=60")
-    await until(lambda shown: shown[ongoing] >= at_first + 0.5 and shown[in_flight] == 1.0)
+    driver.request(echo.replica_tag, "/app/slow", query="s=600", timeout_s=600.0)
+    await until(lambda shown: shown[ongoing] >= at_first + 0.5 and shown.get(in_flight) == 1.0)
     before = samples("counter", "histogram")
 
-    report = await driver.until(lambda report: bool(report.replicas and report.replicas[0].pid))
-    os.kill(report.replicas[0].pid, signal.SIGKILL)
-    await driver.until(lambda report: report.replicas[0].status is ReplicaStatus.DEAD)
+    running = await driver.until_status(echo.replica_tag, ReplicaStatus.RUNNING)
+    os.kill(running.pid, signal.SIGKILL)
+    await driver.until_status(echo.replica_tag, ReplicaStatus.DEAD)
     await until(lambda shown: in_flight not in shown)
     after = samples("counter", "histogram")
 
     assert {name: after.get(name, -1.0) for name in before if after.get(name, -1.0) < before[name]} == {}
-    assert after[f"serve_replica_failures_total{[*backend, ('reason', 'death')]}"] >= 1.0
+    deaths = f"serve_replica_failures_total{[*backend, ('reason', 'death')]}"
+    assert after[deaths] == before.get(deaths, 0.0) + 1.0
     await driver.goal()
     await driver.until(lambda report: not report.replicas)
 
@@ -988,18 +1039,20 @@ async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_f
 
     heard: list[dict[str, Any]] = []
 
-    async def until_said(message: str) -> dict[str, Any]:
-        async with asyncio.timeout(20):
-            while line := json.loads(await follower.stdout.readline()):
-                heard.append(line)
-                if line.get("message") == message and line["replica_tag"] == talker.replica_tag:
-                    return line
-        raise AssertionError(message)
+    async def until_said(message: str, replica: ReplicaGoal = talker) -> dict[str, Any]:
+        """By ``replica``, before or from now on: what different processes remember comes in any order."""
+        said = {"message": message, "replica_tag": str(replica.replica_tag)}
+        async with asyncio.timeout(WITHIN_S):
+            while True:
+                for line in heard:
+                    if line.items() >= said.items():
+                        return line
+                heard.append(json.loads(await follower.stdout.readline()))
 
     try:
         # Remembered, for nobody listened when it was said.
+        await until_said("before it broke", broken)
         constructed = await until_said("constructed")
-        assert any(line.get("message") == "before it broke" for line in heard)
         request = driver.request(talker.replica_tag, "/app/say", query="who=me")
         await request.answer()
         printed = await until_said("printed for me")
@@ -1014,9 +1067,7 @@ async def test_what_user_code_prints_and_logs_reaches_the_hosts_output_and_who_f
     assert "request_id" not in constructed
     assert printed["request_id"] == logged["request_id"] == f"r-{request.token}"
     # Who follows hears of it from the replica, and may do so before the host has written it.
-    async with asyncio.timeout(10):
-        while any(line not in host_lines(stack) for line in (constructed, printed, logged)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until_so(lambda: all(line in host_lines(stack) for line in (constructed, printed, logged)))
 
 
 async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_was_left_out(
@@ -1036,11 +1087,6 @@ async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_w
         while line := await follower.stdout.readline():
             heard.append(json.loads(line))
 
-    async def until(is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not is_so():  # noqa: ASYNC110 - the host's output is a file
-                await asyncio.sleep(0.2)
-
     def counted(lines: list[dict[str, Any]]) -> tuple[int, int]:
         """The flood's lines, and how many are said to have been left out."""
         lines = [line for line in lines if line.get("replica_tag") == talker.replica_tag]
@@ -1051,22 +1097,24 @@ async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_w
     async with asyncio.TaskGroup() as group:
         follower = await muster_logs(stack, "app", "--tail", "1")
         group.create_task(follow(follower))
-        await until(lambda: bool(heard))
+        await until_so(lambda: heard)
         before_kb = await rss_kb()
         flood = driver.request(talker.replica_tag, "/app/flood", query="n=100000")
+        flood_began = loop.time()
         while flood.frames.empty():
             began = loop.time()
             await driver.call(talker.replica_tag)
             waited_s.append(loop.time() - began)
             await asyncio.sleep(0.01)
+        flood_s = loop.time() - flood_began
         assert (await flood.answer())[1] == b"flooded"
         grown_kb = await rss_kb() - before_kb
-        await until(lambda: sum(counted(host_lines(stack))) >= 100_000)
-        await until(lambda: sum(counted(heard)) >= 100_000)
+        await until_so(lambda: sum(counted(host_lines(stack))) >= 100_000)
+        await until_so(lambda: sum(counted(heard)) >= 100_000)
         follower.send_signal(signal.SIGINT)
     assert sum(counted(host_lines(stack))) == sum(counted(heard)) == 100_000
     assert counted(heard)[0] < 50_000
-    assert sorted(waited_s)[len(waited_s) // 2] < 0.5
+    assert statistics.median(waited_s) < flood_s / 4, "others were answered meanwhile, not after it"
     assert grown_kb < 60_000
 
 
@@ -1076,20 +1124,20 @@ async def test_sigterm_drains_and_leaves_no_process_behind(
     echo = driver.replica("Echo")
     await driver.run(echo)
     children = psutil.Process(stack.host.pid).children(recursive=True)
-    held = driver.request(echo.replica_tag, "/app/hold", query=f"until={tmp_path / 'go'}")
-    await driver.connection.flush(2)
+    held = await driver.hold(echo.replica_tag, tmp_path)
 
+    heard_before = len(driver.reports)
     stack.host.terminate()
-    leaving = await driver.until(lambda report: report.leaving)
+    leaving = await driver.until(lambda report: report.leaving, heard_before=heard_before)
     (tmp_path / "go").touch()
     answer, _ = await held.answer()
-    last = await driver.until(lambda report: report.leaving and not report.replicas)
+    # The last one comes only once, maybe before the answer.
+    await driver.until(lambda report: report.leaving and not report.replicas, heard_before=heard_before)
 
-    assert leaving.replicas[0].status is ReplicaStatus.DRAINING
+    assert _status(leaving, echo.replica_tag) is ReplicaStatus.DRAINING
     assert isinstance(answer, ResponseHead)
-    assert last.leaving
-    assert await asyncio.to_thread(stack.host.wait, 15) == 0
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 5)
+    assert await asyncio.to_thread(stack.host.wait, WITHIN_S) == 0
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 60)
     assert alive == []
     # Every line of the host's output is a JSON event: Ray's own prose is kept out.
     assert all("event" in json.loads(line) for line in stack.log.read_text().splitlines())

@@ -38,10 +38,12 @@ from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.nats_server import NatsServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 BACKEND = BackendTag("default/app")
 TAG = replica_tag(BACKEND, 1)
+DEADLINE_S = 40.0
+"""Of each request: far more than any takes."""
 SUBJECTS = Subjects()
 
 APP = """
@@ -82,7 +84,7 @@ class App:
         return "blocked"
 
     async def block_until_told(self):
-        return "blocked" if GO.wait(20) else "never told"
+        return "blocked" if GO.wait(60) else "never told"
 
     def hold(self, models):
         current_replica().publish_models(models)
@@ -128,7 +130,17 @@ class Driver:
     def send_call(self, body: bytes, *, method_name: str) -> None:
         """Ask, and do not care for the answer."""
         head = RequestHead(
-            Kind.CALL, "", "", "", "", [], 7.0, len(body), "default/app", "r8", call=CallHead(method_name)
+            Kind.CALL,
+            "",
+            "",
+            "",
+            "",
+            [],
+            DEADLINE_S,
+            len(body),
+            "default/app",
+            "r8",
+            call=CallHead(method_name),
         )
         _, reply = self.inbox.new_reply(lambda *_: None, lambda: None)
         self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
@@ -155,12 +167,12 @@ class Driver:
 
         token, reply = self.inbox.new_reply(take, lambda: None)
         head = RequestHead(
-            kind, "POST", "/app", "/app", "", [], 7.0, len(body), "default/app", "r7", traceparent="00-x",
+            kind, "POST", "/app", "/app", "", [], DEADLINE_S, len(body), "default/app", "r7", traceparent="00-x",
             call=CallHead(method_name=method_name, model_id=model_id),
         )  # fmt: skip
         self.connection.publish(SUBJECTS.replica(TAG), encode_frame(head, body), reply)
         try:
-            return await asyncio.wait_for(frames.get(), 10)
+            return await asyncio.wait_for(frames.get(), DEADLINE_S)
         finally:
             self.inbox.forget(token)
 
@@ -174,7 +186,9 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 
 @pytest.fixture
-async def driver(nats: NatsServer, tmp_path: Path) -> AsyncIterator[Driver]:
+async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Driver]:
+    # What is told at once is not told by the way, and nothing is told twice.
+    monkeypatch.setattr("serve_replica_host.replica.process.MODELS_EVERY_S", 3600.0)
     (tmp_path / "process_app.py").write_text(APP)
     goal = ReplicaGoal(
         replica_tag=TAG,
@@ -198,9 +212,9 @@ async def driver(nats: NatsServer, tmp_path: Path) -> AsyncIterator[Driver]:
     )
     try:
         assert await asyncio.to_thread(process.start) is None
-        await connection.connect(timeout_s=10)
+        await connection.connect(timeout_s=30)
         driver = Driver(process, goal, connection)
-        await connection.flush(5)
+        await connection.flush(30)
         yield driver
     finally:
         await asyncio.to_thread(process.drain)
@@ -216,7 +230,7 @@ async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_wor
 
     assert isinstance(head, ResponseHead)
     told: dict[str, Any] = msgspec.json.decode(body)
-    assert 0 < told.pop("left_s") <= 7
+    assert 0 < told.pop("left_s") <= DEADLINE_S
     assert told == {
         "tag": TAG, "code_version": 3, "companions": {"default/other": 2}, "self": True, "early": True,
         "at_construction": True, "id": "r7", "endpoint": "default/app", "route": "/app", "model": "m1",
@@ -255,10 +269,10 @@ async def test_only_public_methods_can_be_called_and_the_error_names_them(
 
 async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) -> None:
     await driver.call(b'["a","b"]', kind=Kind.CALL, method_name="hold")
-    assert await asyncio.wait_for(driver.models.get(), 5) == (TAG, ["a", "b"])
+    assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, ["a", "b"])
 
     await driver.call(b"[]", kind=Kind.CALL, method_name="hold")
-    assert await asyncio.wait_for(driver.models.get(), 5) == (TAG, [])
+    assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, [])
     assert current_replica() is not None
 
 
@@ -285,7 +299,7 @@ async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
         await asyncio.sleep(0.1)
         await asyncio.to_thread(nats.kill)
         await asyncio.to_thread(nats.start)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while driver.connection.reconnects == reconnects:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             while True:
@@ -293,12 +307,15 @@ async def test_a_bus_that_goes_while_user_code_blocks_its_loop_is_joined_again(
                     head, _ = await asyncio.wait_for(driver.call(), 0.5)
                 except TimeoutError:
                     continue  # the replica is not back yet
-                assert isinstance(head, ResponseHead)
-                break
+                if head != RefusedHead(
+                    "busy", 4
+                ):  # as it says while it is back and its loop is still blocked
+                    break
+            assert isinstance(head, ResponseHead)
 
 
 async def test_requests_and_long_bodies_of_many_callers_all_come_through(driver: Driver) -> None:
     """Frames are read in one thread and answers written in both: none may be lost, doubled or torn."""
-    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
         callers = [tasks.create_task(driver.ask_again_and_again(number)) for number in range(4)]
     assert [task.result() for task in callers] == [60] * 4

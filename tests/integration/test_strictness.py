@@ -10,6 +10,7 @@ import asyncio
 import statistics
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,7 +18,7 @@ import pytest_asyncio
 
 from tests.integration.bare_stack import BareStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 APP_DIR = Path(__file__).with_name("proof_app")
 TAG = "default/alone"
@@ -25,6 +26,7 @@ PROXIES = 3
 CLIENTS_OF_EACH = 8
 REQUESTS = 2000
 WORK_S = 0.001
+PATIENCE = aiohttp.ClientTimeout(total=120)
 SHARE_MIN = 1 / 2
 """Of an equal part, for the clients of each proxy: these know nothing of each other, so it is never quite equal."""
 
@@ -44,55 +46,73 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[BareS
 
 
 class Waits:
-    """What the clients of one proxy went through."""
+    """What the clients of one proxy went through.
+
+    Waits are counted in requests that the replica began meanwhile, not in seconds: how fast a machine is, or whether
+    all of it stood still for a moment, makes no difference to who is preferred.
+    """
 
     def __init__(self) -> None:
-        self.each_s: list[float] = []
+        self.overtaken: list[int] = []
+        """For each request, how many others were begun after it was sent and before it was."""
         self.most_at_once = 0
 
 
-async def ask_on(session: aiohttp.ClientSession, url: str, left: list[int], waits: Waits) -> None:
-    """Until none is left to be asked; each request is sent once, and must be answered."""
-    loop = asyncio.get_running_loop()
-    while left[0] > 0:
-        left[0] -= 1
-        began = loop.time()
-        async with session.post(url, params={"work_s": str(WORK_S)}) as response:
-            assert response.status == 200, await response.text()
-            told = await response.json()
-        waits.each_s.append(loop.time() - began)
-        waits.most_at_once = max(waits.most_at_once, told["most_at_once"])
+class Asking:
+    """What all clients share."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._left = REQUESTS
+        self._begun = 0
+        """By the replica, as far as is known."""
+
+    async def ask_on(self, url: str, waits: Waits) -> None:
+        """Until none is left to be asked; each request is sent once, and must be answered."""
+        while self._left > 0:
+            self._left -= 1
+            begun_before = self._begun
+            async with self._session.post(url, params={"work_s": str(WORK_S)}) as response:
+                assert response.status == 200, await response.text()
+                told = await response.json()
+            self._begun = max(self._begun, told["number"])
+            waits.overtaken.append(told["number"] - 1 - begun_before)
+            waits.most_at_once = max(waits.most_at_once, told["most_at_once"])
 
 
 async def test_three_proxies_never_give_a_replica_two_requests_at_once_and_share_it(stack: BareStack) -> None:
-    left = [REQUESTS]
     waits = [Waits() for _ in range(PROXIES)]
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=PATIENCE) as session:
+        asking = Asking(session)
         async with asyncio.TaskGroup() as tasks:
             for proxy, of_proxy in zip(stack.proxies, waits, strict=True):
                 for _ in range(CLIENTS_OF_EACH):
-                    tasks.create_task(ask_on(session, f"{proxy.url}/alone", left, of_proxy))
-        taken_s = loop.time() - began
+                    tasks.create_task(asking.ask_on(f"{proxy.url}/alone", of_proxy))
         async with session.get(f"{stack.proxies[0].url}/alone") as response:
             told = await response.json()
-    shares = [len(of_proxy.each_s) / REQUESTS for of_proxy in waits]
-    medians_s = [statistics.median(of_proxy.each_s) for of_proxy in waits]
-    longest_s = max(max(of_proxy.each_s) for of_proxy in waits)
+    shares = [len(of_proxy.overtaken) / REQUESTS for of_proxy in waits]
+    medians = [statistics.median(of_proxy.overtaken) for of_proxy in waits]
+    longest = max(max(of_proxy.overtaken) for of_proxy in waits)
     print(
-        f"{REQUESTS} requests in {taken_s:.1f} s; shares {', '.join(f'{share:.0%}' for share in shares)}; "
-        f"median waits {', '.join(f'{wait_s * 1000:.0f}' for wait_s in medians_s)} ms, "
-        f"longest {longest_s * 1000:.0f} ms"
+        f"shares {', '.join(f'{share:.0%}' for share in shares)}; "
+        f"median waits {', '.join(f'{median:.0f}' for median in medians)} requests, longest {longest}"
     )
-    assert told["most_at_once"] == 1
+    assert max(of_proxy.most_at_once for of_proxy in waits) == told["most_at_once"] == 1
     assert told["served"] == REQUESTS + 1, "each ran once"
     assert min(shares) >= SHARE_MIN / PROXIES, "a proxy's clients got far less than their part"
-    assert max(medians_s) <= 3 * min(medians_s), "the clients of one proxy waited much longer than others"
-    assert longest_s <= taken_s / 4, "somebody waited while a quarter of all others were served"
+    assert max(medians) <= 3 * min(medians), "the clients of one proxy waited much longer than others"
+    assert longest <= REQUESTS / 2, "somebody waited while half of all others were served"
 
 
 async def test_a_replica_that_is_shared_is_free_for_all_again_afterwards(stack: BareStack) -> None:
-    looks = await asyncio.gather(*(runner.look() for runner in stack.runners))
-    assert [look["slots"] for look in looks] == [0] * len(looks)
-    assert all(look["queued"] == look["calls"] == 0 for look in looks if "queued" in look)
+    async with asyncio.timeout(30):
+        while True:
+            looks = await asyncio.gather(*(runner.look() for runner in stack.runners))
+            if not any(map(held_of, looks)):
+                break
+            await asyncio.sleep(0.05)  # a proxy has answered a moment before it has put everything away
+
+
+def held_of(look: dict[str, Any]) -> int:
+    """Of requests, in one process."""
+    return sum(look.get(what, 0) for what in ("slots", "queued", "calls"))

@@ -55,12 +55,15 @@ async def test_losses_are_held_against_the_kill_before_them() -> None:
     load = ChaosLoad("/x", [1], 1.0)
     kills = [Kill(at=at, pid=1, fragile_in_flight=1) for at in (10.0, 20.0)]
 
-    def lost(*moments: float) -> list[str]:
-        load.failures = [Failure(kind="POST", ended_at=at, what="502 replica_died") for at in moments]
+    def lost(*moments: float, clients: int = 1) -> list[str]:
+        load.failures = [
+            Failure(kind="POST", ended_at=at, what="502 replica_died", client=number % clients)
+            for number, at in enumerate(moments)
+        ]
         return Storm(load=load, kills=kills).lost_beyond()
 
-    assert lost() == lost(10.5, 20.5) == []
-    assert lost(10.5, 11.0) == ["2 lost at a kill with 1 in flight"]
+    assert lost() == lost(10.5, 20.5) == lost(10.5, 11.0, clients=2) == []
+    assert lost(10.5, 11.0) == ["client 0 lost 2 at one kill"]
     assert lost(9.0) == ["1 lost without a kill"]
     assert not Failure(kind="GET", ended_at=0.0, what="502 replica_died").is_allowed
     assert not Failure(kind="POST", ended_at=0.0, what="504 deadline_exceeded").is_allowed

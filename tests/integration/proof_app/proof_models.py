@@ -22,18 +22,19 @@ class Alone:
         self.served = 0
 
     async def __call__(self, request: Request) -> dict[str, Any]:
-        self._enter()
+        number = self._enter()
         try:
             await asyncio.sleep(float(request.query_params.get("work_s", "0")))
         finally:
             self._leave()
-        return {"most_at_once": self.most_at_once, "served": self.served}
+        return {"most_at_once": self.most_at_once, "served": self.served, "number": number}
 
-    def _enter(self) -> None:
+    def _enter(self) -> int:
         with self._guard:
             self._running += 1
             self.served += 1
             self.most_at_once = max(self.most_at_once, self._running)
+            return self.served
 
     def _leave(self) -> None:
         with self._guard:

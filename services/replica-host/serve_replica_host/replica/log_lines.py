@@ -17,7 +17,8 @@ from serve_common.logs.lines import encode_line
 LOG_SOCKET: Final = "SERVE_LOG_SOCKET"
 """The variable that a host leaves to the processes that it starts: the path of its socket."""
 HOST_ID: Final = "SERVE_HOST_ID"
-_SEND_TIMEOUT_S: Final = 1.0
+_SEND_TIMEOUT_S: Final = 10.0
+"""Nobody waits for it but the thread that sends. A host that has no processor for a second or two has not gone."""
 _SEND_BYTES: Final = 512 * 1024
 
 
