@@ -62,7 +62,7 @@ from serve_replica_host.shell.host import HostShell
 from tests.integration.postgres_server import PostgresServer
 
 ROOT = Path(__file__).resolve().parents[2]
-CHANGE_LIMIT_S = 120.0
+CHANGE_LIMIT_S = 200.0
 """For what has no limit of its own: processes that start, all at once, on a busy machine."""
 SOURCES = ("libs/serve_common", "services/controller")
 
@@ -418,7 +418,7 @@ class ControlPlane:
         raise_if_cancelled()  # it is asked again and again
         return None if message.headers else msgspec.json.decode(message.data, type=StatusView)
 
-    async def until_led_by(self, *controller_ids: str, timeout_s: float = 30.0) -> StatusView:
+    async def until_led_by(self, *controller_ids: str, timeout_s: float = CHANGE_LIMIT_S) -> StatusView:
         """The first answer of one of these."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -448,7 +448,7 @@ def deploy_request(name: str, version: str, *, num_replicas: int = 2) -> Deploy:
     )
 
 
-async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = 30.0) -> None:
+async def eventually(check: Callable[[], Awaitable[bool]], timeout_s: float = CHANGE_LIMIT_S) -> None:
     """Until ``check`` holds; the other side has no event to wait for."""
     async with asyncio.timeout(timeout_s):
         while not await check():
