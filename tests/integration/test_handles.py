@@ -83,7 +83,7 @@ async def test_a_call_from_outside_brings_its_value(leaf: DeploymentHandle) -> N
 
 
 def test_a_plain_program_calls_plain_methods(leaf: DeploymentHandle) -> None:
-    assert leaf.plain.remote("ab", times=2).result(timeout_s=10) == "abab"
+    assert leaf.plain.remote("ab", times=2).result(timeout_s=30) == "abab"
 
 
 async def test_many_calls_at_once_all_come_back(leaf: DeploymentHandle) -> None:
@@ -143,10 +143,9 @@ async def test_what_cannot_travel_is_told_in_words(leaf: DeploymentHandle) -> No
 
 
 async def test_a_deployment_that_is_not_there_is_told_soon(stack: HandleStack) -> None:
-    started = time.monotonic()
-    with pytest.raises(NotFound, match="default/nobody"):
-        await get_deployment_handle("nobody").remote()
-    assert time.monotonic() - started < 20
+    async with asyncio.timeout(30):
+        with pytest.raises(NotFound, match="default/nobody"):
+            await get_deployment_handle("nobody").remote()
 
 
 async def test_a_stream_is_read_on_a_loop_and_in_a_thread(
@@ -187,9 +186,14 @@ async def test_cancelling_goes_down_the_chain_at_once(
 
 async def test_a_deadline_goes_down_the_chain(leaf: DeploymentHandle, middle: DeploymentHandle) -> None:
     started, cancelled = await leaf.counts.remote()
-    with pytest.raises(DeadlineExceeded):
-        await middle.options(timeout_s=1.0).hold.remote()
-    await until_counted(leaf, started + 1, cancelled + 1)  # by itself it would hold for a minute
+    begun, ended, timeout_s = started, cancelled, 1.0
+    async with asyncio.timeout(40):  # by itself it would hold for a minute
+        while begun == started or ended - cancelled < begun - started:
+            if begun == started:  # at first, and where the deadline was over before the call was down there
+                with pytest.raises(DeadlineExceeded):
+                    await middle.options(timeout_s=timeout_s).hold.remote()
+                timeout_s *= 2
+            begun, ended = await leaf.counts.remote()
     context = RequestContext(request_id="r-chain", deadline=time.monotonic() + 40)
     token = request_context.set(context)
     try:
@@ -248,11 +252,20 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
     said = await controller.subscribe(SUBJECTS.wakes)
     await until_known(controller)
     await stack.write_bucket({LEAF: []})
-    wait_until(lambda: handle_runtime.runtime()._parts.router._routes.router(BackendTag(LEAF)).is_asleep)
+    router = handle_runtime.runtime()._parts.router._routes.router(BackendTag(LEAF))
+    wait_until(lambda: router.is_asleep)
     outside = leaf.remote(1)
     wake = msgspec.json.decode((await said.next_msg(20)).data, type=Wake)
     assert wake == Wake(backend_tag=LEAF, waiting=1)
     outside.cancel()
+    wait_until(lambda: router.queue_depth == 0)
+    # What is asked now on the same connection is answered after all that this process has said of the call.
+    await get_deployment_handle("rolled").who.remote()
+    await until_known(controller)
+    while said.pending_msgs:
+        await said.next_msg(1)
+    files = MetricsFiles(stack.metrics_dir)
+    waited_before_s = waited_s(files)
 
     async def ask_inside() -> Any:
         return await middle.remote(2)
@@ -273,9 +286,12 @@ async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_t
         took_s = time.monotonic() - began_at
     await controller.close()
 
-    files = MetricsFiles(stack.metrics_dir)
-    wait_until(lambda: waited_s(files).get(LEAF, 0.0) >= 0.9)
-    assert waited_s(files) == {LEAF: pytest.approx(1.0, abs=max(0.5, took_s - 1.0)), ROLLED: 0.0}
+    def waited_for(tag: str) -> float:
+        return waited_s(files).get(tag, 0.0) - waited_before_s.get(tag, 0.0)
+
+    wait_until(lambda: waited_for(LEAF) >= 0.9)
+    assert waited_for(LEAF) <= took_s + 0.1
+    assert waited_for(ROLLED) == 0.0
 
 
 def waited_s(files: MetricsFiles) -> dict[str, float]:

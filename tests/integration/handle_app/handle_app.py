@@ -105,7 +105,7 @@ class Middle:
         return [await self.leaf.remote(value)]
 
     def plain(self, value):
-        return self.leaf.plain.remote(value, times=2).result(timeout_s=5)
+        return self.leaf.plain.remote(value, times=2).result(timeout_s=30)
 
     async def blocked(self):
         return self.leaf.remote(1).result()
