@@ -143,8 +143,9 @@ async def test_a_killed_process_is_started_again_at_once(stage: Stage) -> None:
 
 async def test_a_crash_loop_is_slowed_down_and_ends_when_the_cause_does(stage: Stage) -> None:
     broken = stage.directory / "broken"
-    script = f"test -e {broken} && exit 3; exec sleep 1000"
+    script = f"test -e {broken} && exit 3; echo 1 > alive; exec sleep 1000"
     await stage.start(stage.spec("a", ["/bin/sh", "-c", script], restart_backoff_max_s=0.3))
+    await written(stage.directory / "alive")
     broken.touch()
     os.kill(stage.pid("a"), signal.SIGKILL)
     await stage.until(lambda: len(stage.said(Happened.DIED)) >= 4)
