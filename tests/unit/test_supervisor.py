@@ -266,6 +266,7 @@ async def test_stopping_during_the_start_leaves_nothing(stage: Stage) -> None:
     assert leftovers.find_marked(stage.stack_id) == []
 
 
+@pytest.mark.timeout(120)
 def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     stack_id = uuid.uuid4().hex
     script = textwrap.dedent(f"""
@@ -290,7 +291,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
         asyncio.run(main())
     """)
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     pids = [*map(int, ended.stdout.split()), int((tmp_path / "daemon.pid").read_text())]
