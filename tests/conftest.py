@@ -8,6 +8,7 @@ import signal
 import tempfile
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make Ctrl-C work, and Python quick to start, in the processes that tests start."""
     _let_ctrl_c_work()
     _keep_bytecode(config)
+    _show_tracebacks_plainly()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -47,3 +49,11 @@ def _keep_bytecode(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         directory = tempfile.mkdtemp(prefix="muster-test-bytecode-")
         os.environ["PYTHONPYCACHEPREFIX"] = config.stash[_BYTECODE] = directory
+
+
+def _show_tracebacks_plainly() -> None:
+    """Where logs are not configured, an error would be drawn with all local variables.
+
+    That takes a second and more of a busy loop, in which a leader loses its lease and a request its deadline.
+    """
+    structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback

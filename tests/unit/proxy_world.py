@@ -65,20 +65,25 @@ class Bus:
 
 
 class World:
-    """A dispatcher with one endpoint whose backend has the given replicas."""
+    """A dispatcher with one endpoint whose backend has the given replicas.
+
+    The loop's time stands still at `now`, so that what is due a moment later does not depend on how long a test takes.
+    """
 
     def __init__(self, *, limit: int = 1, queue: int = 10, bus_wait_s: float = 5.0) -> None:
+        loop = asyncio.get_running_loop()
+        self.now = loop.time()
+        loop.time = lambda: self.now
         self.bus = Bus()
         self.chance = 0.0
         self.routes = Routes(lambda: self.chance)
         outgoing = Outgoing(self.bus, self.bus, Subjects())
         self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=bus_wait_s)
         self.beat = Beat(self.dispatcher, self.routes, outgoing)
-        self.shadows = Shadows(self.dispatcher, lambda: self.chance, asyncio.get_running_loop().time)
+        self.shadows = Shadows(self.dispatcher, lambda: self.chance, loop.time)
         self.limit, self.queue = limit, queue
         self.snapshot_id = 0
         self.tasks: list[asyncio.Task] = []
-        self.now = asyncio.get_running_loop().time()
         self.put_endpoint()
         self.put(R0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from muster.cli.main import app
 from muster.cli.session import Session
+from muster.cli.up_report import UpReport
 from muster.client.address import StackAddress
 from muster.embedded.errors import PortTaken
 from muster.embedded.options import StackOptions
@@ -78,8 +78,6 @@ class PlayedStack:
         self.on_event(ProcessEvent(name="nats", happened=Happened.STARTED, pid=7))
         self.on_event(ProcessEvent(name="nats", happened=Happened.READY, pid=7))
         self.is_running = True
-        # The signal comes when the command has nothing left to do but to wait.
-        asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -146,7 +144,16 @@ def stack(tmp_path: Path) -> PlayedStack:
 
 
 @pytest.fixture
-def up(stack: PlayedStack, tmp_path: Path) -> Callable[..., Result]:
+def up(stack: PlayedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    staying = UpReport.staying
+
+    def stay(report: UpReport) -> None:
+        """The signal comes when the command has nothing left to do but to wait."""
+        staying(report)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(UpReport, "staying", stay)
+
     def run(*arguments: str) -> Result:
         session = Session(connect=stack.connect, make_embedded=stack.make, environment={}, directory=tmp_path)
         return CliRunner().invoke(app, ["up", *arguments], obj=session, catch_exceptions=False)

@@ -174,7 +174,7 @@ finally:
     print("went on")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout == ""

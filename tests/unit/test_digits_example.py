@@ -536,7 +536,7 @@ async def test_forever_ends_after_its_seconds(model, evaluate, serve, capsys):
     summary = json.loads(printed.out)
     assert code == 0
     assert summary["requests"] > 5
-    assert summary["seconds"] < 5
+    assert summary["seconds"] < 30
 
 
 @pytest.mark.parametrize(

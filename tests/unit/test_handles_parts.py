@@ -49,7 +49,7 @@ def test_a_thread_is_woken_however_it_meets_what_it_waits_for() -> None:
 
         other = threading.Thread(target=happen)
         other.start()
-        assert wait_in_thread(wakers, happened.is_set, 5)
+        assert wait_in_thread(wakers, happened.is_set, 30)
         other.join()
 
 

@@ -46,6 +46,6 @@ def test_what_cannot_be_asked_is_unhealthy(url: str) -> None:
 
 def test_the_command_ends_with_1_and_says_why() -> None:
     command = [sys.executable, "-m", "serve_common.healthcheck", "http://127.0.0.1:1/readyz"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert "refused" in done.stdout

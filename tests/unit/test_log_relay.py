@@ -55,7 +55,7 @@ def test_what_is_offered_is_written_and_published_by_a_thread_of_its_own() -> No
     relay = LogRelay(written.append, {}, FixedClock())
     relay.use(outlet)
     relay.offer(b'{"n": 1}\n')
-    assert outlet.came.wait(5)
+    assert outlet.came.wait(30)
     assert (written, outlet.pieces) == ([b'{"n": 1}\n'], [b'{"n": 1}\n'])
 
 
@@ -88,7 +88,7 @@ def test_a_flood_is_written_whole_but_published_in_part_and_its_bytes_are_bounde
     with relay._round:  # as long as nothing can be carried out
         for line in numbered(50_000):
             relay.offer(b" " * 100 + line)
-    clock.at += 1
+        clock.at += 1
     relay.flush()
     out = [json.loads(line) for line in b"".join(written).splitlines()]
     assert len(out) < 45_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from serve_common.autoscaling_context import AutoscalingContext, LoadReading
 from serve_controller.adapters.policy_process import child_environment
 from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.ports import PolicyAnswer, PolicyFailed
+from tests.unit.passing_time import let_pass
 
 SOURCE = """
 import asyncio, ctypes, math, os, sys, time
@@ -43,6 +45,7 @@ def inner(context):
     return 1 / 0
 
 def spins(context):
+    open("spinning", "w").close()
     while True: pass
 
 def leaves(context):
@@ -97,6 +100,14 @@ def context(**changes: object) -> AutoscalingContext:
 def app_dir(tmp_path: Path) -> Path:
     (tmp_path / "policies.py").write_text(SOURCE)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here are no times."""
+    for name in ("policy_process.START_TIMEOUT_S", "policy_runner.START_TIMEOUT_S", "policy_runner._WAIT_S"):
+        monkeypatch.setattr(f"serve_controller.adapters.{name}", 40.0)
+    monkeypatch.setattr("serve_controller.adapters.policy_process._STACK_WAIT_S", 20.0)
 
 
 @pytest.fixture
@@ -180,24 +191,48 @@ async def test_a_policy_that_raises_fails_with_its_own_traceback(ask: Answering)
     assert "policy_child" not in failure
 
 
-async def test_a_policy_that_hangs_is_ended_and_the_next_one_answered(
-    ask: Answering, runner: SubprocessPolicies
-) -> None:
-    await ask("by_load")
-    (home,) = runner._homes.values()
-    home._call_timeout_s = 0.3
-    failure = await ask.failure("spins")
-    assert failure.endswith("policies:spins took more than 0.3 s")
-    home._call_timeout_s = 30.0
+async def until_it_spins(app_dir: Path) -> None:
+    async with asyncio.timeout(30):
+        while not (app_dir / "spinning").exists():  # noqa: ASYNC110 - a file has no event for us
+            await asyncio.sleep(0.01)
+
+
+async def test_a_policy_that_hangs_is_ended_and_the_next_one_answered(ask: Answering, app_dir: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        failing = tasks.create_task(ask.failure("spins"))
+        await until_it_spins(app_dir)
+        let_pass(30.0)
+    failure = failing.result()
+    assert failure.endswith("policies:spins took more than 30 s")
     assert "in spins" in failure
     assert (await ask("by_load")).num_replicas == 4
 
 
-async def test_one_that_nobody_waits_for_any_more_does_not_answer_the_next(ask: Answering) -> None:
-    await ask("process")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await ask("spins")
+async def test_one_that_is_slow_to_say_where_it_hangs_is_waited_for(
+    ask: Answering, runner: SubprocessPolicies, app_dir: Path
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        failing = tasks.create_task(ask.failure("spins"))
+        await until_it_spins(app_dir)
+        (home,) = runner._homes.values()
+        assert home._child is not None
+        child = home._child._process
+        child.send_signal(signal.SIGSTOP)
+        let_pass(30.0)
+        await asyncio.sleep(0.3)
+        assert not failing.done()
+        child.send_signal(signal.SIGCONT)
+    assert "in spins" in failing.result()
+    assert (await ask("by_load")).num_replicas == 4
+
+
+async def test_one_that_nobody_waits_for_any_more_does_not_answer_the_next(
+    ask: Answering, app_dir: Path
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        asking = tasks.create_task(ask("spins"))
+        await until_it_spins(app_dir)
+        asking.cancel()
     assert (await ask("by_load")).num_replicas == 4
 
 
@@ -254,7 +289,7 @@ async def test_the_process_that_was_used_longest_ago_makes_room(tmp_path: Path) 
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "policies.py").write_text(SOURCE)
-    runner = SubprocessPolicies(str(tmp_path), children_max=1)
+    runner = SubprocessPolicies(str(tmp_path), call_timeout_s=30.0, children_max=1)
     try:
         first, other = Answering(runner, "a"), Answering(runner, "b")
         before = await first("process")

@@ -16,6 +16,7 @@ from serve_controller.adapters import prometheus_api, prometheus_source
 from serve_controller.adapters.prometheus_api import PrometheusApi, PrometheusAway, QueryRefused
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.core.autoscaling.values import LoadAsk, Reading, Targets
+from tests.unit.passing_time import let_pass
 
 AT = 1000.0
 NOW = 5000.0
@@ -216,22 +217,28 @@ async def test_an_answer_that_is_too_long_or_too_late_is_given_up(
 async def test_a_server_that_hangs_is_let_rest_so_that_looks_go_on(
     source: PrometheusSource, fake: FakePrometheus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prometheus_api, "TIMEOUT_S", 0.05)
-    monkeypatch.setattr(prometheus_source, "_SLOW_S", 0.02)
+    monkeypatch.setattr(prometheus_api, "TIMEOUT_S", 30.0)
+    monkeypatch.setattr(prometheus_source, "_LOADS_DEADLINE_S", 60.0)
     monkeypatch.setattr(prometheus_source, "_REST_S", 3600.0)
+    is_asked = asyncio.Event()
 
     async def never() -> None:
+        is_asked.set()
         await asyncio.Event().wait()
 
     fake.answers["time()"] = never
-    (first,) = await read(source, ask())
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(read(source, ask()))
+        async with asyncio.timeout(20):
+            await is_asked.wait()
+        let_pass(30.0)
+    (first,) = reading.result()
     (second,) = await read(source, ask())
     assert "does not answer within" in first.missing
     assert second.missing == first.missing
     assert len(fake.asked) == 1
     fake.answers.clear()
-    monkeypatch.setattr(prometheus_api, "TIMEOUT_S", 30.0)
-    source._resting_until -= 3600.0
+    let_pass(3600.0)
     assert (await read(source, ask()))[0].seen == 7.0
 
 

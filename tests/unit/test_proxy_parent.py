@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -40,9 +40,12 @@ class Started:
     def __init__(self) -> None:
         self.children: list[tuple[int, PlayedChild]] = []
         self.failures = 0
+        self.has_room = asyncio.Event()
+        self.has_room.set()
         self._changed = asyncio.Condition()
 
     async def __call__(self, number: int) -> PlayedChild:
+        await self.has_room.wait()
         if self.failures:
             self.failures -= 1
             raise OSError("no more processes")
@@ -56,6 +59,12 @@ class Started:
         async with asyncio.timeout(30), self._changed:
             await self._changed.wait_for(lambda: len(self.children) >= count)
         return self.children[count - 1][1]
+
+
+async def turns_until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - a parent tells nobody
+            await asyncio.sleep(0)
 
 
 def listening(child: PlayedChild, port: int = 1) -> PlayedChild:
@@ -88,10 +97,11 @@ async def test_one_that_ends_is_started_again_and_missed_meanwhile() -> None:
         group.create_task(parent.run())
         for life in (1, 2):
             child = listening(await started.until(life))
+            await turns_until(lambda: parent.why_not_ready() is None)
+            started.has_room.clear()
             child.end.set_result(-9)
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert parent.why_not_ready() == "processes that do not run: 1"
+            await turns_until(lambda: parent.why_not_ready() == "processes that do not run: 1")
+            started.has_room.set()
         child = listening(await started.until(3))
         parent.stop()
         child.end.set_result(0)
@@ -104,9 +114,7 @@ async def test_one_that_never_listened_ends_all_with_its_exit_code() -> None:
         run = group.create_task(parent.run())
         first, second = await started.until(1), listening(await started.until(2))
         first.end.set_result(3)
-        async with asyncio.timeout(30):
-            while not second.heard:  # noqa: ASYNC110 - it tells nobody
-                await asyncio.sleep(0)
+        await turns_until(lambda: second.heard)
         assert second.heard == ["stop"]
         second.end.set_result(0)
     assert run.result() == 3

@@ -203,9 +203,8 @@ async def test_errors_of_user_code_count_by_their_status(world: World, status: i
 
 @pytest.mark.parametrize(("waited_s", "is_open"), [(TIMEOUT_S / 2, False), (TIMEOUT_S, True)])
 async def test_a_deadline_that_a_replica_tells_of_too_soon_was_anothers(
-    world: World, monkeypatch, waited_s: float, *, is_open: bool
+    world: World, waited_s: float, *, is_open: bool
 ) -> None:
-    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: world.now)
     world.put(R0, circuit_breaker=CircuitBreaker(requests_min=1, failure_percent=1))
     task = await world.ask(timeout_s=TIMEOUT_S)
     reply = world.take(RequestHead)[1]
@@ -215,10 +214,7 @@ async def test_a_deadline_that_a_replica_tells_of_too_soon_was_anothers(
     assert world.routes.routers[BACKEND].circuit.is_open == is_open
 
 
-async def test_silence_until_the_deadline_counts_but_not_a_client_that_cannot_wait(
-    world: World, monkeypatch
-) -> None:
-    monkeypatch.setattr(world.dispatcher._loop, "time", lambda: world.now)
+async def test_silence_until_the_deadline_counts_but_not_a_client_that_cannot_wait(world: World) -> None:
     world.put(R0, R1, outlier_ejection=FRAGILE)
     for timeout_s in (PATIENCE_S / 2, PATIENCE_S / 2, TIMEOUT_S, TIMEOUT_S):
         assert world.routes.routers[BACKEND].ejections == 0

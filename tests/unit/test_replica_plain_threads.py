@@ -61,7 +61,7 @@ async def test_a_cancelled_call_ends_when_its_function_does_however_often_it_is_
 
     def blocks() -> None:
         entered.set()
-        released.wait(5)
+        released.wait(40)
 
     async with asyncio.TaskGroup() as group:
         call = group.create_task(threads.run(blocks))
@@ -82,7 +82,7 @@ async def test_a_closed_pool_takes_nothing_and_its_threads_end() -> None:
 
     threads.close()
 
-    await asyncio.to_thread(thread.join, 5)
+    await asyncio.to_thread(thread.join, 30)
     assert not thread.is_alive()
     with pytest.raises(RuntimeError, match="has stopped"):
         await threads.run(print)

@@ -33,10 +33,10 @@ def test_values_of_many_threads_all_arrive_and_each_threads_in_order() -> None:
     for writer in writers:
         writer.join()
 
-    assert done.wait(5)
+    assert done.wait(30)
     for number in range(4):
         assert [at for n, at in taken if n == number] == list(range(1000))
-    thread.stop(5)
+    thread.stop(30)
 
 
 async def until_taken(taken: list[int], count: int) -> None:
@@ -81,7 +81,7 @@ async def test_values_that_come_without_end_leave_others_their_turn() -> None:
 
 def test_a_mailbox_of_a_closed_loop_drops_what_comes() -> None:
     thread = LoopThread("test")
-    thread.stop(5)
+    thread.stop(30)
 
     Mailbox(thread.loop, lambda value: None).put(1)
 
@@ -92,8 +92,8 @@ def test_a_loop_thread_runs_work_and_stops() -> None:
     async def name() -> str:
         return threading.current_thread().name
 
-    assert thread.submit(name()).result(5) == "test"
-    thread.stop(5)
+    assert thread.submit(name()).result(30) == "test"
+    thread.stop(30)
     assert thread.loop.is_closed()
 
 

@@ -57,7 +57,7 @@ def nothing():
 
 def blocking(request):
     entered.set()
-    released.wait(5)
+    released.wait(40)
     return "late"
 
 VALUE = 3

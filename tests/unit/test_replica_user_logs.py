@@ -57,6 +57,23 @@ def caught() -> Iterator[KeptLines]:
         sys.stdout, sys.stderr = before[2:]
 
 
+def test_what_ray_adds_to_every_record_is_no_field_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = logging.getLogRecordFactory()
+
+    def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = made(*args, **kwargs)
+        record.__dict__["_ray_timestamp_ns"] = 7
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", make)
+    with caught() as kept:
+        logging.getLogger("app.model").info("one")
+        logging.getLogger("app.model").info("two", extra={"size": 3})
+        one, two = kept.lines
+    assert "_ray_timestamp_ns" not in {*one, *two}
+    assert two["size"] == 3
+
+
 def test_a_log_call_is_a_line_with_all_ids_and_its_own_fields() -> None:
     with caught() as kept:
         context = RequestContext(request_id="r1", traceparent=f"00-{TRACE}-b7ad6b7169203331-01")

@@ -143,8 +143,9 @@ async def test_a_killed_process_is_started_again_at_once(stage: Stage) -> None:
 
 async def test_a_crash_loop_is_slowed_down_and_ends_when_the_cause_does(stage: Stage) -> None:
     broken = stage.directory / "broken"
-    script = f"test -e {broken} && exit 3; exec sleep 1000"
+    script = f"test -e {broken} && exit 3; echo 1 > alive; exec sleep 1000"
     await stage.start(stage.spec("a", ["/bin/sh", "-c", script], restart_backoff_max_s=0.3))
+    await written(stage.directory / "alive")
     broken.touch()
     os.kill(stage.pid("a"), signal.SIGKILL)
     await stage.until(lambda: len(stage.said(Happened.DIED)) >= 4)
@@ -265,6 +266,7 @@ async def test_stopping_during_the_start_leaves_nothing(stage: Stage) -> None:
     assert leftovers.find_marked(stage.stack_id) == []
 
 
+@pytest.mark.timeout(120)
 def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
     stack_id = uuid.uuid4().hex
     script = textwrap.dedent(f"""
@@ -289,7 +291,7 @@ def test_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
         asyncio.run(main())
     """)
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     pids = [*map(int, ended.stdout.split()), int((tmp_path / "daemon.pid").read_text())]

@@ -30,7 +30,9 @@ _OUTPUT_LINE_LENGTH_MAX: Final = 1_000
 _OUTPUT_LINES_MAX: Final = 100
 """That are logged of one process between two calls."""
 _LAST_LINES: Final = 20
-_STACK_WAIT_S: Final = 0.1
+_STACK_WAIT_S: Final = 1.0
+"""At most: the stack is there as soon as the process gets its turn."""
+_FRAME: Final = '  File "'
 _PASSED_ON: Final = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE",
@@ -49,6 +51,7 @@ class PolicyProcess:
         self._app_dir = app_dir
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._lines_left = _OUTPUT_LINES_MAX
+        self._has_told_stack = asyncio.Event()
         self.is_in_step = True
         """False once an answer is owed that nobody waits for any more."""
 
@@ -144,11 +147,14 @@ class PolicyProcess:
         if self._process.returncode is not None:
             return ""
         self._last_lines.clear()
+        self._has_told_stack.clear()
         self._process.send_signal(signal.SIGUSR1)
-        await asyncio.sleep(_STACK_WAIT_S)
-        stack = [
-            line for line in self._last_lines if line.startswith('  File "') and "policy_child" not in line
-        ]
+        try:
+            async with asyncio.timeout(_STACK_WAIT_S):
+                await self._has_told_stack.wait()
+        except TimeoutError:
+            _log.debug("policy_process_tells_no_stack", pid=self._process.pid)
+        stack = [line for line in self._last_lines if line.startswith(_FRAME) and not _is_ours(line)]
         return "".join(f"{line}\n" for line in ["Stack (most recent call first):", *stack]) if stack else ""
 
     async def _log_output(self) -> None:
@@ -168,9 +174,15 @@ class PolicyProcess:
     def _note_line(self, line: str) -> None:
         line = line[:_OUTPUT_LINE_LENGTH_MAX]
         self._last_lines.append(line)
+        if _is_ours(line):  # below all that is the user's
+            self._has_told_stack.set()
         self._lines_left -= 1
         if self._lines_left >= 0:
             _log.info("policy_output", app_dir=self._app_dir, line=line)
+
+
+def _is_ours(line: str) -> bool:
+    return line.startswith(_FRAME) and "policy_child" in line
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:

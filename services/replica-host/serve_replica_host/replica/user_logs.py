@@ -19,7 +19,9 @@ from serve_common.request_context import request_context
 from serve_common.tracing.current import current_trace_id
 from serve_replica_host.replica.caught_prints import CaughtPrints
 
-_OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+_OF_RAY: Final = "_ray_timestamp_ns"
+"""Stands in every record once Ray has been imported, which may be before this module or after it."""
+_OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", _OF_RAY}
 _OURS: Final = frozenset(
     ("timestamp", "level", "event", "logger", "message", "request_id", "trace_id", "exception", "stack")
 )
@@ -57,7 +59,7 @@ class UserLogs(logging.Handler):
             line["exception"] = cut("".join(traceback.format_exception(record.exc_info[1])))
         if record.stack_info:
             line["stack"] = cut(record.stack_info)
-        if len(record.__dict__) > len(_OF_RECORDS) - 2:
+        if not record.__dict__.keys() <= _OF_RECORDS:
             extra = {name: value for name, value in record.__dict__.items() if name not in _OF_RECORDS}
             line |= user_fields(extra, self._taken | {"source"})
         self._relay.offer(encode_line(line))
