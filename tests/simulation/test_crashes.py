@@ -42,7 +42,7 @@ def test_a_leader_that_stands_still_for_long_takes_nobody_for_lost() -> None:
     assert run_stall().violations == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("story", [PAIR_STORY, GROUP_STORY], ids=["a deployment", "an application"])
 def test_a_crash_at_each_single_effect_loses_nothing(after: bool, story: list[Step]) -> None:
