@@ -22,11 +22,13 @@ install: $(STAMP) ## Make .venv and install everything that is locked
 run: $(STAMP) ## Start the embedded stack, deploy the example, print the curl line; Ctrl-C stops it
 	.venv/bin/muster up --deploy-example
 
-# What needs no servers is spread over the cores; the rest waits more than it works, and measures times.
+# Three parts: what needs no servers, on all cores; files that mostly wait for servers of their own, two at once; and one
+# after another what fills the machine or measures, and what may have to be left out, so that this is said at the end.
 QUICK := tests/unit tests/properties tests/simulation
 
 test: test-quick ## Run every test that this machine allows
-	$(PY) -m pytest $(addprefix --ignore=,$(QUICK))
+	$(PY) -m pytest -n 2 --dist loadfile -m "not alone and not compose" $(addprefix --ignore=,$(QUICK))
+	$(PY) -m pytest -m "alone or compose" $(addprefix --ignore=,$(QUICK))
 
 test-quick: $(STAMP) ## Run unit, property and simulation tests only (about a minute)
 	$(PY) -m pytest -n auto $(QUICK)

@@ -15,7 +15,7 @@ RULES = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("rule
 TESTS = sorted(str(file.relative_to(DIRECTORY)) for file in DIRECTORY.glob("tests/*.yml"))
 
 # Containers of promtool take long to start where much else does.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_every_alert_fires_when_it_should_and_only_then() -> None:

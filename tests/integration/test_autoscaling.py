@@ -24,7 +24,12 @@ from serve_common.wires.queries import GetEvents
 from serve_common.wires.views import AutoscalingView, EventView, GoalStatus
 from tests.bench.scaling.clients import Clients
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 APP_DIR = Path(__file__).parent / "scaling_app"
 LIMIT_S = 90.0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.wires import run
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
 
 
 async def test_the_bench_of_wires_prints_a_line_for_each_wire(capsys: pytest.CaptureFixture[str]) -> None:

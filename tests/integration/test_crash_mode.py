@@ -28,7 +28,7 @@ from tests.integration.control_plane import (
 )
 from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(900)]
 
 AT_ONCE = 6
 STRAY_KEY = "backends.default.stray"

@@ -31,7 +31,7 @@ from tests.dashboards.reading import ROOT, Question, all_questions, as_grafana_s
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 from tests.integration.seen_load import deploy, under_load
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(480)]
 
 SCRAPE_INTERVAL_S = 1.0
 DATA_LIMIT_S = 120.0

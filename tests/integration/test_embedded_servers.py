@@ -38,7 +38,7 @@ from muster.embedded.tcp_ports import choose_ports
 from muster.embedded.unprivileged import Way
 from muster.secrets import NAMES, Secrets
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
 
 ANY_PORTS = StackOptions(
     http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0, num_cpus=1

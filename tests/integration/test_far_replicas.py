@@ -16,6 +16,7 @@ from serve_common.wires.host import ReplicaStatus
 from tests.integration.ray_cluster import AT_HOME, ELSEWHERE, HOST, Cluster
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.integration,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),

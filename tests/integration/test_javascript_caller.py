@@ -15,7 +15,7 @@ import pytest
 from tests.integration.call_replica import BIG_BYTES, serve_calls
 from tests.integration.proxy_stack import NatsServer, Stack, running_stack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
 
 SOURCES = Path(__file__).parent / "javascript"
 

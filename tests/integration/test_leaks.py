@@ -13,7 +13,7 @@ import pytest
 from tests.integration import leaving_load
 from tests.integration.bare_stack import BareStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(600)]
 
 WARM_UP = 1500
 REQUESTS = 5000

@@ -25,7 +25,7 @@ from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 INTERVAL_S = 1.0
 LOOK_BACK_S = 4.0

@@ -15,7 +15,12 @@ from tests.integration import chaos
 from tests.integration.chaos_load import CLIENTS, KINDS
 from tests.integration.loaded_stack import LoadedStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(480), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.integration,
+    pytest.mark.timeout(480),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 REQUESTS_PER_S = 550
 """What is asked for; how much of it comes through is the machine's."""

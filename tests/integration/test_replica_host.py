@@ -55,7 +55,7 @@ from serve_common.wires.frames import (
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.integration.held_port import HeldPort
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 HOST = HostId("host-1")

@@ -38,7 +38,7 @@ from serve_replica_host.replica.orders import StartOrder
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.nats_server import NatsServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
 
 BACKEND = BackendTag("default/app")
 TAG = replica_tag(BACKEND, 1)

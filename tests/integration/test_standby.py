@@ -32,7 +32,7 @@ from tests.integration.control_plane import (
 )
 from tests.integration.postgres_server import PostgresServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(400)]
 
 FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a busy machine."""

@@ -18,7 +18,12 @@ import pytest_asyncio
 
 from tests.integration.bare_stack import BareStack
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.integration,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 APP_DIR = Path(__file__).with_name("proof_app")
 TAG = "default/alone"

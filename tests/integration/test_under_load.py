@@ -29,7 +29,12 @@ from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack, replica_config
 from tests.integration.steady_load import Answer, SteadyLoad
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.integration,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 FAILOVER_LIMIT_S = 3 * LEASE_TTL_S
 """What is promised is a second over the lease; the rest is for a machine that is busy with all else here."""
