@@ -240,6 +240,11 @@ def test_a_failed_deploy_shows_the_whole_traceback_and_what_still_serves(
     assert "What served before still serves: 2 replicas (version 1)." in result.stderr
     assert result.stdout == ""
 
+    assert stack.deployment is not None
+    none = msgspec.structs.replace(stack.deployment.backend_config, num_replicas=0)
+    stack.deployment = msgspec.structs.replace(stack.deployment, replicas=[], backend_config=none)
+    assert "What was there before is back, scaled to zero as it was." in muster(*DEPLOY).stderr
+
     stack.deployment = None
     assert "Nothing serves digits." in muster(*DEPLOY).stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from muster.cli.intent import ChangeResult, Intent, Outcome
 from muster.cli.output import brief
 from serve_common.wires.commands import Deploy
-from serve_common.wires.views import DeploymentView
+from serve_common.wires.views import DeploymentStatus, DeploymentView
 
 _SERVING = frozenset({"running", "updating"})
 
@@ -60,9 +60,16 @@ def _after_failure(outcome: Outcome, intent: Intent) -> list[str]:
     if serving:
         version = f" (version {serving[0].version})" if serving[0].version else ""
         lines.append(f"What served before still serves: {_replicas(len(serving))}{version}.")
+    elif deployment is not None and _is_at_zero(deployment):
+        lines.append("What was there before is back, scaled to zero as it was.")
     else:
         lines.append(f"Nothing serves {intent.what}.")
     return lines
+
+
+def _is_at_zero(deployment: DeploymentView) -> bool:
+    is_well = deployment.status is DeploymentStatus.HEALTHY
+    return is_well and deployment.backend_config.num_replicas == 0
 
 
 def _serving(deployment: DeploymentView) -> str:
