@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import select
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from muster.client.admin import AdminClient
 from muster.secrets import Secrets
 
 ROOT: Final = Path(__file__).parents[2]
-PROJECT: Final = "muster-test"
+PROJECT: Final = os.environ.get("MUSTER_TEST_PROJECT", "muster-test")
 UP_TIMEOUT_S: Final = 540.0
 DIGITS_REQUESTS: Final = 'serve_proxy_requests_total{endpoint_tag="default/digits"}'
 _COMMAND_TIMEOUT_S: Final = 300.0
@@ -78,6 +79,18 @@ class Stack:
         ours = {container.ID[:12] for container in self.compose.get_containers() if container.ID}
         assert container_id in ours, f"{container_id} is none of this project's containers: {ours}"
         _run(["docker", "kill", container_id], _COMMAND_TIMEOUT_S)
+
+    def inspect(self, service: str) -> dict[str, Any]:
+        """What the engine knows of the first container of a service."""
+        container = next(each for each in self.compose.get_containers() if each.Service == service)
+        assert container.ID is not None
+        (found,) = json.loads(_run(["docker", "inspect", container.ID], _COMMAND_TIMEOUT_S))
+        known: dict[str, Any] = found
+        return known
+
+    def networks(self, service: str) -> list[dict[str, Any]]:
+        """How the first container of a service is connected, for each of its networks."""
+        return list(self.inspect(service)["NetworkSettings"]["Networks"].values())
 
     def address(self, service: str, port: int) -> str:
         """``host:port`` at which this machine reaches a service's port."""

@@ -50,9 +50,69 @@ def test_an_image_holds_only_what_its_service_needs(stack: Stack, service: str, 
     assert stack.run("exec", "-T", service, "python", "-c", probe).strip() == "None"
 
 
-def test_replicas_cannot_reach_the_database(stack: Stack) -> None:
-    probe = "import socket\ntry: socket.getaddrinfo('postgres', 5432)\nexcept OSError: print('unknown')"
-    assert stack.run("exec", "-T", "replica-host", "python", "-c", probe).strip() == "unknown"
+FORBIDDEN = {
+    "nats": 8222, "postgres": 5432, "controller": 9101, "proxy": 9102, "ingress": 9104, "prometheus": 9090,
+}  # fmt: skip
+"""What user code has no business with; Grafana is on Prometheus' network alone."""
+
+CONNECT = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+
+def attempt(target):
+    try:
+        socket.create_connection(target, 3).close()
+        return "connected"
+    except OSError as error:
+        return type(error).__name__
+
+with ThreadPoolExecutor(64) as threads:
+    print(json.dumps(list(threads.map(attempt, json.loads(sys.argv[1])))))
+"""
+
+
+def test_replicas_reach_nats_and_nothing_else(stack: Stack) -> None:
+    """Attempts at every address that any container, or the machine itself, has on any network, and at every name."""
+
+    def connect(service: str, targets: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+        said = stack.run("exec", "-T", service, "python", "-c", CONNECT, json.dumps(targets))
+        return dict(zip(targets, json.loads(said), strict=True))
+
+    forbidden: list[tuple[str, int]] = []
+    gateways: set[str] = set()
+    for service, port in FORBIDDEN.items():
+        names = {service, f"{service}-monitoring"}
+        for network in stack.networks(service):
+            names |= {network["IPAddress"], *(network["Aliases"] or ())}
+            gateways |= {network["Gateway"]} - {""}
+        forbidden += [(name, port) for name in sorted(names)]
+    published = [
+        int(stack.address(*each).rpartition(":")[2]) for each in (("prometheus", 9090), ("nats", 4222))
+    ]
+    forbidden += [(gateway, port) for gateway in sorted(gateways) for port in published]
+    forbidden += [(network["IPAddress"], 8000) for network in stack.networks("proxy")]
+    assert len(forbidden) > 30
+    found = connect("replica-host", [("nats", 4222), *forbidden])
+    assert found.pop(("nats", 4222)) == "connected"
+    assert {target for target, outcome in found.items() if outcome == "connected"} == set()
+    # What was asked for is there, for those who have to look at it.
+    seen = connect(
+        "controller",
+        [
+            *((f"{name}-monitoring", FORBIDDEN[name]) for name in ("nats", "prometheus", "controller")),
+            *((name, FORBIDDEN[name]) for name in ("proxy", "ingress", "postgres")),
+            ("replica-host", 9103),
+        ],
+    )
+    assert set(seen.values()) == {"connected"}, seen
+
+
+def test_every_container_has_limits(stack: Stack) -> None:
+    for service in SERVICES:
+        limits = stack.inspect(service)["HostConfig"]
+        assert limits["Memory"] > 0, service
+        assert limits["PidsLimit"] > 0, service
+        assert (limits["NanoCpus"] > 0) or (service == "replica-host" and limits["CpuShares"] == 256), service
 
 
 def test_the_example_is_deployed_by_the_cli_and_answers_every_request(stack: Stack) -> None:

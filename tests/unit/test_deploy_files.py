@@ -112,6 +112,51 @@ def test_a_password_file_that_a_service_is_told_of_is_mounted_into_it(compose: d
         assert told <= mounted, name
 
 
+def named(compose: dict[str, Any], service: str) -> set[str]:
+    """Names of a service besides its own."""
+    networks = compose["services"][service]["networks"]
+    every = networks.values() if isinstance(networks, dict) else ()
+    return {alias for network in every for alias in network.get("aliases", [])}
+
+
+def test_every_service_has_limits_that_can_be_chosen(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        for key, variable in (("mem_limit", "MEMORY"), ("cpus", "CPUS"), ("pids_limit", "PIDS")):
+            given = re.fullmatch(r"\$\{(\w+):-(\w+)\}", service[key])
+            assert given is not None, (name, key)
+            assert given[1] == f"MUSTER_{name.upper().replace('-', '_')}_{variable}"
+            # The engine refuses more CPUs than there are; only user code may have all of them, and comes last.
+            assert key != "cpus" or given[2] in ("1", "2") or (name, given[2]) == ("replica-host", "0")
+        assert service.get("cpu_shares", 1024) == (256 if name == "replica-host" else 1024)
+
+
+def test_replicas_share_a_network_only_with_those_who_listen_elsewhere(compose: dict[str, Any]) -> None:
+    """What they would find there is proved from inside a container, in tests/compose."""
+    services = compose["services"]
+    assert services["replica-host"]["networks"] == ["replicas"]
+    beside = {name for name, service in services.items() if "replicas" in service["networks"]}
+    assert beside == {"replica-host", "nats", "controller", "prometheus", "jaeger"}
+    for name in beside - {"replica-host"}:
+        aliases = {
+            network: (told or {}).get("aliases") for network, told in services[name]["networks"].items()
+        }
+        assert aliases["monitoring"] == [f"{name}-monitoring"]
+        assert not any(told for network, told in aliases.items() if network != "monitoring")
+    assert services["controller"]["environment"]["SERVE_OPS_HOST"] == "127.0.0.1,controller-monitoring"
+    assert "--web.listen-address=prometheus-monitoring:9090" in services["prometheus"]["command"]
+    assert 'http: "nats-monitoring:8222"' in (ROOT / "deploy/nats/compose.conf").read_text()
+    assert {"postgres", "controller"} == {
+        name for name, service in services.items() if "store" in service["networks"]
+    }
+    assert set(compose["networks"]) == {each for service in services.values() for each in service["networks"]}
+
+
+def test_what_is_published_is_in_the_first_of_its_networks(compose: dict[str, Any]) -> None:
+    """Through which the engine reaches it; for what listens on one network alone."""
+    for name in ("prometheus", "jaeger"):
+        assert min(compose["services"][name]["networks"]) == "monitoring"
+
+
 def test_every_service_is_watched_limited_and_has_a_health_check(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["healthcheck"]["test"], name
@@ -124,7 +169,9 @@ def test_prometheus_scrapes_the_operations_port_of_every_service(compose: dict[s
     jobs = {job["job_name"]: job for job in load_yaml("deploy/prometheus/prometheus.yml")["scrape_configs"]}
     for service in SERVICES:
         (discovery,) = jobs[service]["dns_sd_configs"]
-        assert discovery["names"] == [service]
+        (name,) = discovery["names"]
+        assert name.removesuffix("-monitoring") == service
+        assert name == service or name in named(compose, service)
         port = compose["services"][service]["environment"]["SERVE_OPS_PORT"]
         assert str(discovery["port"]) == port
         assert f":{port}/readyz" in compose["services"][service]["healthcheck"]["test"][-1]
@@ -163,6 +210,8 @@ def test_only_the_ingress_is_published_beyond_this_machine(compose: dict[str, An
 
 
 def test_the_controller_reads_the_state_of_nats_where_nats_shows_it(compose: dict[str, Any]) -> None:
-    command = compose["services"]["nats"]["command"]
-    port = command[command.index("--http_port") + 1]
-    assert compose["services"]["controller"]["environment"]["SERVE_NATS_MONITOR_URL"] == f"http://nats:{port}"
+    shown = re.search(r'^http: "(.+)"$', (ROOT / "deploy/nats/compose.conf").read_text(), re.MULTILINE)
+    assert shown is not None
+    told = compose["services"]["controller"]["environment"]["SERVE_NATS_MONITOR_URL"]
+    assert told == f"http://{shown[1]}"
+    assert "--http_port" not in compose["services"]["nats"]["command"]

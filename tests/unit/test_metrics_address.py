@@ -22,6 +22,7 @@ def settings(host: str = "0.0.0.0", advertise: str = "") -> OperationsSettings:
         ("0.0.0.0", "", "10.0.0.7", "http://10.0.0.7:9/metrics"),
         ("::", "", "fd00::7", "http://[fd00::7]:9/metrics"),
         ("0.0.0.0", "", None, ""),
+        ("127.0.0.1,shared", "", "10.0.0.7", "http://10.0.0.7:9/metrics"),
         ("127.0.0.1", "node-3", None, "http://node-3:9/metrics"),
         ("127.0.0.1", "node-3:80", None, "http://node-3:80/metrics"),
         ("0.0.0.0", ":80", "10.0.0.7", "http://10.0.0.7:80/metrics"),

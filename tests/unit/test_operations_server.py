@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -79,6 +81,26 @@ async def test_only_samples_of_the_names_asked_for_are_shown_also_of_collectors_
     assert "# TYPE custom_total counter" in some
     assert 'direct_total{a="x"} 2.0' in some
     assert (status, none) == (200, "")
+
+
+async def test_it_listens_at_those_addresses_of_a_name_that_are_this_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the name of a scaled service has: one address for each of its containers."""
+    resolve = socket.getaddrinfo
+
+    def resolved(host: object, *arguments: Any, **options: Any) -> list[Any]:
+        names = {"shared": ["192.0.2.1", "127.0.0.3"], "elsewhere": ["192.0.2.1"]}.get(str(host), [host])
+        return [entry for name in names for entry in resolve(name, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    async with serving(OperationsSettings(host="127.0.0.2, shared", port=0)) as server:
+        for address, listens in (("127.0.0.2", True), ("127.0.0.3", True), ("127.0.0.1", False)):
+            with socket.socket() as probe:
+                assert (probe.connect_ex((address, server.port)) == 0) is listens, address
+    with pytest.raises(OSError, match="elsewhere is no address of this machine"):
+        async with serving(OperationsSettings(host="elsewhere", port=0)):
+            pass
 
 
 class FixedChild:

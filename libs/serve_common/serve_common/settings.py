@@ -113,6 +113,7 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where `/metrics`, `/healthz` and `/readyz` are served."""
 
     host: str
+    """Where to listen: names or addresses, with commas between; of a name, its addresses that are this machine's."""
     port: int
     advertise: str = ""
     """How others reach it: ``host``, ``host:port`` or ``:port``. What is left out is found out, see `metrics_url`."""

@@ -22,7 +22,7 @@ def metrics_url(settings: OperationsSettings, port: int, local_host: str | None)
     """
     host, advertised_port = split_advertised(settings.advertise)
     if not host:
-        host = (local_host or "") if settings.host in _WILDCARDS else settings.host
+        host = settings.host if _is_one_address(settings.host) else local_host or ""
     if not host:
         return ""
     return f"http://{f'[{host}]' if ':' in host else host}:{advertised_port or port}/metrics"
@@ -31,9 +31,13 @@ def metrics_url(settings: OperationsSettings, port: int, local_host: str | None)
 def advertised_for_children(settings: OperationsSettings, port: int) -> str:
     """What children of this process must be told, so that they tell of its page instead of their own."""
     host, advertised_port = split_advertised(settings.advertise)
-    if not host and settings.host not in _WILDCARDS:
+    if not host and _is_one_address(settings.host):
         host = settings.host
     return f"{f'[{host}]' if ':' in host else host}:{advertised_port or port}"
+
+
+def _is_one_address(host: str) -> bool:
+    return host not in _WILDCARDS and "," not in host
 
 
 def split_advertised(text: str) -> tuple[str, int | None]:

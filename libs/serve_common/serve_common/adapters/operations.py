@@ -9,6 +9,8 @@ service's loop stands still; an answer that never comes tells nobody why.
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 from collections.abc import Collection, Iterator
 from typing import Final, Protocol, final
 
@@ -94,8 +96,10 @@ class OperationsSite:
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._settings.host, self._settings.port).start()
-        self.port = int(self._runner.addresses[0][1])
+        for host in self._settings.host.split(","):
+            for address in await _own_addresses(host.strip()):
+                await web.TCPSite(self._runner, address, self.port).start()
+                self.port = int(self._runner.addresses[0][1])
 
     async def _end(self) -> None:
         if self._runner is not None:
@@ -200,6 +204,29 @@ class _Restricted(CollectorRegistry):
                 kept = Metric(family.name, family.documentation, family.type, family.unit)
                 kept.samples = samples
                 yield kept
+
+
+async def _own_addresses(host: str) -> list[str]:
+    """Those addresses of ``host`` that this process can listen at; raises OSError when there are none.
+
+    A name that containers of a scaled service share has all their addresses, and one is this container's.
+    """
+    found = await asyncio.to_thread(
+        socket.getaddrinfo, host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    own: list[str] = []
+    error: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError as refused:
+            error = refused
+        else:
+            own.append(str(address[0]))
+    if not own:
+        raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine") from error
+    return own
 
 
 def _answer(reason: str | None) -> web.Response:
