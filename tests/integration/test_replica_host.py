@@ -892,6 +892,32 @@ async def test_a_replica_to_be_killed_is_not_waited_for(driver: Driver, tmp_path
     await driver.until(lambda report: not report.replicas)
 
 
+async def test_a_storm_of_starts_and_kills_costs_no_bystander_its_health(driver: Driver) -> None:
+    """Replicas come and go faster than they can start; one that is checked often stays what it is."""
+    bystander = driver.replica(
+        "Echo",
+        health_check_period_s=0.2,
+        health_check_timeout_s=2.0,
+        health_check_failure_threshold=1,
+    )
+    await driver.run(bystander)
+    pid = (await driver.until_status(bystander.replica_tag, ReplicaStatus.RUNNING)).pid
+    heard_before = len(driver.reports)
+
+    for _ in range(40):
+        await driver.goal(bystander, *(driver.replica("Echo") for _ in range(25)))
+        await asyncio.sleep(0.05)  # a storm has a rate
+    await driver.goal(bystander)
+    await driver.until(
+        lambda r: [x.replica_tag for x in r.replicas] == [bystander.replica_tag],
+        heard_before=len(driver.reports),
+    )
+
+    told = {_status(report, bystander.replica_tag) for report in driver.reports[heard_before:]}
+    assert told == {ReplicaStatus.RUNNING}
+    assert (await driver.until_status(bystander.replica_tag, ReplicaStatus.RUNNING)).pid == pid
+
+
 async def test_replicas_start_also_when_the_processes_that_wait_for_them_were_killed(
     driver: Driver, stack: Stack
 ) -> None:

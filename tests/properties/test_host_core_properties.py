@@ -13,6 +13,7 @@ from serve_replica_host.core.events import (
     Constructed,
     Drained,
     HealthChecked,
+    HealthCheckSent,
     Placed,
     ProcessEnded,
     Reconfigured,
@@ -55,7 +56,7 @@ class HostMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.state = HostState(host_id=HOST)
+        self.state = HostState(host_id=HOST, starts_max=2)
         self.now = 0.0
         self.started: list[ReplicaTag] = []
         self.alive: set[ReplicaTag] = set()
@@ -142,6 +143,12 @@ class HostMachine(RuleBasedStateMachine):
         if version is not None and tag in self.alive:
             self.hear(Reconfigured(tag, version, None if good else "no"))
 
+    @rule(ordinal=st.sampled_from(ORDINALS))
+    def check_is_sent(self, ordinal: int) -> None:
+        tag = replica_tag(BACKEND, ordinal)
+        if tag in self.checking:
+            self.hear(HealthCheckSent(tag))
+
     @rule(ordinal=st.sampled_from(ORDINALS), good=st.booleans())
     def check_ends(self, ordinal: int, good: bool) -> None:
         tag = replica_tag(BACKEND, ordinal)
@@ -179,8 +186,17 @@ class HostMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_not_alive_is_never_said_to_serve(self) -> None:
         for tag, held in self.state.replicas.items():
-            if held.status in {ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY, ReplicaStatus.STARTING}:
-                assert tag in self.alive
+            if held.status in {ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY} or held.is_ordered:
+                is_over = held.status in {ReplicaStatus.FAILED, ReplicaStatus.DEAD}
+                assert tag in self.alive or is_over
+
+    @invariant()
+    def nothing_waits_for_its_turn_that_could_start(self) -> None:
+        starting = sum(held.is_process_starting for held in self.state.replicas.values())
+        assert starting <= self.state.starts_max
+        queued = [held for held in self.state.replicas.values() if held.tag not in self.started]
+        waiting = [held for held in queued if held.status is ReplicaStatus.STARTING]
+        assert not waiting or starting == self.state.starts_max
 
     def teardown(self) -> None:
         """Leaving always comes to an end, by time alone and the ends of killed processes."""

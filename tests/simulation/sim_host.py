@@ -14,6 +14,7 @@ from serve_replica_host.core.events import (
     Constructed,
     Drained,
     HealthChecked,
+    HealthCheckSent,
     Placed,
     ProcessEnded,
     Reconfigured,
@@ -204,6 +205,7 @@ class SimHost:
                     self.world.checks.not_well.add(goal.replica_tag)
                 self._later(0.05, Reconfigured(goal.replica_tag, goal.config_version, error))
             case CheckReplica(tag):
+                self._later(0.0, HealthCheckSent(tag))
                 self._later(0.01, HealthChecked(tag, None if tag not in self.sick else "RuntimeError: sick"))
             case DrainReplica(tag):
                 self.world.checks.on_drain(self, tag)

@@ -14,6 +14,7 @@ from serve_replica_host.core.events import (
     Constructed,
     Drained,
     HealthChecked,
+    HealthCheckSent,
     Placed,
     ProcessEnded,
     Reconfigured,
@@ -409,11 +410,98 @@ def test_a_health_check_that_hangs_counts_as_failed_without_a_second_call() -> N
     world.run(ONE)
 
     assert world.look(10.0) == [CheckReplica(TAG)]
+    assert world.hear(HealthCheckSent(TAG)) == []
     assert world.look(30.0) == []
     assert world.look(10.0) == []
     assert world.look(10.0) == []
     assert world.held(TAG).status is ReplicaStatus.UNHEALTHY
     assert "30 s" in world.held(TAG).error
+
+
+def test_the_time_to_answer_a_health_check_begins_when_it_is_sent() -> None:
+    world = World()
+    world.run(replica(1, health_check_failure_threshold=1))
+
+    assert world.look(10.0) == [CheckReplica(TAG)]
+    for _ in range(20):
+        assert world.look(30.0) == []
+    assert world.held(TAG).status is ReplicaStatus.RUNNING
+    world.hear(HealthCheckSent(TAG))
+    world.look(29.0)
+    assert world.held(TAG).status is ReplicaStatus.RUNNING
+    world.look(1.0)
+    assert world.held(TAG).status is ReplicaStatus.UNHEALTHY
+    world.hear(HealthChecked(TAG, None))
+    assert world.hear(HealthCheckSent(TAG)) == []
+    assert world.held(TAG).check_at == world.now + 10.0
+
+
+def test_so_many_processes_start_at_once_and_those_behind_them_lose_no_time() -> None:
+    world = World()
+    world.state = msgspec.structs.replace(world.state, starts_max=2)
+    wanted = [replica(n) for n in range(1, 6)]
+
+    assert world.want(*wanted) == [StartReplica(wanted[0]), StartReplica(wanted[1])]
+    assert "turn" in world.held(wanted[2].replica_tag).error
+    assert world.look(59.0) == []
+    assert world.hear(Placed(wanted[1].replica_tag, 12)) == [StartReplica(wanted[2])]
+    # What waits for resources keeps nobody waiting; what waits for its process does.
+    assert world.hear(Waits(wanted[2].replica_tag, "its process", is_process_starting=True)) == []
+    assert world.hear(Waits(wanted[0].replica_tag, "it needs 4 CPU")) == [StartReplica(wanted[3])]
+    assert world.hear(ProcessEnded(wanted[3].replica_tag, "gone")) == [StartReplica(wanted[4])]
+    world.look(59.0)
+    assert world.held(wanted[4].replica_tag).status is ReplicaStatus.STARTING
+    world.look(1.0)
+    assert "longer than 60 s" in world.held(wanted[4].replica_tag).error
+
+
+def test_a_start_that_is_no_longer_wanted_never_begins() -> None:
+    world = World()
+    world.state = msgspec.structs.replace(world.state, starts_max=1)
+    one, two, three = replica(1), replica(2), replica(3)
+    world.want(one, two, three)
+
+    assert world.want(one, three) == []
+    assert two.replica_tag not in world.state.replicas
+    assert world.hear(Constructed(one.replica_tag, 1)) == [StartReplica(three)]
+    world.want(one, two, three)
+    assert world.held(two.replica_tag).status is ReplicaStatus.DEAD
+    world.state = begin_leaving(world.state, world.now)
+    world.look()
+    world.hear(ProcessEnded(one.replica_tag, "killed"))
+    world.hear(ProcessEnded(three.replica_tag, "killed"))
+    assert has_left(world.state)
+
+
+def test_one_that_survives_its_kill_keeps_no_other_from_starting() -> None:
+    world = World()
+    world.state = msgspec.structs.replace(world.state, starts_max=1)
+    one, two = replica(1), replica(2)
+    world.want(one, two)
+
+    assert world.want(two) == [KillReplica(TAG)]
+    assert world.look(KILL_WITHIN_S) == [KillReplica(TAG, is_forced=True), StartReplica(two)]
+
+
+def test_checks_and_drains_come_before_starts_and_kills() -> None:
+    world = World()
+    checked, drained, killed, started = (replica(n) for n in range(1, 5))
+    for each in (checked, drained, killed):
+        world.want(*(held.goal for held in world.state.replicas.values()), each)
+        world.hear(Constructed(each.replica_tag, 1))
+    world.now += 10.0
+
+    actions = world.want(killed, checked, started, kill=())
+    assert actions == [
+        CheckReplica(checked.replica_tag),
+        CheckReplica(killed.replica_tag),
+        DrainReplica(drained.replica_tag),
+        StartReplica(started),
+    ]
+    assert world.want(checked, kill=(killed.replica_tag, started.replica_tag)) == [
+        KillReplica(killed.replica_tag),
+        KillReplica(started.replica_tag),
+    ]
 
 
 def test_leaving_drains_everything_within_its_own_time_whatever_the_goal_says() -> None:

@@ -32,7 +32,7 @@ class ReplicaRuntime(Protocol):
         ...
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
-        """Ask the user's code for its health."""
+        """Ask the user's code for its health; `HealthCheckSent` is told when the question is on its way."""
         ...
 
     def drain(self, replica_tag: ReplicaTag) -> None:
@@ -40,7 +40,7 @@ class ReplicaRuntime(Protocol):
         ...
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """End its process now, also one that is still waiting to be placed."""
+        """End its process now, also one that is still waiting to be placed; a start that has not begun never does."""
         ...
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:

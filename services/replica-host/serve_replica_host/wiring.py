@@ -37,6 +37,8 @@ from serve_replica_host.shell.host import HostShell
 _log = structlog.get_logger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 1.0
+STARTS_MIN: Final = 4
+"""Processes that may start at once on the smallest machine; on others it is two for each processor."""
 
 
 async def run_host(settings: HostSettings, logs: LogRelay) -> int:
@@ -89,6 +91,7 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         started_at=SystemClock().now(),
         now=loop.time,
         metrics_url=lambda: metrics_url(settings.operations, operations.port, bus.local_host),
+        starts_max=max(STARTS_MIN, 2 * (os.cpu_count() or 1)),
     )
     is_ray_up = False
 

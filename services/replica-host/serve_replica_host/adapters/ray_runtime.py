@@ -39,11 +39,12 @@ from serve_replica_host.adapters.ray_options import (
 from serve_replica_host.adapters.ray_resources import RayResources
 from serve_replica_host.adapters.ray_session import RaySettings, host_place, open_ray
 from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
-from serve_replica_host.adapters.ray_thread import RayThread
+from serve_replica_host.adapters.ray_thread import RayThread, Urgency
 from serve_replica_host.core.events import (
     Constructed,
     Drained,
     HealthChecked,
+    HealthCheckSent,
     Placed,
     ProcessEnded,
     Reconfigured,
@@ -90,6 +91,11 @@ class RayRuntime:
         self._thread = RayThread()
         self._loop = HostLoop(self._thread)
         self._processes: dict[ReplicaTag, LocalProcess] = {}
+        # Put in on the loop, taken out on either thread, in one step each:
+        self._unbegun: dict[ReplicaTag, ReplicaGoal] = {}
+        """Starts that wait for the Ray thread."""
+        self._kills: set[ReplicaTag] = set()
+        """Kills that do."""
         # The Ray thread's:
         self._held: dict[ReplicaTag, HeldActor] = {}
         self._actor_class: Any = None
@@ -129,7 +135,8 @@ class RayRuntime:
 
     def start(self, goal: ReplicaGoal) -> None:
         """As `ports.ReplicaRuntime`."""
-        self._thread.post(self._start, goal)
+        self._unbegun[goal.replica_tag] = goal
+        self._thread.post(self._start, goal.replica_tag, urgency=Urgency.START)
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
         """As `ports.ReplicaRuntime`."""
@@ -137,15 +144,19 @@ class RayRuntime:
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
         """As `ports.ReplicaRuntime`."""
-        self._thread.post(self._check_health, replica_tag)
+        self._thread.post(self._check_health, replica_tag, urgency=Urgency.CHECK)
 
     def drain(self, replica_tag: ReplicaTag) -> None:
         """As `ports.ReplicaRuntime`."""
-        self._thread.post(self._drain, replica_tag)
+        self._thread.post(self._drain, replica_tag, urgency=Urgency.CHECK)
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
-        self._thread.post(self._kill, replica_tag)
+        """As `ports.ReplicaRuntime`; however often it is called, one of them waits."""
+        if self._unbegun.pop(replica_tag, None) is not None:
+            self._hear(ProcessEnded(replica_tag, "it was not wanted any more before its start began"))
+        elif replica_tag not in self._kills:
+            self._kills.add(replica_tag)
+            self._thread.post(self._kill, replica_tag)
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:
         """As `ports.ReplicaRuntime`; by the kernel where the process is of this machine, so also while Ray hangs."""
@@ -193,8 +204,10 @@ class RayRuntime:
         held.watch(actor.hello.remote(), lambda answered: self._on_hello(held, answered))
         return held
 
-    def _start(self, goal: ReplicaGoal) -> None:
-        tag = goal.replica_tag
+    def _start(self, tag: ReplicaTag) -> None:
+        goal = self._unbegun.pop(tag, None)
+        if goal is None:
+            return  # killed meanwhile
         options = goal.replica_config.ray_actor_options
         reservation = None
         try:
@@ -245,9 +258,15 @@ class RayRuntime:
 
     def _check_health(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
-        if held is not None:
+        if held is None:
+            return
+        try:
             reference = held.actor.check_health.remote()
-            held.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
+        except RayError as error:
+            self._emit(HealthChecked(tag, f"Ray could not ask for its health: {error}"))
+            return
+        self._emit(HealthCheckSent(tag))  # before its answer can be
+        held.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
 
     def _drain(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
@@ -255,6 +274,7 @@ class RayRuntime:
             held.watch(held.actor.drain.remote(), lambda done: self._on_drained(held, tag, done))
 
     def _kill(self, tag: ReplicaTag) -> None:
+        self._kills.discard(tag)
         held = self._held.get(tag)
         if held is not None:
             ray.kill(held.actor, no_restart=True)
@@ -264,7 +284,8 @@ class RayRuntime:
         if tag is not None and tag in self._held and not (held.pid and held.is_placed):
             has_room = held.is_placed and held.reservation is not None
             needs = f"waits for Ray to place it: it needs {describe_needs(options)}"
-            self._emit(Waits(tag, "waits for its process to start" if has_room else needs))
+            told = "waits for its process to start" if has_room else needs
+            self._emit(Waits(tag, told, is_process_starting=has_room))
         self._spares.refill()  # its constructor may take long
 
     def _ended(self, held: HeldActor, told: str) -> None:
@@ -311,7 +332,7 @@ class RayRuntime:
     def _on_started(
         self, held: HeldActor, tag: ReplicaTag, config_version: int, started: Future[Any]
     ) -> None:
-        self._thread.post(self._spares.refill)
+        self._thread.post(self._spares.refill, urgency=Urgency.START)
         error = started.exception()
         if error is not None:
             if not isinstance(error, RayActorError):  # the end of the process is told by itself

@@ -31,6 +31,8 @@ class Waits(msgspec.Struct, frozen=True, tag=True):
 
     replica_tag: ReplicaTag
     reason: str
+    is_process_starting: bool = False
+    """Its process is on its way; otherwise it waits for resources, which keeps no other start waiting."""
 
 
 class Constructed(msgspec.Struct, frozen=True, tag=True):
@@ -55,6 +57,12 @@ class Reconfigured(msgspec.Struct, frozen=True, tag=True):
     error: str | None
 
 
+class HealthCheckSent(msgspec.Struct, frozen=True, tag=True):
+    """The question for its health has left the host: the time to answer begins."""
+
+    replica_tag: ReplicaTag
+
+
 class HealthChecked(msgspec.Struct, frozen=True, tag=True):
     """A health check answered; ``error`` is None when it passed."""
 
@@ -76,7 +84,15 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 ReplicaEvent = (
-    Placed | Waits | Constructed | StartFailed | Reconfigured | HealthChecked | Drained | ProcessEnded
+    Placed
+    | Waits
+    | Constructed
+    | StartFailed
+    | Reconfigured
+    | HealthCheckSent
+    | HealthChecked
+    | Drained
+    | ProcessEnded
 )
 
 
@@ -92,15 +108,17 @@ def apply_event(state: HostState, event: ReplicaEvent, now: float) -> HostState:
 def _changed(held: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica | None:
     match event:
         case Placed(pid=pid):
-            return msgspec.structs.replace(held, pid=pid, error="" if is_starting(held) else held.error)
-        case Waits(reason=reason):
-            return msgspec.structs.replace(held, error=reason) if is_starting(held) else held
+            told = "" if is_starting(held) else held.error
+            return msgspec.structs.replace(held, pid=pid, is_process_starting=False, error=told)
+        case Waits(reason=reason, is_process_starting=is_process_starting):
+            return _waits(held, reason, is_process_starting=is_process_starting)
         case Constructed(config_version=version):
             if not is_starting(held):
                 return held
             return msgspec.structs.replace(
                 held,
                 status=ReplicaStatus.RUNNING,
+                is_process_starting=False,
                 config_version=version,
                 asked_config_version=max(version, held.asked_config_version),
                 error="",
@@ -110,6 +128,9 @@ def _changed(held: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica 
             return fail(held, error)
         case Reconfigured(config_version=version, error=error):
             return _reconfigured(held, version, error)
+        case HealthCheckSent():
+            answer_by = now + held.goal.health_check_timeout_s
+            return msgspec.structs.replace(held, check_at=answer_by) if held.is_check_pending else held
         case HealthChecked(error=error):
             return _checked(held, error, now)
         case Drained():
@@ -142,6 +163,12 @@ def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
     return msgspec.structs.replace(held, status=status, checks_failed=failed, error=told)
 
 
+def _waits(held: HeldReplica, reason: str, *, is_process_starting: bool) -> HeldReplica:
+    if not is_starting(held):
+        return held
+    return msgspec.structs.replace(held, is_process_starting=is_process_starting, error=reason)
+
+
 def _reconfigured(held: HeldReplica, version: int, error: str | None) -> HeldReplica:
     held = msgspec.structs.replace(held, is_reconfiguring=False, reconfigure_by=None)
     if error is not None:
@@ -171,5 +198,7 @@ def _ended(held: HeldReplica, error: str) -> HeldReplica | None:
     if isinstance(following, Gone):
         return None
     if following is held.status:  # FAILED or DEAD already: keep what was told first
-        return msgspec.structs.replace(held, has_process=False)
-    return msgspec.structs.replace(held, status=following, error=trim_error(error), has_process=False)
+        return msgspec.structs.replace(held, has_process=False, is_process_starting=False)
+    return msgspec.structs.replace(
+        held, status=following, error=trim_error(error), has_process=False, is_process_starting=False
+    )

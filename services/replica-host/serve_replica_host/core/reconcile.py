@@ -57,7 +57,10 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     state: HostState
     actions: list[Action]
-    """To be performed in this order; performing one that no longer applies is harmless."""
+    """To be performed in this order, which lets nothing short wait behind starts.
+
+    Performing one that no longer applies is harmless.
+    """
     look_again_at: float | None
     """The next deadline; None when only an event or a goal can change anything."""
 
@@ -66,6 +69,8 @@ KILL_WITHIN_S: Final = 1.0
 """Ray ends a process within milliseconds; one that is still there is then killed by the kernel."""
 KILL_AGAIN_S: Final = 5.0
 _SERVING: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
+_ORDER: Final = (CheckReplica, DrainReplica, ReconfigureReplica, KillReplica, StartReplica)
+_QUEUED: Final = "waits for its turn: as many processes as may are starting on this host"
 
 
 def reconcile_host(state: HostState, now: float) -> HostPlan:
@@ -89,32 +94,49 @@ def reconcile_host(state: HostState, now: float) -> HostPlan:
         state = put_replica(state, changed) if changed != held else state
     for tag, goal in wanted.items():
         if tag not in state.replicas:
-            started = _first_seen(goal, now, is_spent=tag in state.spent_tags)
-            state = put_replica(state, started)
-            if started.has_process:
-                actions.append(StartReplica(goal))
+            state = put_replica(state, _first_seen(goal, is_spent=tag in state.spent_tags))
+    state = _order_starts(state, now, actions)
+    actions.sort(key=lambda action: _ORDER.index(type(action)))
     deadlines = [at for held in state.replicas.values() if (at := _deadline(held)) is not None]
     return HostPlan(state=state, actions=actions, look_again_at=min(deadlines, default=None))
 
 
-def _first_seen(goal: ReplicaGoal, now: float, *, is_spent: bool) -> HeldReplica:
+def _first_seen(goal: ReplicaGoal, *, is_spent: bool) -> HeldReplica:
     if is_spent:
         return HeldReplica(
             goal=goal,
             status=ReplicaStatus.DEAD,
-            start_by=now,
-            has_process=False,
             error="this replica already ended on this host; a tag is never used again",
         )
-    return HeldReplica(
-        goal=goal,
-        start_by=now + goal.start_timeout_s,
-        asked_config_version=goal.config_version,
-    )
+    return HeldReplica(goal=goal, error=_QUEUED)
+
+
+def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostState:
+    """Order as many of the starts that wait for their turn as may be; what is left out meanwhile never begins."""
+    starting = sum(held.is_process_starting for held in state.replicas.values())
+    for held in list(state.replicas.values()):
+        if starting >= state.starts_max:
+            break
+        if held.status is ReplicaStatus.STARTING and not held.is_ordered:
+            starting += 1
+            actions.append(StartReplica(held.goal))
+            ordered = msgspec.structs.replace(
+                held,
+                is_ordered=True,
+                is_process_starting=True,
+                has_process=True,
+                start_by=now + held.goal.start_timeout_s,
+                asked_config_version=held.goal.config_version,
+                error="",
+            )
+            state = put_replica(state, ordered)
+    return state
 
 
 def _omit(held: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool) -> HeldReplica | None:
     following = after(held.status, Happening.OMITTED)
+    if held.status is ReplicaStatus.STARTING and not held.is_ordered:
+        return None
     if isinstance(following, Gone):
         return held if held.has_process else None
     drain_by = held.drain_by
@@ -131,7 +153,7 @@ def _omit(held: HeldReplica, leave_by: float | None, now: float, *, is_drained: 
 
 def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
     """``held`` after everything that is due for it; what is to be done is appended to ``actions``."""
-    if held.status is ReplicaStatus.STARTING and held.has_process and now >= held.start_by:
+    if held.status is ReplicaStatus.STARTING and held.start_by is not None and now >= held.start_by:
         reason = f" ({held.error})" if held.error else ""
         held = fail(held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}")
     if held.status in _SERVING:
@@ -161,7 +183,9 @@ def _kill(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
     told = held.error
     if held.status is ReplicaStatus.DRAINING:
         told = f"its process {held.pid} was killed and is still there; it is killed by force"
-    return msgspec.structs.replace(held, kill_again_at=now + KILL_AGAIN_S, error=told)
+    return msgspec.structs.replace(
+        held, is_process_starting=False, kill_again_at=now + KILL_AGAIN_S, error=told
+    )
 
 
 def _configure(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
@@ -195,9 +219,7 @@ def _check(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
         held = count_failed_check(held, f"the health check did not answer within {timeout_s:g} s")
         return msgspec.structs.replace(held, check_at=now + held.goal.health_check_period_s)
     actions.append(CheckReplica(held.tag))
-    return msgspec.structs.replace(
-        held, is_check_pending=True, check_at=now + held.goal.health_check_timeout_s
-    )
+    return msgspec.structs.replace(held, is_check_pending=True, check_at=None)
 
 
 def _deadline(held: HeldReplica) -> float | None:

@@ -13,6 +13,8 @@ import msgspec
 from serve_common.names import HostId, ReplicaTag
 from serve_common.wires.host import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
 
+STARTS_MAX: Final = 8
+"""Processes that start at once, unless told otherwise."""
 SPENT_TAGS_MAX: Final = 10_000
 """Tags of ended replicas that are remembered, the newest; ordinals rise, so an older one hardly comes again."""
 
@@ -22,9 +24,13 @@ class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
 
     goal: ReplicaGoal
     status: ReplicaStatus = ReplicaStatus.STARTING
-    start_by: float
-    """When starting has taken too long."""
-    has_process: bool = True
+    is_ordered: bool = False
+    """The runtime was told to start it; until then it waits for its turn, without a process."""
+    is_process_starting: bool = False
+    """Counts among the processes that start at once."""
+    start_by: float | None = None
+    """When starting has taken too long; None until it is ordered."""
+    has_process: bool = False
     """It may still have a process, or one may be under way."""
     is_kill_asked: bool = False
     kill_again_at: float | None = None
@@ -45,7 +51,10 @@ class HeldReplica(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     is_check_pending: bool = False
     check_at: float | None = None
-    """When to ask for its health, or, while an answer is pending, when to count that as a failure."""
+    """When to ask for its health, or, while an answer is pending, when to count that as a failure.
+
+    None while the question has not been sent: what the host itself delays is no fault of the replica.
+    """
     checks_failed: int = 0
     """In a row."""
 
@@ -59,6 +68,8 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     """All that the host decides from."""
 
     host_id: HostId
+    starts_max: int = STARTS_MAX
+    """Processes that may be starting at once; further replicas wait for their turn."""
     epoch: int = 0
     """The highest that was heard, by a goal or by a leader's notice."""
     goal: HostGoal | None = None

@@ -14,11 +14,19 @@ from typing import Final, final
 import msgspec
 import structlog
 
+from serve_common.bus.quiet_log import QuietLog
 from serve_common.names import HostId
 from serve_common.tasks import TaskOwner
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice
-from serve_replica_host.core.events import HealthChecked, Placed, ProcessEnded, ReplicaEvent, apply_event
+from serve_replica_host.core.events import (
+    HealthChecked,
+    HealthCheckSent,
+    Placed,
+    ProcessEnded,
+    ReplicaEvent,
+    apply_event,
+)
 from serve_replica_host.core.reconcile import (
     Action,
     CheckReplica,
@@ -30,6 +38,7 @@ from serve_replica_host.core.reconcile import (
 )
 from serve_replica_host.core.report import build_report
 from serve_replica_host.core.state import (
+    STARTS_MAX,
     HostState,
     Refused,
     accept_goal,
@@ -46,6 +55,8 @@ REPORT_PERIOD_S: Final = 1.0
 _KILL_GRACE_S: Final = 2.0
 """After leaving has timed out, how long to wait for killed processes to be gone."""
 _CLOSE_TIMEOUT_S: Final = 1.0
+INBOX_MAX: Final = 10_000
+"""Goals and notices are dropped while so much waits: whoever sent them sends them again. Events never are."""
 
 
 class _ReportNow(msgspec.Struct, frozen=True):
@@ -76,12 +87,14 @@ class HostShell:
         started_at: float,
         now: Callable[[], float],
         metrics_url: Callable[[], str] = lambda: "",
+        starts_max: int = STARTS_MAX,
     ) -> None:
         """``started_at`` is wall time, ``now`` gives monotonic seconds; ``incarnation`` differs in each life.
 
-        ``metrics_url`` tells where the host is scraped, empty while that is not known.
+        ``metrics_url`` tells where the host is scraped, empty while that is not known. ``starts_max``: processes that
+        may be starting at once.
         """
-        self._state = HostState(host_id=host_id)
+        self._state = HostState(host_id=host_id, starts_max=starts_max)
         self._runtime = runtime
         self._bus = bus
         self._metrics = metrics
@@ -96,11 +109,14 @@ class HostShell:
         self._counts = ReplicaCounts(metrics, now)
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("host_shell")
+        self._dropped_inputs = QuietLog(_log.warning)
 
     # -- inputs; called on the loop -------------------------------------------------------------------------------
 
     def take_goal(self, payload: bytes) -> None:
         """A `HostGoal` as JSON; what cannot be read is logged and dropped."""
+        if self._is_inbox_full("goal"):
+            return
         try:
             self._put(msgspec.json.decode(payload, type=HostGoal))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -108,6 +124,8 @@ class HostShell:
 
     def take_leader(self, payload: bytes) -> None:
         """A `LeaderNotice` as JSON; what cannot be read is logged and dropped."""
+        if self._is_inbox_full("leader notice"):
+            return
         try:
             self._put(msgspec.json.decode(payload, type=LeaderNotice))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -124,6 +142,12 @@ class HostShell:
     def leave(self, timeout_s: float) -> None:
         """Drain everything; `run` returns when nothing is left, or soon after ``timeout_s``."""
         self._put(_Leave(timeout_s))
+
+    def _is_inbox_full(self, dropped: str) -> bool:
+        if len(self._inbox) < INBOX_MAX:
+            return False
+        self._dropped_inputs.log(self._now(), "inbox_full", dropped=dropped, inbox_max=INBOX_MAX)
+        return True
 
     def _put(self, item: _Input) -> None:
         self._inbox.append(item)
@@ -206,7 +230,10 @@ class HostShell:
                 self._tasks.start(
                     asyncio.to_thread(self._metrics.retire_process, process), f"retire_process.{process}"
                 )
-        if not isinstance(event, HealthChecked) or event.error is not None:
+        is_usual = isinstance(event, HealthCheckSent) or (
+            isinstance(event, HealthChecked) and event.error is None
+        )
+        if not is_usual:
             _log.info("replica_event", **msgspec.to_builtins(event))
         self._state = apply_event(self._state, event, self._now())
 
