@@ -334,27 +334,3 @@ def test_lines_that_cannot_be_written_are_told_of_once_that_is_possible(
 def test_a_writer_that_had_nothing_to_write_closes_at_once(writer: AccessWriter) -> None:
     writer.close(0)
     assert writer._thread is None
-
-
-def test_standard_error_gets_all_of_a_piece_also_when_it_takes_it_bit_by_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[bytes] = []
-
-    def write(number: int, data: bytes) -> int:
-        assert number == 2
-        if len(taken) == 1 and not refusals:
-            refusals.append(1)
-            raise BlockingIOError
-        taken.append(data[:3])
-        return len(taken[-1])
-
-    refusals: list[int] = []
-    monkeypatch.setattr(access_writer.os, "write", write)
-    monkeypatch.setattr(
-        access_writer.select,
-        "poll",
-        lambda: SimpleNamespace(register=lambda *_: None, poll=lambda _: [(2, 4)]),
-    )
-    access_writer.write_to_standard_error(b"0123456789\n")
-    assert (b"".join(taken), refusals) == (b"0123456789\n", [1])

@@ -236,6 +236,19 @@ _PROCESSES: Final = Row(
             ),
         ),
         Panel(
+            title="Log lines that were dropped",
+            description="That standard error never got, in each minute. disk_full: the disk that logs are on; "
+            "too_many: they came faster than they could be written. Nothing else depends on them.",
+            unit="none",
+            steps=common.RED_FROM_ONE,
+            queries=(
+                Query(
+                    expr=increase("serve_log_lines_dropped_total", OF_INSTANCE, by="instance, reason"),
+                    legend="{{instance}} {{reason}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Samples per scrape",
             description="How much each process exports. It grows with endpoints and backends, never with requests "
             "or replicas.",

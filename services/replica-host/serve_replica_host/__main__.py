@@ -6,10 +6,13 @@ Why the late imports: prometheus_client and Ray look at the environment when the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import NoReturn
+
+import structlog
 
 from serve_common.adapters.logs import configure_logs
 from serve_common.errors import BadField
@@ -31,13 +34,20 @@ def main() -> int:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = settings.metrics_dir
     from serve_replica_host.wiring import run_host  # noqa: PLC0415 - see above
 
-    return asyncio.run(run_host(settings, logs))
+    try:
+        return asyncio.run(run_host(settings, logs))
+    except Exception as error:  # noqa: BLE001 - no end may be silent
+        structlog.get_logger(__name__).critical("host_ended_by_an_error", exc_info=error)
+        return 1
+    finally:
+        logs.flush()
 
 
 def _end(status: int) -> NoReturn:
     """End without the interpreter's own teardown, in which Ray's threads now and then abort the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # such as of a full disk
+            stream.flush()
     os._exit(status)
 
 

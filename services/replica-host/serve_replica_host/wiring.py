@@ -64,7 +64,7 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         metrics.count_reconnect()
         shell.report_now()
 
-    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id)
+    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id, logs.write_through)
     runtime = RayRuntime(
         _ray_settings(settings),
         lambda event: shell.take_event(event),  # noqa: PLW0108 - made below

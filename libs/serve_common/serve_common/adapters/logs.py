@@ -1,14 +1,15 @@
 """Logs: one JSON event a line, with the same ids as metrics and spans; to standard error, and to the bus.
 
 Why standard error: whoever runs a process keeps it already. What goes over the bus (`publish_by`) is for those who
-follow along, and may have gaps.
+follow along, and may have gaps. Both are written by the relay's thread, so that whoever logs waits for neither; a
+process that is killed loses the lines of its last hundredths of a second.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-import sys
 from typing import Any, Final, TextIO, cast, final
 
 import structlog
@@ -16,6 +17,7 @@ import structlog
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.logs.lines import whole_or_short
 from serve_common.logs.relay import LogRelay
+from serve_common.logs.standard_error import StandardError
 from serve_common.request_context import request_context
 from serve_common.tracing.current import current_trace_id
 
@@ -38,17 +40,19 @@ def configure_logs(service: str, **ids: str) -> LogRelay:
 
     What it returns is given an outlet once there is a bus.
     """
-    relay = LogRelay(None, {"service": service, **ids}, SystemClock())
-    _configure(_Tee(relay), service, ids)
+    lines_ids, clock = {"service": service, **ids}, SystemClock()
+    relay = LogRelay(StandardError(lines_ids, clock).write, lines_ids, clock)
+    atexit.register(relay.flush)
+    _configure(relay, service, ids)
     return relay
 
 
 def configure_replica_logs(relay: LogRelay, **ids: str) -> None:
     """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
-    _configure(_Tee(relay, writes=False), "replica", ids)
+    _configure(relay, "replica", ids)
 
 
-def _configure(tee: _Tee, service: str, ids: dict[str, str]) -> None:
+def _configure(relay: LogRelay, service: str, ids: dict[str, str]) -> None:
     def add_ids(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         event.setdefault("service", service)
         for name, value in ids.items():
@@ -70,7 +74,7 @@ def _configure(tee: _Tee, service: str, ids: dict[str, str]) -> None:
     ]
     level = log_level()
     # It has what is used of a file.
-    file = cast("TextIO", tee)
+    file = cast("TextIO", _RelayFile(relay))
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -93,19 +97,15 @@ def _configure(tee: _Tee, service: str, ids: dict[str, str]) -> None:
 
 
 @final
-class _Tee:
-    """Where finished lines are written to."""
+class _RelayFile:
+    """Where finished lines are written to; never waits and never raises."""
 
-    def __init__(self, relay: LogRelay, *, writes: bool = True) -> None:
+    def __init__(self, relay: LogRelay) -> None:
         self._relay = relay
-        self._stream = sys.stderr if writes else None
 
     def write(self, text: str) -> int:
-        if self._stream is not None:
-            self._stream.write(text)
         self._relay.offer(whole_or_short(text))
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
+        """Nothing: the relay's thread is on its way."""

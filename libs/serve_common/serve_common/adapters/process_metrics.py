@@ -13,10 +13,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from serve_common.logs.standard_error import dropped_lines
 from serve_common.loop_lag import LoopLag
 from serve_common.measures import Observations
 from serve_common.metrics_catalogue import MetricKind, MetricSpec
-from serve_common.metrics_catalogue.everywhere import BUS_CONNECTED, LOOP_LAG
+from serve_common.metrics_catalogue.everywhere import BUS_CONNECTED, LOG_LINES_DROPPED, LOOP_LAG
 
 
 def register_process_metrics(
@@ -65,6 +66,10 @@ class _ProcessCollector(Collector):
         for name, is_connected in self._connections.items():
             connected.add_metric([name], float(is_connected()))
         yield connected
+        dropped = family_of(LOG_LINES_DROPPED)
+        for reason, lines in dropped_lines.by_reason().items():
+            dropped.add_metric([reason], float(lines))
+        yield dropped
 
 
 def _lag_family(observations: Observations) -> Metric:

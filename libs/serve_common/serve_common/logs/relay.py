@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol, final
 
 from serve_common.logs.lines import dropped_line
+from serve_common.logs.standard_error import TOO_MANY, dropped_lines
 from serve_common.ports import Clock
 from serve_common.wires.logs import RECALL_LINES_MAX
 
@@ -30,6 +31,8 @@ GATHER_S: Final = 0.02
 """After each round, so that a burst leaves in large pieces."""
 _AWAY_S: Final = 0.5
 """How often an outlet that takes nothing is tried."""
+_FLUSH_WAIT_S: Final = 1.0
+"""At the end of a process: for how long a round is waited for that nobody takes the lines of."""
 
 
 class LogOutlet(Protocol):
@@ -97,6 +100,7 @@ class LogRelay:
         with self._lock:
             if self._waiting_bytes + len(line) > WAITING_BYTES_MAX:
                 self._dropped += 1
+                dropped_lines.count(TOO_MANY, 1)
                 return
             self._waiting.append(line)
             self._waiting_bytes += len(line)
@@ -121,9 +125,18 @@ class LogRelay:
         with self._lock:
             return list(self._recent)
 
+    def write_through(self, lines: bytes) -> None:
+        """Write whole lines of others where this relay's go, on the calling thread; they are neither kept nor sent."""
+        if self._write is not None:
+            self._write(lines)
+
     def flush(self) -> None:
         """Carry out what waits now, on the calling thread. For the end of a process."""
-        self._carry()
+        if self._round.acquire(timeout=_FLUSH_WAIT_S):
+            try:
+                self._carry()
+            finally:
+                self._round.release()
 
     @property
     def is_in_forked_child(self) -> bool:
@@ -144,25 +157,25 @@ class LogRelay:
             is_owing = self._outlet is not None and (self._unsent or self._unpublished)
             self._wake.wait(_AWAY_S if is_owing else None)
             self._wake.clear()
-            self._carry()
+            with self._round:
+                self._carry()
             time.sleep(GATHER_S)
 
     def _carry(self) -> None:
-        with self._round:
-            with self._lock:
-                lines, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
-                dropped, self._dropped = self._dropped, 0
-            queued = sum(self._queue(line) for line in lines)
-            self.count_lost(len(lines) - queued + dropped)
-            if dropped:
-                lines.append(self._told_of(dropped, "they came faster than they could be written"))
-            if self._write is not None:
-                for piece, _ in pieces(lines):
-                    self._write(piece)
-            with self._lock:
-                for line in list(lines)[-RECALL_LINES_MAX:]:
-                    self._remember(line)
-            self._publish()
+        with self._lock:
+            lines, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
+            dropped, self._dropped = self._dropped, 0
+        queued = sum(self._queue(line) for line in lines)
+        self.count_lost(len(lines) - queued + dropped)
+        if dropped:
+            lines.append(self._told_of(dropped, "they came faster than they could be written"))
+        if self._write is not None:
+            for piece, _ in pieces(lines):
+                self._write(piece)
+        with self._lock:
+            for line in list(lines)[-RECALL_LINES_MAX:]:
+                self._remember(line)
+        self._publish()
 
     def _told_of(self, count: int, why: str) -> bytes:
         return dropped_line(self._clock.now(), self._ids, count, why)

@@ -51,7 +51,24 @@ SPANS_DROPPED: Final = MetricSpec(
     when="where tracing is on",
 )
 
-EVERYWHERE_METRICS: Final = (LOOP_LAG, BUS_CONNECTED, BUS_PENDING_BYTES, PERMISSION_VIOLATIONS, SPANS_DROPPED)
+LOG_LINES_DROPPED: Final = MetricSpec(
+    name="serve_log_lines_dropped_total",
+    kind=MetricKind.COUNTER,
+    text="Log lines of the process that its standard error never got, by why; of a host also its replicas'. "
+    "A full disk shows here, and ends nothing.",
+    unit="lines",
+    labels=("reason",),
+    exporters=_SERVICES,
+)
+
+EVERYWHERE_METRICS: Final = (
+    LOOP_LAG,
+    BUS_CONNECTED,
+    BUS_PENDING_BYTES,
+    PERMISSION_VIOLATIONS,
+    SPANS_DROPPED,
+    LOG_LINES_DROPPED,
+)
 
 LIBRARY_GROUPS: Final = {
     "process_*": "CPU seconds, resident and virtual memory, open files and start time of the process, by the client "

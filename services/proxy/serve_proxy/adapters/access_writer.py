@@ -6,8 +6,6 @@ each request would leave no room for others. What is too much is left out, count
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -15,6 +13,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from serve_common.logs.lines import dropped_line
+from serve_common.logs.standard_error import StandardError
 from serve_common.ports import Clock
 from serve_proxy.core.access_line import LINE_BYTES_MAX, AccessLine, AccessLines
 
@@ -22,9 +21,6 @@ WAITING_LINES_MAX: Final = 10_000
 """Of some 500 bytes each."""
 GATHER_S: Final = 0.05
 """After each round, so that lines are made and written many at once."""
-_STANDARD_ERROR: Final = 2
-_WAIT_MS: Final = 1000
-"""How long a stream that takes nothing is waited for, when it is one that does not block."""
 
 
 @final
@@ -40,7 +36,7 @@ class AccessWriter:
         """``ids``: what all lines bear. ``write`` may take its time and raise OSError; None means standard error."""
         self._ids = ids
         self._clock = clock
-        self._write = write or write_to_standard_error
+        self._write = write or StandardError(ids, clock).put
         self._lines = AccessLines(ids)
         self._waiting: deque[tuple[float, AccessLine]] = deque()
         self._refused = 0
@@ -108,15 +104,3 @@ class AccessWriter:
             self._unwritten += requests
             return False
         return True
-
-
-def write_to_standard_error(piece: bytes) -> None:
-    """All of ``piece``, at once where it is no longer than `LINE_BYTES_MAX`. Raises OSError when nobody takes it."""
-    while piece:
-        try:
-            piece = piece[os.write(_STANDARD_ERROR, piece) :]
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(_STANDARD_ERROR, select.POLLOUT)
-            if not poll.poll(_WAIT_MS):
-                raise

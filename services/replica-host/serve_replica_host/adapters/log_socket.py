@@ -9,8 +9,8 @@ import contextlib
 import os
 import secrets
 import socket
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
@@ -31,10 +31,11 @@ _END: Final = b""
 class LogSocket:
     """The socket that replicas find by the environment that they inherit."""
 
-    def __init__(self, directory: Path, host_id: str) -> None:
-        """``directory`` must be this user's alone. Opens nothing."""
+    def __init__(self, directory: Path, host_id: str, write: Callable[[bytes], None]) -> None:
+        """``directory`` must be this user's alone. ``write`` takes whole lines and must not raise. Opens nothing."""
         self.path = directory / f"log-{secrets.token_hex(4)}.sock"
         self._host_id = host_id
+        self._write = write
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._recent = RecentLines()
         self._lock = threading.Lock()
@@ -71,9 +72,7 @@ class LogSocket:
 
     def take(self, lines: bytes) -> None:
         """Write whole lines of one replica, and remember them. Blocks while nobody reads what is written."""
-        # As our own lines: the stream keeps what it is given at once together.
-        sys.stderr.write(lines.decode(errors="backslashreplace"))
-        sys.stderr.flush()
+        self._write(lines)
         with self._lock:
             self._recent.take(lines)
 

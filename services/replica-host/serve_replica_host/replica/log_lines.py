@@ -12,7 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
+from serve_common.adapters.system_clock import SystemClock
 from serve_common.logs.lines import encode_line
+from serve_common.logs.standard_error import StandardError
 
 LOG_SOCKET: Final = "SERVE_LOG_SOCKET"
 """The variable that a host leaves to the processes that it starts: the path of its socket."""
@@ -48,13 +50,4 @@ def open_log_way() -> Callable[[bytes], None]:
 
 def own_stderr() -> Callable[[bytes], None]:
     """Takes whole lines; they end in a file of Ray's on this machine."""
-    stderr = sys.stderr.fileno()
-
-    def to_stderr(lines: bytes) -> None:
-        while lines:
-            try:
-                lines = lines[os.write(stderr, lines) :]
-            except OSError:  # nobody is left to be told
-                return
-
-    return to_stderr
+    return StandardError({"service": "replica"}, SystemClock(), sys.stderr.fileno()).write
