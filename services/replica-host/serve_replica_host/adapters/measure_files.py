@@ -12,6 +12,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from serve_common.measures import Aggregate, Distribution, Level, Measures, Total
 from serve_common.names import BackendTag
+from serve_replica_host.adapters.allocated_files import use_allocated_files
+
+use_allocated_files()
 
 _BACKEND: Final = "backend_tag"
 _MODES: Final = {

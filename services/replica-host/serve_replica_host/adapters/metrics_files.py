@@ -16,13 +16,20 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
+import structlog
 from prometheus_client import Metric, mmap_dict, multiprocess
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from serve_common.bus.quiet_log import QuietLog
+from serve_replica_host.adapters.allocated_files import AllocatedDict
+
+_log = structlog.get_logger(__name__)
 
 # The library's own types are missing here.
 _MmapedDict: Final[Any] = mmap_dict.MmapedDict
@@ -35,6 +42,7 @@ _SUMMED: Final = ("counter", "histogram", "summary")
 _BACKEND: Final = "backend_tag"
 _FILE: Final = re.compile(r"(counter|histogram|summary|gauge_[a-z]+)_(\d+)\.db", re.ASCII)
 """As prometheus_client names them."""
+_SAID_EVERY_S: Final = 60.0
 _HEAD_BYTES: Final = 8
 """Of such a file: how many bytes are used, and as many for nothing."""
 
@@ -52,6 +60,9 @@ class MetricsFiles(Collector):
         """A scrape in the middle of folding would count an ended process twice, or not at all."""
         self._shown: _Shown = {}
         """By counters and histograms at the last scrape."""
+        self._unfolded: dict[str, None] = {}
+        """Ended processes whose files are still there: for a moment, or because the disk is full."""
+        self._no_room = QuietLog(_log.warning, _SAID_EVERY_S)
 
     def clean(self) -> None:
         """Make the directory empty of what an earlier life left, and make it if it is missing."""
@@ -67,6 +78,7 @@ class MetricsFiles(Collector):
     def collect(self) -> Iterator[Metric]:
         """The metrics of all processes, ended ones included."""
         with self._lock:
+            self._fold_all()
             collected = list(_MultiProcessCollector(None, str(self._directory)).collect())
             self._shown = _never_fall(collected, self._shown)
         return iter(collected)
@@ -94,13 +106,28 @@ class MetricsFiles(Collector):
             self._hide(process)
 
     def retire(self, process: str) -> None:
-        """Fold the files of an ended process; its live gauges vanish. Doing it twice is harmless."""
+        """Fold the files of an ended process; its live gauges vanish. Doing it twice is harmless.
+
+        On a full disk its totals stay in its own files, and are folded at a later scrape.
+        """
         with self._lock:
-            for kind in _SUMMED:
-                for file in self._of(process, kind):
-                    self._fold(kind, file)
             self._hide(process)
-            self._forget_old_backends()
+            self._unfolded[process] = None
+            self._fold_all()
+
+    def _fold_all(self) -> None:
+        while self._unfolded:
+            process = next(iter(self._unfolded))
+            try:
+                for kind in _SUMMED:
+                    for file in self._of(process, kind):
+                        self._fold(kind, file)
+                self._forget_old_backends()
+            except OSError as error:
+                waiting = len(self._unfolded)
+                self._no_room.log(time.monotonic(), "metrics_not_folded", reason=str(error), waiting=waiting)
+                return
+            del self._unfolded[process]
 
     def _hide(self, process: str) -> None:
         for file in self._of(process, "gauge_*"):
@@ -118,9 +145,12 @@ class MetricsFiles(Collector):
         return self._directory / f"{kind}_{RETIRED}.db"
 
     def _fold(self, kind: str, file: Path) -> None:
-        retired = _MmapedDict(str(self._retired(kind)))
+        values = list(_MmapedDict.read_all_values_from_file(str(file)))
+        retired = AllocatedDict(str(self._retired(kind)), is_strict=True)
         try:
-            for key, value, _timestamp, _at in _MmapedDict.read_all_values_from_file(str(file)):
+            for key, _value, _timestamp, _at in values:
+                retired.read_value(key)  # makes room for it, so that adding below cannot end half-way
+            for key, value, _timestamp, _at in values:
                 total, _ = retired.read_value(key)
                 retired.write_value(key, total + value, 0.0)
         finally:
@@ -173,7 +203,7 @@ def _rewrite(file: Path, forgotten: set[str]) -> None:
     """``file`` without those backends."""
     fresh = file.with_suffix(".new")
     fresh.unlink(missing_ok=True)
-    kept = _MmapedDict(str(fresh))
+    kept = AllocatedDict(str(fresh), is_strict=True)
     try:
         for key, value, _timestamp, _at in _MmapedDict.read_all_values_from_file(str(file)):
             if json.loads(key)[2].get(_BACKEND) not in forgotten:
