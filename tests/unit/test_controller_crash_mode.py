@@ -156,7 +156,7 @@ def test_the_process_ends_as_by_kill_9_and_the_line_is_out() -> None:
 import asyncio, atexit
 from serve_common.adapters.logs import configure_logs
 from serve_controller.shell.boundary import OpenBoundary
-from serve_controller.shell.crash_mode import CrashMode, CrashPoint, CrashingBoundary
+from serve_controller.shell.crash_mode import CrashMode, CrashPoint, CrashingBoundary, kill_after
 
 class Silent:
     def effect_performed(self, effect, seconds, error): pass
@@ -164,10 +164,11 @@ class Silent:
 
 async def nothing(): pass
 
-configure_logs("controller")
+logs = configure_logs("controller")
 atexit.register(print, "cleaned up")
 at = CrashPoint(effect="reply", is_after=False)
-boundary = CrashingBoundary(OpenBoundary(Silent(), lambda: 0.0), CrashMode(at=at, probability=0.0, seed=1))
+mode = CrashMode(at=at, probability=0.0, seed=1)
+boundary = CrashingBoundary(OpenBoundary(Silent(), lambda: 0.0), mode, kill_after(logs.flush))
 try:
     asyncio.run(boundary.cross("reply", nothing))
 finally:

@@ -36,7 +36,7 @@ from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.settings import ControllerSettings
 from serve_controller.shell.boundary import Boundary, OpenBoundary
-from serve_controller.shell.crash_mode import CrashingBoundary, kill_this_process
+from serve_controller.shell.crash_mode import CrashingBoundary, kill_after
 from serve_controller.shell.service import ControllerService, ScalingParts
 
 _log = structlog.get_logger()
@@ -125,7 +125,7 @@ async def _serve(
     scaling, close_scaling = _open_scaling(settings)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
-        boundary = CrashingBoundary(boundary, settings.crash_mode, lambda: _die(logs))
+        boundary = CrashingBoundary(boundary, settings.crash_mode, kill_after(logs.flush))
     service = ControllerService(
         controller_id=settings.controller_id,
         store=store,
@@ -161,11 +161,6 @@ def _nats_servers(
     reader = NatsMonitorReader(settings.nats_monitors, leads=leads, clock=time.monotonic)
     registry.register(NatsServersCollector(reader.readings))
     return reader
-
-
-def _die(logs: LogRelay) -> None:
-    logs.flush()
-    kill_this_process()
 
 
 def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:

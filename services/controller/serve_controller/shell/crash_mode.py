@@ -108,6 +108,16 @@ def kill_this_process() -> None:
     os._exit(137)  # the first process of a container cannot kill itself
 
 
+def kill_after(flush: Callable[[], None]) -> Callable[[], None]:
+    """`kill_this_process` after ``flush``: log lines leave by a thread, and the last one says where the end was."""
+
+    def die() -> None:
+        flush()
+        kill_this_process()
+
+    return die
+
+
 class CrashingBoundary:
     """A boundary that does not let every effect through alive."""
 
