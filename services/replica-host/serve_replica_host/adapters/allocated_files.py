@@ -28,7 +28,7 @@ _Library: Final[Any] = MmapedDict
 
 
 @final
-class AllocatedDict(_Library):  # type: ignore[misc] - the library has no types
+class AllocatedDict(_Library):  # type: ignore[misc]
     """In place of the library's `MmapedDict`, for writing. As there, the caller holds the lock."""
 
     def __init__(self, filename: str, read_mode: bool = False, *, is_strict: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
@@ -41,6 +41,7 @@ class AllocatedDict(_Library):  # type: ignore[misc] - the library has no types
         self._f: Any = None
         """None while the numbers are in memory."""
         self._again_at = 0.0
+        self._m: Any = None
         path = Path(filename)
         size = path.stat().st_size if path.exists() else 0
         if size:
@@ -129,4 +130,4 @@ class AllocatedDict(_Library):  # type: ignore[misc] - the library has no types
 
 def use_allocated_files() -> None:
     """For all of prometheus_client's values in this process, also those that user code makes."""
-    values.MmapedDict = AllocatedDict  # type: ignore[misc]
+    values.MmapedDict = AllocatedDict  # type: ignore[attr-defined]
