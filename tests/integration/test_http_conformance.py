@@ -386,15 +386,42 @@ async def test_a_connection_that_is_idle_is_closed(world: World) -> None:
     assert idle_s >= KEEP_ALIVE_TIMEOUT_S * 0.9
 
 
-async def test_a_request_before_bytes_that_belong_to_nothing_is_answered_or_refused(world: World) -> None:
-    count = len(world.replica.seen)
+@pytest.mark.parametrize("parts", [1, 3, 1000], ids=["at once", "in three writes", "byte by byte"])
+@pytest.mark.parametrize(
+    "bad", [b"\0\0", b"GET / HTTP/1.1\r\nHost h\r\n\r\n", b"POST /echo HTTP/9.9\r\n\r\n"]
+)
+async def test_requests_before_one_that_is_not_understood_are_answered_in_order(
+    world: World, bad: bytes, parts: int
+) -> None:
+    count, bodies = len(world.replica.seen), len(world.replica.bodies)
+    good = [
+        get(target=b"/echo/first"),
+        post(b"Content-Length: 9\r\n", b"a\r\n\r\nb\r\n\r"),
+        chunked(b"4\r\n\r\n\r\n\r\n0\r\n\r\n"),
+        *(post(b"Content-Length: 3\r\n", b"%03d" % number) for number in range(40)),
+    ]
+    sent = b"".join(good)
+    size = -(-len(sent) // parts)
     async with world.client() as client:
-        client.writer.write(post(b"Content-Length: 2\r\n", b"hi") + b"\0\0" + get(target=b"/echo/next"))
-        statuses = []
+        for at in range(0, len(sent) if parts > 1 else 0, size):
+            client.writer.write(sent[at : at + size])
+            await client.writer.drain()
+            await asyncio.sleep(0)
+        client.writer.write(bad if parts > 1 else sent + bad + get(target=b"/echo/next"))
+        answers = []
         while (answer := await client.answer()) is not None:
-            statuses.append(answer.status)
-    assert statuses in ([200, 400], [400])
-    assert await world.seen_since(count) in (["POST /echo/case"], [])
+            answers.append(answer)
+    assert [answer.status for answer in answers] == [200] * len(good) + [400]
+    assert [answer.body for answer in answers[:-1]] == world.replica.bodies[bodies : bodies + len(good)]
+    assert await world.seen_since(count) == ["GET /echo/first", *["POST /echo/case"] * (len(good) - 1)]
+
+
+async def test_what_looks_like_the_end_of_many_heads_is_a_body_all_the_same(world: World) -> None:
+    body = b"\r\n\r\n" * 50_000
+    async with world.client() as client:
+        client.writer.write(post(b"Content-Length: %d\r\n" % len(body), body) + get())
+        answers = [await client.answer(), await client.answer()]
+    assert [(answer.status, answer.body) for answer in answers if answer] == [(200, body), (200, b"")]
 
 
 async def test_an_answer_that_breaks_off_cannot_be_taken_for_a_whole_one(world: World) -> None:

@@ -94,6 +94,38 @@ async def test_messages_of_any_allowed_size_go_both_ways_whole(stack: Stack, siz
     assert len(replica.sockets[0].messages) == 1
 
 
+MASKED = b"\x81\x82abcd" + bytes(byte ^ key for byte, key in zip(b"hi", b"ab", strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000], ids=["byte by byte", "in parts", "at once"])
+@pytest.mark.parametrize(
+    "unmasked", [b"\x81\x02hi", b"\x89\x00", b"\x88\x02\x03\xe8", b"\x82\x7e\x01\x00" + bytes(256)]
+)
+async def test_frames_that_are_not_masked_are_refused_with_1002(
+    stack: Stack, unmasked: bytes, size: int
+) -> None:
+    """RFC 6455, 5.1. What came before is heard, and what comes behind is not."""
+    (replica,) = await stack.serve(R0)
+    long = b"\x82\xfe\x01\x00abcd" + bytes(256)
+    sent = MASKED + long + MASKED + unmasked + MASKED
+    host, _, port = stack.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(30):
+        head = b"GET /echo/ws HTTP/1.1\r\nHost: h\r\nSec-WebSocket-Version: 13\r\n" + KEY + UPGRADE + b"\r\n"
+        whole = head + sent if size > len(sent) else head
+        writer.write(whole)
+        for at in range(0, len(sent) if whole is head else 0, size):
+            writer.write(sent[at : at + size])
+            await asyncio.sleep(0.001)
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+        answers = await reader.read()  # until the proxy has closed it
+    writer.close()
+    assert answers.endswith(b"\x88\x02\x03\xea")
+    (held,) = replica.sockets
+    assert await closed(replica, held) == (1002, "a client's frames must be masked")
+    assert [len(message) for _, message in held.messages] == [2, 256, 2]
+
+
 async def test_a_message_that_is_too_large_closes_with_1009(stack: Stack) -> None:
     (replica,) = await stack.serve(R0)
     async with stack.session.ws_connect(stack.url + "/echo/ws", max_msg_size=0) as ws:

@@ -116,7 +116,7 @@ class Rig:
 
     def begin(self, path: str = "/a/b", **headers: str):
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-        self.read = read_request_headers(raw)
+        self.read = read_request_headers(raw, 2)
         body = SimpleNamespace(total_bytes=7)
         self.log.begin(self.read, "GET", path, "http", "r1", peer="10.0.0.1:5", body=body)
         assert self.read.follower is not None

@@ -12,14 +12,19 @@ from serve_common.values.backend_config import BackpressureConfig
 from serve_common.wires.snapshots import BackendProtection
 from serve_proxy.core.callers import forward
 from serve_proxy.core.deadlines import earliest_deadline
-from serve_proxy.core.headers import read_request_headers, value_of
+from serve_proxy.core.headers import (
+    checked_headers,
+    read_checked_headers,
+    read_request_headers,
+    value_of,
+)
 from serve_proxy.core.problems import BadRequest, encode_problem, problem_of
 
 PEER = "10.0.0.9:5555"
 
 
-def forwarded(*headers: tuple[bytes, bytes], peer: str = PEER, scheme: str = "http"):
-    read = read_request_headers(headers)
+def forwarded(*headers: tuple[bytes, bytes], peer: str = PEER, scheme: str = "http", hops: int = 1):
+    read = read_request_headers(headers, hops)
     caller = forward(read, peer, scheme)
     return caller, {name: value for name, value in read.forwarded if name.startswith(b"x-forwarded")}
 
@@ -41,6 +46,7 @@ def test_what_a_proxy_in_front_said_is_kept_and_its_address_added() -> None:
         (b"X-Forwarded-For", b"10.0.0.1"),
         (b"X-Forwarded-Proto", b"HTTPS"),
         (b"X-Forwarded-Host", b"api.example"),
+        hops=2,
     )
     assert caller == ("203.0.113.7:0", "https")
     assert told == {
@@ -57,13 +63,15 @@ def test_what_a_proxy_in_front_said_is_kept_and_its_address_added() -> None:
         (b"2001:db8::1", "2001:db8::1:0"),
         (b"[2001:db8::1]:80", "2001:db8::1:80"),
         (b"[2001:db8::1]", "2001:db8::1:0"),
+        (b"6.6.6.6, 1.2.3.4", "1.2.3.4:0"),
         (b"\xff", PEER),
         (b"a\x01b", PEER),
         (b"x" * 65, PEER),
-        (b", 1.2.3.4", PEER),
+        (b",, 1.2.3.4", "1.2.3.4:0"),
+        (b",", PEER),
     ],
 )
-def test_the_first_address_that_was_forwarded_is_the_client_when_it_can_be_one(said, client) -> None:
+def test_the_address_that_a_trusted_hop_saw_is_the_client_when_it_can_be_one(said, client) -> None:
     assert forwarded((b"X-Forwarded-For", said))[0] == (client, "http")
 
 
@@ -71,6 +79,35 @@ def test_a_scheme_that_nobody_speaks_is_not_believed_and_a_socket_without_addres
     caller, told = forwarded((b"X-Forwarded-Proto", b"gopher"), peer="")
     assert caller == ("", "http")
     assert b"x-forwarded-for" not in told
+
+
+@pytest.mark.parametrize("hops", [0, 3])
+def test_without_all_of_the_trusted_hops_nothing_that_was_forwarded_is_believed(hops: int) -> None:
+    caller, told = forwarded((b"Host", b"h"), (b"X-Forwarded-For", b"6.6.6.6, 7.7.7.7"), hops=hops)
+    assert (caller, told[b"x-forwarded-for"]) == ((PEER, "http"), b"10.0.0.9")
+    if not hops:
+        every = [b"X-Forwarded-Proto", b"X-Forwarded-Host", b"X-Forwarded-Port", b"Forwarded", b"X-Real-IP"]
+        read = read_request_headers([(name, b"https") for name in every])
+        assert read.forwarded == []
+        assert forward(read, PEER, "http") == (PEER, "http")
+
+
+def test_what_middlewares_get_is_checked_once_and_what_they_add_stays() -> None:
+    came = (
+        (b"Host", b"h"),
+        (b"Connection", b"Upgrade, X-Name, X-Own"),
+        (b"Upgrade", b"websocket"),
+        (b"X-Own", b"1"),
+        (b"X_Name", b"forged"),
+        (b"Forwarded", b"for=6.6.6.6"),
+        (b"X-Forwarded-For", b"6.6.6.6, 1.2.3.4"),
+    )
+    checked = checked_headers(came, 0)
+    assert checked == came[:3]
+    assert checked_headers(came, 1) == (*came[:3], came[5], (b"X-Forwarded-For", b"1.2.3.4"))
+    read = read_checked_headers((*checked, (b"X-Name", b"shop"), (b"X_Odd", b"ours")))
+    assert read.forwarded == [(b"host", b"h"), (b"x-name", b"shop"), (b"x_odd", b"ours")]
+    assert read.upgrade == b"websocket"
 
 
 def test_a_client_cannot_have_the_host_left_out_by_naming_it_hop_by_hop() -> None:

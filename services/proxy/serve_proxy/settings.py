@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
+from serve_common.errors import BadField
 from serve_common.names import ProxyId
 from serve_common.settings import (
     BusSettings,
@@ -15,6 +18,8 @@ from serve_common.settings import (
 from serve_common.tracing.settings import TracingSettings, read_tracing_settings
 from serve_common.values.http_options import HttpOptions
 from serve_proxy.core.process_life import PARENT_FD, PROCESSES_MAX
+
+FORWARDED_HOPS_MAX: Final = 10
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +45,22 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: nothing is traced."""
     middleware_dir: str | None = None
     """Directory put last on ``sys.path``, for middlewares."""
+    forwarded_hops: int = 0
+    """Load balancers in front that are trusted to add the address that they saw to ``X-Forwarded-For``.
+
+    Without any, nothing that a request says of its client is believed or passed on. With some, the nearest must set, or
+    leave out, every ``X-Forwarded-…``, ``Forwarded`` and ``X-Real-IP``. Holds for applications, the access log and rate
+    limits."""
     uncounted: frozenset[str] = frozenset()
     """Endpoints whose requests are not counted: for measuring what counting costs."""
 
 
 def read_settings(environment: Environment) -> ProxySettings:
     """Read them; raises `BadField` naming the variable."""
+    if environment.optional("SERVE_RATE_LIMIT_FORWARDED_HOPS"):
+        raise BadField(
+            "SERVE_RATE_LIMIT_FORWARDED_HOPS", "has become SERVE_FORWARDED_HOPS, which holds for everything"
+        )
     defaults = HttpOptions()
     return ProxySettings(
         proxy_id=ProxyId(environment.identity("SERVE_PROXY_ID")),
@@ -69,5 +84,6 @@ def read_settings(environment: Environment) -> ProxySettings:
         else None,
         tracing=read_tracing_settings(environment.variables),
         middleware_dir=environment.optional("SERVE_MIDDLEWARE_DIR"),
+        forwarded_hops=environment.integer("SERVE_FORWARDED_HOPS", 0, 0, FORWARDED_HOPS_MAX),
         uncounted=frozenset((environment.optional("SERVE_UNCOUNTED") or "").split()),
     )

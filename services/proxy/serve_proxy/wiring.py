@@ -145,6 +145,7 @@ class Proxy:
             self._ingress,
             settings.http,
             new_request_id=new_request_id,
+            forwarded_hops=settings.forwarded_hops,
             traces=traces,
             log_request=self._access.add,
         )

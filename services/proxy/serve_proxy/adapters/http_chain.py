@@ -17,8 +17,10 @@ from serve_common.errors import ServeError
 from serve_common.values.http_options import HttpOptions
 from serve_proxy.adapters.http_answers import as_response, problem_response
 from serve_proxy.adapters.http_body import check_announced, let_continue
+from serve_proxy.adapters.http_targets import replace_headers
 from serve_proxy.adapters.middlewares import Handler
 from serve_proxy.core.following import FollowedRequest
+from serve_proxy.core.headers import checked_headers
 from serve_proxy.core.problems import Problem, problem_of
 
 _log = structlog.get_logger(__name__)
@@ -31,13 +33,15 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 class Exchange:
     """What a request with middlewares carries through them."""
 
-    __slots__ = ("_scope", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
+    __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
 
-    def __init__(self, request_id: str, deadline: float, tally: EndpointTally) -> None:
+    def __init__(self, request_id: str, deadline: float, tally: EndpointTally, client: str) -> None:
         self.request_id = request_id
         self.deadline = deadline
         self.tally = tally
         """Where it counts; its endpoint's once that is known."""
+        self.client: Final = client
+        """Who asks as ``host:port``, as far as the proxies in front are believed."""
         self.problem: Problem | None = None
         """What it is answered with, when this process has failed it."""
         self.follower: FollowedRequest | None = None
@@ -51,9 +55,14 @@ class Exchange:
         if not self._scope.expired():
             self._scope.reschedule(None)
 
-    async def run(self, chain: Handler, request: web.BaseRequest, options: HttpOptions) -> web.StreamResponse:
+    async def run(
+        self, chain: Handler, request: web.BaseRequest, options: HttpOptions, forwarded_hops: int
+    ) -> web.StreamResponse:
         """The answer of the ``chain``, or what is told instead of it."""
         given = request.clone(client_max_size=options.body_bytes_max)
+        checked = checked_headers(request.raw_headers, forwarded_hops)
+        if checked != request.raw_headers:
+            replace_headers(given, checked)
         given[EXCHANGE] = self
         try:
             check_announced(request, options.body_bytes_max)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import select
 import uuid
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 import structlog
 from aiohttp import HttpVersion11, web
@@ -32,6 +33,10 @@ from serve_proxy.core.problems import HeadTooSlow, Problem
 from serve_proxy.shell.access_log import AccessLog
 
 _log = structlog.get_logger(__name__)
+
+_HEAD_END: Final = b"\r\n\r\n"
+_BARREN_MAX: Final = 16
+"""Parts of what has come at once that may end where a head might and be none, before the rest is parsed in one."""
 
 
 class ConnectionOwner(Protocol):
@@ -76,7 +81,7 @@ class HttpConnection(web.RequestHandler):
     message, and gets everything that must take the long way.
     """
 
-    __slots__ = ("_fast", "_head_timer", "_http", "_last_payload", "_peer", "_stream_task")
+    __slots__ = ("_fast", "_head_timer", "_http", "_last_payload", "_peer", "_stream_task", "_unparsed")
 
     def __init__(self, manager: web.Server, owner: ConnectionOwner, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -88,6 +93,8 @@ class HttpConnection(web.RequestHandler):
         self._last_payload: StreamReader = EMPTY_PAYLOAD
         self._head_timer: asyncio.TimerHandle | None = None
         """Runs while the head of a request has come in part."""
+        self._unparsed = b""
+        """What has come behind as many requests as may wait."""
 
     @property
     def peer(self) -> str:
@@ -104,17 +111,8 @@ class HttpConnection(web.RequestHandler):
         if self._payload_parser is not None or self._upgraded or self._force_close or self._close:
             super().data_received(data)
             return
-        is_understood = True
         was_between_requests = self._last_payload.is_eof()
-        parser = self._parser
-        assert parser is not None, "it lives as long as the connection"
-        try:
-            messages, upgraded, tail = parser.feed_data(data)
-        except HttpProcessingError as error:
-            messages = [(_ErrInfo(status=400, exc=error, message=error.message), EMPTY_PAYLOAD)]
-            is_understood, upgraded, tail = False, False, b""
-            if not self._last_payload.is_eof():  # the parser does not tell the body that it was in
-                self._last_payload.set_exception(web.RequestPayloadError(error.message))
+        messages, upgraded, tail, is_understood = self._parse(data)
         if not messages:
             if was_between_requests and data.strip(b"\r\n"):
                 self._wait_for_head()
@@ -135,6 +133,7 @@ class HttpConnection(web.RequestHandler):
             and waiter is not None
             and not waiter.done()
             and payload.is_eof()
+            and not self._unparsed
             and self._begin_fast(message, payload)
         ):
             return
@@ -147,6 +146,44 @@ class HttpConnection(web.RequestHandler):
         self._upgraded = upgraded
         if upgraded and tail:
             self._message_tail = tail
+
+    def _parse(self, data: bytes) -> tuple[Sequence[Any], bool, bytes, bool]:
+        """The requests in ``data``, whether one of them wants an upgrade, what came behind that, and whether all was
+        understood; what was not is the last of them.
+
+        The parser forgets what it has found when it meets what it does not understand, so it is given no more at once
+        than to the next place where a head might end.
+        """
+        parser = self._parser
+        assert parser is not None, "it lives as long as the connection"
+        if self._unparsed:
+            data, self._unparsed = self._unparsed + data, b""
+        messages: list[Any] = []
+        found: Sequence[Any]
+        at, barren, whole = 0, 0, len(data)
+        try:
+            while True:
+                end = data.find(_HEAD_END, at) + len(_HEAD_END) if barren < _BARREN_MAX else whole
+                if end < len(_HEAD_END) or end >= whole:
+                    found, upgraded, tail = parser.feed_data(data[at:] if at else data)
+                    return [*messages, *found] if messages else found, upgraded, tail, True
+                found, upgraded, tail = parser.feed_data(data[at:end])
+                at = end
+                if upgraded:
+                    return [*messages, *found], True, tail + data[at:], True
+                if found:
+                    messages += found
+                    self._last_payload = found[-1][1]
+                    if len(self._messages) + len(messages) >= self._max_msg_queue_size:
+                        self._unparsed = data[at:]
+                        return messages, False, b"", True
+                else:
+                    barren += 1
+        except HttpProcessingError as error:
+            if not self._last_payload.is_eof():  # the parser does not tell the body that it was in
+                self._last_payload.set_exception(web.RequestPayloadError(error.message))
+            messages.append((_ErrInfo(status=400, exc=error, message=error.message), EMPTY_PAYLOAD))
+            return messages, False, b"", False
 
     def finish_fast(self, answer: bytes, *, closes: bool) -> None:
         """See `http_fast.Connection`."""

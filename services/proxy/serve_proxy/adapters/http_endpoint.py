@@ -27,7 +27,12 @@ from serve_proxy.adapters.http_body import feed_body, receive_body
 from serve_proxy.adapters.http_chain import Exchange
 from serve_proxy.adapters.http_sockets import HttpSockets
 from serve_proxy.adapters.http_targets import authority_of, is_socket_wanted, peer_of, scheme_of
-from serve_proxy.core.headers import RequestHeaders, read_request_headers, use_host
+from serve_proxy.core.headers import (
+    RequestHeaders,
+    read_checked_headers,
+    read_request_headers,
+    use_host,
+)
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
@@ -74,10 +79,11 @@ class _Visit:
 class EndpointAnswers:
     """Asks endpoints, and writes what they answer."""
 
-    def __init__(self, ingress: Ingress, new_request_id: Callable[[], str]) -> None:
+    def __init__(self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int) -> None:
         self.sockets: Final = HttpSockets(ingress)
         self._ingress = ingress
         self._new_request_id = new_request_id
+        self._forwarded_hops = forwarded_hops
         self._now = asyncio.get_running_loop().time
         self._room = UploadRoom()
         self._tasks = TaskOwner("uploads")
@@ -102,10 +108,7 @@ class EndpointAnswers:
         With an ``exchange``, whoever made that counts the request and has it followed; otherwise ``following`` does.
         """
         began = time.perf_counter()  # the loop's own time stands still within an iteration
-        headers = read_request_headers(request.raw_headers)
-        authority = authority_of(request)
-        if authority:
-            use_host(headers, authority)
+        headers = self._read_headers(request, is_checked=exchange is not None)
         visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
         if exchange is None:
             visit.request_id = headers.request_id or self._new_request_id()
@@ -153,6 +156,16 @@ class EndpointAnswers:
                 exchange.tally = visit.tally
                 exchange.problem = visit.problem
         return response
+
+    def _read_headers(self, request: web.BaseRequest, *, is_checked: bool) -> RequestHeaders:
+        if is_checked:
+            headers = read_checked_headers(request.raw_headers)
+        else:
+            headers = read_request_headers(request.raw_headers, self._forwarded_hops)
+        authority = authority_of(request)
+        if authority:
+            use_host(headers, authority)
+        return headers
 
     async def _answer_endpoint(
         self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit

@@ -232,8 +232,8 @@ def take_simple(
     target = message.path
     if not target.isascii() or not target.startswith("/") or target.startswith(OWN_PREFIX):
         return None
-    headers = read_request_headers(message.raw_headers)
-    if not is_host(headers.host):
+    headers = read_request_headers(message.raw_headers, requests.forwarded_hops)
+    if not is_host(headers.host) or headers.has_coding != message.chunked:
         return None
     return FastExchange(connection, ingress, message, payload, headers)
 

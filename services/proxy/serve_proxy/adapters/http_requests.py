@@ -23,8 +23,9 @@ from serve_proxy.adapters.http_chain import EXCHANGE, Exchange
 from serve_proxy.adapters.http_endpoint import EndpointAnswers
 from serve_proxy.adapters.http_targets import check_head, peer_of, scheme_of, target_of
 from serve_proxy.adapters.middlewares import Handler, Middleware, compose
-from serve_proxy.adapters.own_paths import OWN_PREFIX, answer_own_path
+from serve_proxy.adapters.own_paths import OWN_PREFIX, ROUTES_PATH, answer_own_path
 from serve_proxy.core.access_line import AccessLine
+from serve_proxy.core.callers import client_of
 from serve_proxy.core.headers import REQUEST_ID, read_request_headers
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.shell.access_log import AccessLog
@@ -42,6 +43,7 @@ class HttpRequests:
         options: HttpOptions,
         *,
         new_request_id: Callable[[], str],
+        forwarded_hops: int = 0,
         traces: RequestTraces | None = None,
         log_request: Callable[[AccessLine], None] | None = None,
     ) -> None:
@@ -57,7 +59,9 @@ class HttpRequests:
         """All middlewares around the way to the endpoint; None when there are none."""
         self._traces = traces
         self._access_log = None if log_request is None else AccessLog(log_request, traces)
-        self._endpoints = EndpointAnswers(ingress, new_request_id)
+        self.forwarded_hops: Final = forwarded_hops
+        """See `ProxySettings`."""
+        self._endpoints = EndpointAnswers(ingress, new_request_id, forwarded_hops)
         self.sockets: Final = self._endpoints.sockets
         self.use(options, ())
 
@@ -76,8 +80,12 @@ class HttpRequests:
         async def innermost(request: web.BaseRequest) -> web.StreamResponse:
             # A middleware may hand on another request than it was given.
             path, _, query = target_of(request).partition("?")
+            exchange = request.get(EXCHANGE)
+            if path.startswith(OWN_PREFIX):
+                request_id = self.new_request_id() if exchange is None else exchange.request_id
+                return answer_own_path(self._ingress, request.method, path, request_id)
             return await self._endpoints.answer(
-                request, path, query, options, following=self.following, exchange=request.get(EXCHANGE)
+                request, path, query, options, following=self.following, exchange=exchange
             )
 
         self.options = options
@@ -93,7 +101,7 @@ class HttpRequests:
         except ServeError as error:
             return self._refuse(request, problem_of(error))
         path, _, query = target_of(request).partition("?")
-        if path.startswith(OWN_PREFIX):
+        if path.startswith(OWN_PREFIX) and (path != ROUTES_PATH or self._chain is None):
             request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
             response: web.StreamResponse = answer_own_path(self._ingress, request.method, path, request_id)
             response.headers[REQUEST_ID] = request_id
@@ -131,10 +139,11 @@ class HttpRequests:
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions
     ) -> web.StreamResponse:
         began = time.perf_counter()
-        read = read_request_headers(request.raw_headers)
+        read = read_request_headers(request.raw_headers, self.forwarded_hops)
         request_id = read.request_id or self.new_request_id()
         deadline = self.now() + options.request_timeout_s
-        exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched)
+        client = client_of(read.forwarded_for, peer_of(request))
+        exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched, client)
         if self.following is not None:
             path = target_of(request).partition("?")[0]
             scheme, peer = scheme_of(request), peer_of(request)
@@ -144,7 +153,7 @@ class HttpRequests:
             exchange.follower, exchange.traceparent = read.follower, read.traceparent
         status, sent_bytes = CLIENT_GONE, 0
         try:
-            response = await exchange.run(chain, request, options)
+            response = await exchange.run(chain, request, options, self.forwarded_hops)
             if not response.prepared:
                 response.headers[REQUEST_ID] = request_id
             status = response.status

@@ -10,11 +10,12 @@ import asyncio
 import base64
 import binascii
 import logging
-from typing import Final, final
+from typing import Any, Final, final
 
 import structlog
 from aiohttp import WSMsgType, web
-from aiohttp.http_websocket import WebSocketError
+from aiohttp._websocket.reader import WebSocketDataQueue
+from aiohttp.http_websocket import WebSocketError, WebSocketReader, WebSocketWriter, WSCloseCode
 
 from serve_common.dispatch.calls import Answer, Ask
 from serve_common.dispatch.errors import AnswerUnusable, error_type_of
@@ -48,6 +49,9 @@ ABNORMAL: Final = 1006
 BAD_TEXT: Final = 1007
 INTERNAL: Final = 1011
 TRY_LATER: Final = 1013
+_FRAME_HEAD_BYTES_MAX: Final = 10
+_LENGTH_BYTES: Final = {126: 2, 127: 8}
+_MASK_BYTES: Final = 4
 _SENDABLE: Final = frozenset({1000, 1001, 1002, 1003, *range(1007, 1015), *range(3000, 5000)})
 
 
@@ -257,6 +261,59 @@ def _cut(reason: str) -> bytes:
     return reason.encode()[:REASON_BYTES_MAX].decode("utf-8", "ignore").encode()
 
 
+@final
+class MaskedFrames:
+    """What reads a client's frames, but refuses those that are not masked (RFC 6455, 5.1), which the library does not.
+
+    What came before such a frame is read as ever.
+    """
+
+    __slots__ = ("_head", "_is_refused", "_left_bytes", "_queue", "_reader")
+
+    def __init__(self, reader: WebSocketReader, queue: WebSocketDataQueue) -> None:
+        """``queue`` is where ``reader`` puts messages."""
+        self._reader = reader
+        self._queue = queue
+        self._head = b""
+        """Of a frame that has only just begun."""
+        self._left_bytes = 0
+        """Of a frame that has come in part: its key and its payload."""
+        self._is_refused = False
+
+    def feed_eof(self) -> None:
+        """As `WebSocketReader`."""
+        self._reader.feed_eof()
+
+    def feed_data(self, data: bytes) -> tuple[bool, bytes]:
+        """As `WebSocketReader`."""
+        if self._is_refused:
+            return False, b""
+        at, came = self._left_bytes, len(data)
+        while at < came:
+            head = self._head + data[at : at + _FRAME_HEAD_BYTES_MAX - len(self._head)]
+            if len(head) > 1 and not head[1] & 0x80:
+                return self._refuse(data[:at])
+            length = head[1] & 0x7F if len(head) > 1 else 0
+            extra = _LENGTH_BYTES.get(length, 0)
+            if len(head) < 2 + extra:
+                self._head, self._left_bytes = head, 0
+                return self._reader.feed_data(data)
+            if extra:
+                length = int.from_bytes(head[2 : 2 + extra], "big")
+            at += 2 + extra - len(self._head) + _MASK_BYTES + length
+            self._head = b""
+        self._left_bytes = at - came
+        return self._reader.feed_data(data)
+
+    def _refuse(self, before: bytes) -> tuple[bool, bytes]:
+        self._is_refused = True
+        self._reader.feed_data(before)
+        self._queue.set_exception(
+            WebSocketError(WSCloseCode.PROTOCOL_ERROR, "a client's frames must be masked")
+        )
+        return False, b""
+
+
 class _ClientSocket(web.WebSocketResponse[bool]):
     """aiohttp's socket, but the connection stays until the request ends: a reset would lose the close frame.
 
@@ -271,6 +328,17 @@ class _ClientSocket(web.WebSocketResponse[bool]):
     said_bytes = 0
     last_code = 0
     failure = ""
+
+    def _post_start(self, request: web.BaseRequest, protocol: str | None, writer: WebSocketWriter) -> None:
+        connection = request.protocol
+        came, connection._message_tail = connection._message_tail, b""  # noqa: SLF001 - it would be read at once
+        super()._post_start(request, protocol, writer)
+        assert self._parser is not None
+        assert self._reader is not None
+        frames: Any = MaskedFrames(self._parser, self._reader)
+        connection._payload_parser = frames  # noqa: SLF001 - `set_parser` takes one only once
+        if came:
+            frames.feed_data(came)
 
     def _close_transport(self) -> None:
         """The connection is closed at the end of the request."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from aiohttp import HttpVersion11, hdrs, web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from serve_proxy.core.headers import as_bytes, is_host, is_only_chunked
 from serve_proxy.core.problems import BadRequest, UnknownCoding
@@ -19,10 +20,15 @@ def check_head(request: web.BaseRequest) -> None:
     Raises `BadRequest` and `UnknownCoding`; nothing that follows on the connection can then be believed.
     """
     message = request._message  # noqa: SLF001 - told nowhere else
+    if message.version.major != 1:  # the parser lets 0.9 and 2.0 pass, when nothing follows
+        request._version = HttpVersion11  # noqa: SLF001 - the answer would claim the other one
+        raise BadRequest("version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
     if message.chunked:
         if not is_only_chunked(message.raw_headers):
             raise UnknownCoding("transfer-encoding", "only chunked is understood here")
         is_last = message.version < HttpVersion11  # others on the way may not know chunks (RFC 9112, 6.1)
+    elif hdrs.TRANSFER_ENCODING in message.headers:
+        raise UnknownCoding("transfer-encoding", "only chunked is understood here")
     else:
         is_last = False
     if not (is_host(as_bytes(message.headers.get(hdrs.HOST, ""))) and is_host(authority_of(request))):
@@ -38,6 +44,17 @@ def check_head(request: web.BaseRequest) -> None:
 def is_socket_wanted(request: web.BaseRequest, upgrade: bytes) -> bool:
     """True for an upgrade to a WebSocket; ``upgrade`` is the header. The parser has then stopped at this request."""
     return upgrade.strip().lower() == b"websocket" and request._message.upgrade  # noqa: SLF001 - told nowhere else
+
+
+def replace_headers(request: web.BaseRequest, raw: tuple[tuple[bytes, bytes], ...]) -> None:
+    """Give ``request``, a clone, other headers.
+
+    `clone(headers=…)` makes the raw form of the others, and fails for values that are not UTF-8.
+    """
+    pairs = ((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in raw)
+    headers = CIMultiDictProxy(CIMultiDict(pairs))
+    request._message = request._message._replace(headers=headers, raw_headers=raw)  # noqa: SLF001 - see above
+    request._headers = headers  # noqa: SLF001 - as above
 
 
 def peer_of(request: web.BaseRequest) -> str:

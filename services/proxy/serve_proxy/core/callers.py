@@ -1,7 +1,8 @@
 """Who asks, and by what: what a proxy tells an application about the client that it hides.
 
-Why what came is believed: a load balancer in front is the usual case, and only whoever runs the proxy knows whether
-there is one. An address of a header is never more than a hint; this proxy adds the one that it saw itself.
+Why what came is not believed: anybody can write ``X-Forwarded-For``. Only whoever runs the proxy knows how many load
+balancers are in front of it, and says so (`ProxySettings.forwarded_hops`); what they said is kept, and this proxy adds
+the address that it saw itself.
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ _ENDS_HERE: Final = frozenset(
     )
 )
 """About one connection only (RFC 9110, 7.6.1), and `Expect`, which the proxy answers itself."""
-_NOT_TO_BE_NAMED: Final = frozenset(
-    {b"host", b"content-length", b"authorization", b"cookie", b"x-forwarded-host"}
-)
+_NOT_TO_BE_NAMED: Final = frozenset({b"host", b"content-length", b"authorization", b"cookie"})
 """What is about the whole way however a client's `Connection` names it: leaving it out would change the request."""
 _OURS: Final = _ENDS_HERE | {b"content-length", b"x-request-id", b"date", b"server"}
 
@@ -47,20 +45,25 @@ class _Sign(IntEnum):
 
     NOTHING = 0
     ENDS_HERE = 1
-    CONNECTION = 2
-    REQUEST_ID = 3
-    UPGRADE = 4
-    TRACEPARENT = 5
-    IDEMPOTENCY_KEY = 6
-    HOST = 7
-    FORWARDED_FOR = 8
-    FORWARDED_PROTO = 9
-    FORWARDED_HOST = 10
-    MODEL_ID = 11
-    SHARD_KEY = 12
-    RELATIVE_SLO = 13
-    ABSOLUTE_SLO = 14
-    TIMEOUT = 15
+    CODING = 2
+    CONNECTION = 3
+    REQUEST_ID = 4
+    UPGRADE = 5
+    TRACEPARENT = 6
+    IDEMPOTENCY_KEY = 7
+    HOST = 8
+    MODEL_ID = 9
+    SHARD_KEY = 10
+    RELATIVE_SLO = 11
+    ABSOLUTE_SLO = 12
+    TIMEOUT = 13
+    FORWARDED_FOR = 14
+    FORWARDED_PROTO = 15
+    FORWARDED_HOST = 16
+    FORWARDED = 17
+    """Something else that proxies in front tell of the client."""
+    AMBIGUOUS = 18
+    """Its name has an underscore: to whoever reads headers as CGI and WSGI do, it is that of another header."""
 
 
 RELATIVE_SLO: Final = "X-Serve-Relative-SLO-MS"
@@ -73,12 +76,15 @@ SHARD_KEY: Final = "x-serve-shard-key"
 """The name that endpoints look for unless they are told another."""
 
 _SIGNS: Final = dict.fromkeys(_ENDS_HERE, _Sign.ENDS_HERE) | {
+    b"transfer-encoding": _Sign.CODING,
     b"connection": _Sign.CONNECTION,
     b"x-request-id": _Sign.REQUEST_ID,
     b"upgrade": _Sign.UPGRADE,
     b"traceparent": _Sign.TRACEPARENT,
     b"idempotency-key": _Sign.IDEMPOTENCY_KEY,
     b"host": _Sign.HOST,
+    b"forwarded": _Sign.FORWARDED,
+    b"x-real-ip": _Sign.FORWARDED,
     b"x-forwarded-for": _Sign.FORWARDED_FOR,
     b"x-forwarded-proto": _Sign.FORWARDED_PROTO,
     b"x-forwarded-host": _Sign.FORWARDED_HOST,
@@ -91,15 +97,24 @@ _SIGNS: Final = dict.fromkeys(_ENDS_HERE, _Sign.ENDS_HERE) | {
 _HOST: Final = _Sign.HOST
 _CONNECTION: Final = _Sign.CONNECTION
 _FORWARDED_FOR: Final = _Sign.FORWARDED_FOR
+_AMBIGUOUS: Final = _Sign.AMBIGUOUS
 _LAST_THAT_STAYS: Final = _Sign.UPGRADE
 """Up to here a header is not passed on as it is."""
+_FORWARDED_PREFIX: Final = b"x-forwarded-"
+_ALL_HOPS: Final = 1_000_000
 
 
 @lru_cache(maxsize=1024)
 def _read_name(raw_name: bytes) -> tuple[bytes, _Sign]:
     """The name in lower case, and what it means to the proxy; the same few names come again and again."""
     name = raw_name.lower()
-    return name, _SIGNS.get(name, _Sign.NOTHING)
+    sign = _SIGNS.get(name)
+    if sign is None:
+        if b"_" in name:
+            sign = _Sign.AMBIGUOUS
+        else:
+            sign = _Sign.FORWARDED if name.startswith(_FORWARDED_PREFIX) else _Sign.NOTHING
+    return name, sign
 
 
 class RequestHeaders(msgspec.Struct, gc=False):
@@ -114,7 +129,7 @@ class RequestHeaders(msgspec.Struct, gc=False):
     has_idempotency_key: bool = False
     host: bytes = b""
     forwarded_for: bytes = b""
-    """All of ``X-Forwarded-For``, joined. It is not in `forwarded`: this proxy adds to it."""
+    """What trusted hops said in ``X-Forwarded-For``, joined. It is not in `forwarded`: this proxy adds to it."""
     forwarded_proto: bytes = b""
     has_forwarded_host: bool = False
     model_id: bytes = b""
@@ -126,10 +141,25 @@ class RequestHeaders(msgspec.Struct, gc=False):
     absolute_slo_ms: bytes | None = None
     timeout_s: bytes | None = None
     upgrade: bytes = b""
+    has_coding: bool = False
+    """There is a ``Transfer-Encoding``, whatever it says."""
 
 
-def read_request_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
-    """Sort out the headers of a request."""
+def read_request_headers(raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int = 0) -> RequestHeaders:
+    """Sort out the headers of a request, as a client sent them.
+
+    ``forwarded_hops`` proxies in front of this one are trusted to have added the address that they saw to
+    ``X-Forwarded-For``: more of it is not believed, and with none of them nothing at all that tells of the client.
+    """
+    return _read(raw, forwarded_hops, is_checked=False)
+
+
+def read_checked_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
+    """As `read_request_headers`, of `checked_headers` to which middlewares may have added what they like."""
+    return _read(raw, _ALL_HOPS, is_checked=True)
+
+
+def _read(raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int, *, is_checked: bool) -> RequestHeaders:
     forwarded: Headers = []
     read = RequestHeaders(forwarded)
     connection = b""
@@ -140,15 +170,59 @@ def read_request_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
                 read.host = raw_value
             elif sign is _CONNECTION:
                 connection += b"," + raw_value
+            elif sign >= _FORWARDED_FOR:
+                if not (is_checked if sign is _AMBIGUOUS else forwarded_hops):
+                    continue
+                _note(read, sign, raw_value)
             else:
                 _note(read, sign, raw_value)
             if sign <= _LAST_THAT_STAYS or sign is _FORWARDED_FOR:
                 continue
         forwarded.append((name, raw_value))
-    if connection and connection.lower() not in (b",keep-alive", b",close"):
-        named = {token.strip().lower() for token in connection.split(b",")} - _NOT_TO_BE_NAMED
+    if connection and not is_checked and connection.lower() not in (b",keep-alive", b",close"):
+        named = _named(connection)
         read.forwarded = [(name, value) for name, value in forwarded if name not in named]
+    if read.forwarded_for and not is_checked:
+        read.forwarded_for = _last_hops(read.forwarded_for, forwarded_hops)
     return read
+
+
+def _named(connection: bytes) -> set[bytes]:
+    """The headers that are about one connection because a client's `Connection` says so."""
+    named = {token.strip().lower() for token in connection.split(b",")} - _NOT_TO_BE_NAMED
+    return {name for name in named if _read_name(name)[1] < _FORWARDED_FOR}
+
+
+def _last_hops(forwarded_for: bytes, forwarded_hops: int) -> bytes:
+    """Of what stands left of the trusted ones, the client wrote everything; empty when not all of them are there."""
+    hops = [hop for part in forwarded_for.split(b",") if (hop := part.strip())]
+    return b", ".join(hops[-forwarded_hops:]) if len(hops) >= forwarded_hops else b""
+
+
+def checked_headers(
+    raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int
+) -> tuple[tuple[bytes, bytes], ...]:
+    """The headers of a request for middlewares, as they came: without what `read_request_headers` would not believe.
+
+    What they add is theirs then, and no `Connection` of the client takes it away. The library still finds `Connection`
+    and its like there.
+    """
+    raw = tuple(raw)
+    connection = b",".join(value for name, value in raw if name.lower() == b"connection")
+    named = _named(connection) if connection else set()
+    kept: list[tuple[bytes, bytes]] = []
+    told: list[bytes] = []
+    for raw_name, value in raw:
+        name, sign = _read_name(raw_name)
+        if sign is _AMBIGUOUS or (sign >= _FORWARDED_FOR and not forwarded_hops):
+            continue
+        if sign is _FORWARDED_FOR:
+            told.append(value)
+        elif name not in named or name in _ENDS_HERE:
+            kept.append((raw_name, value))
+    if told and (hops := _last_hops(b",".join(told), forwarded_hops)):
+        kept.append((b"X-Forwarded-For", hops))
+    return tuple(kept)
 
 
 def use_host(read: RequestHeaders, host: bytes) -> None:
@@ -188,7 +262,7 @@ def _note(read: RequestHeaders, sign: _Sign, value: bytes) -> None:
     field = _FIELDS.get(sign)
     if field is not None:
         setattr(read, field, value)
-        if sign >= _Sign.RELATIVE_SLO:
+        if _Sign.RELATIVE_SLO <= sign <= _Sign.TIMEOUT:
             read.has_slo = True
     elif sign is _Sign.REQUEST_ID:
         read.request_id = usable_request_id(value.decode("latin-1"))
@@ -200,6 +274,8 @@ def _note(read: RequestHeaders, sign: _Sign, value: bytes) -> None:
         read.forwarded_for = b"%b, %b" % (read.forwarded_for, value) if read.forwarded_for else value
     elif sign is _Sign.FORWARDED_HOST:
         read.has_forwarded_host = True
+    elif sign is _Sign.CODING:
+        read.has_coding = True
     elif sign is _Sign.UPGRADE:
         read.upgrade = b"%b,%b" % (read.upgrade, value) if read.upgrade else value
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from serve_proxy.adapters.http_answers import problem_response
 from serve_proxy.adapters.http_chain import EXCHANGE
+from serve_proxy.adapters.http_targets import replace_headers
 from serve_proxy.core.problems import Problem
 
 API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)
@@ -54,15 +54,14 @@ def with_headers(
     """
     clone = request.clone()
     raw = (*(pair for pair in request.raw_headers if pair[0].lower() not in drop), *add)
-    # `clone(headers=…)` makes the raw form of the other one, and fails for values that are not UTF-8.
-    headers = CIMultiDictProxy(CIMultiDict((_text(name), _text(value)) for name, value in raw))
-    clone._message = request._message._replace(headers=headers, raw_headers=raw)  # noqa: SLF001 - see above
-    clone._headers = headers  # noqa: SLF001 - as above
+    replace_headers(clone, raw)
     return clone
 
 
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "surrogateescape")
+def client_host(request: web.BaseRequest) -> str:
+    """The address of whoever asks: the connection's other end, or what trusted load balancers say of it."""
+    exchange = request.get(EXCHANGE)
+    return (request.remote or "") if exchange is None else exchange.client.rpartition(":")[0]
 
 
 def refusal(request: web.BaseRequest, problem: Problem) -> web.Response:

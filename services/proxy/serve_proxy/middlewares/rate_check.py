@@ -10,7 +10,7 @@ from aiohttp import web
 
 from serve_proxy.adapters.middlewares import Handler
 from serve_proxy.core.problems import Problem
-from serve_proxy.middlewares.exchange import API_KEY_NAME, refusal
+from serve_proxy.middlewares.exchange import API_KEY_NAME, client_host, refusal
 from serve_proxy.middlewares.rate_rules import RateRules
 from serve_proxy.middlewares.token_buckets import TokenBuckets
 
@@ -29,8 +29,7 @@ class RateCheck:
         key = rules.key(
             api_key_name=request.get(API_KEY_NAME, ""),
             header_value=request.headers.get(rules.header, "") if rules.header else "",
-            peer=request.remote or "",
-            forwarded_for=request.headers.getall("X-Forwarded-For", []) if rules.forwarded_hops else (),
+            client=client_host(request),
         )
         wait_s = self._buckets.take(key, time.monotonic())
         if not wait_s:

@@ -5,10 +5,10 @@
 | ``SERVE_RATE_LIMIT_PER_S`` | required | requests a second that a caller may make for ever; 0.2 is one in 5 s |
 | ``SERVE_RATE_LIMIT_BURST`` | the rate, at least 1 | how many at once after a quiet time |
 | ``SERVE_RATE_LIMIT_BY`` | key | ``key``: name of the API key (put ``api_keys`` before this one); ``address``; ``header:<name>`` |
-| ``SERVE_RATE_LIMIT_FORWARDED_HOPS`` | 0 | load balancers in front, whose ``X-Forwarded-For`` is believed |
 | ``SERVE_RATE_LIMIT_KEYS_MAX`` | 10000 | callers that are remembered |
 
-What has no key or header is counted by its address (IPv6: by its /64 network). Each proxy process counts for itself:
+What has no key or header is counted by its address (IPv6: by its /64 network), which load balancers in front tell as far
+as ``SERVE_FORWARDED_HOPS`` has them believed. Each proxy process counts for itself:
 with three of them a caller may do up to three times as much.
 """  # noqa: E501 - a table
 

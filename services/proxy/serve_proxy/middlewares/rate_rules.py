@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -30,26 +29,15 @@ class RateRules(msgspec.Struct, frozen=True, kw_only=True):
     """`BY_KEY`, `BY_ADDRESS` or `BY_HEADER`."""
     header: str = ""
     """Its name, for `BY_HEADER`."""
-    forwarded_hops: int = 0
-    """How many proxies in front of this one are trusted to add the address that they saw to ``X-Forwarded-For``."""
     keys_max: int = 10_000
 
-    def key(self, *, api_key_name: str, header_value: str, peer: str, forwarded_for: Sequence[str]) -> str:
-        """What a request is counted by. One without what it should be counted by is counted by its address.
-
-        ``forwarded_for`` are the values of ``X-Forwarded-For``, ``peer`` is the address of the connection's other end.
-        """
+    def key(self, *, api_key_name: str, header_value: str, client: str) -> str:
+        """What a request is counted by; where it lacks that, the address of its ``client``."""
         if self.by == BY_KEY and api_key_name:
             return f"key {api_key_name}"
         if self.header and header_value:
             return f"header {header_value[:KEY_LENGTH_MAX]}"
-        address = peer
-        if self.forwarded_hops:
-            hops = [part.strip() for line in forwarded_for for part in line.split(",") if part.strip()]
-            # Of what stands left of the trusted ones, the client wrote everything itself.
-            if len(hops) >= self.forwarded_hops:
-                address = hops[-self.forwarded_hops]
-        return f"address {_network(address)}"
+        return f"address {_network(client)}"
 
 
 def _network(address: str) -> str:
@@ -79,6 +67,5 @@ def read_rate_rules(environment: Environment) -> RateRules:
         burst=environment.integer("SERVE_RATE_LIMIT_BURST", max(1, math.ceil(rate_per_s)), 1, 10_000_000),
         by=kind,
         header=header,
-        forwarded_hops=environment.integer("SERVE_RATE_LIMIT_FORWARDED_HOPS", 0, 0, 10),
         keys_max=environment.integer("SERVE_RATE_LIMIT_KEYS_MAX", 10_000, 1, 10_000_000),
     )
