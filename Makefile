@@ -12,8 +12,9 @@ help: ## Show this list
 
 $(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
 	python3 -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check uv
-	.venv/bin/uv pip install --quiet --python $(PY) -r requirements.lock
+	awk '/^[^ ]/ {is_uv = /^uv==/} is_uv' requirements.lock > .venv/uv.lock
+	.venv/bin/pip install --quiet --disable-pip-version-check --require-hashes -r .venv/uv.lock
+	.venv/bin/uv pip install --quiet --python $(PY) --require-hashes -r requirements.lock
 	.venv/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation $(addprefix -e ,$(PACKAGES))
 	touch $(STAMP)
 
@@ -96,8 +97,9 @@ compose-up: secrets ## Build and start the containers, wait until all are health
 compose-down: ## Stop the containers (volumes are kept)
 	docker compose down
 
-lock: $(STAMP) ## Make requirements.lock anew
-	.venv/bin/uv pip compile --quiet --no-emit-index-url --no-header --group dev pyproject.toml --python-version 3.11 --upgrade -o requirements.lock
+lock: $(STAMP) ## Make requirements.lock anew, for Python 3.11 and later, with the hashes of all files of each release
+	.venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --group dev pyproject.toml \
+		--python-version 3.11 --upgrade -o requirements.lock
 
 clean: ## Remove .venv and all state of the embedded stack
 	rm -rf .venv .muster .bench-peers

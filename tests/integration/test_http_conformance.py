@@ -386,19 +386,20 @@ async def test_a_connection_that_is_idle_is_closed(world: World) -> None:
     assert idle_s >= KEEP_ALIVE_TIMEOUT_S * 0.9
 
 
+@pytest.mark.parametrize("more", [0, 40])
 @pytest.mark.parametrize("parts", [1, 3, 1000], ids=["at once", "in three writes", "byte by byte"])
 @pytest.mark.parametrize(
     "bad", [b"\0\0", b"GET / HTTP/1.1\r\nHost h\r\n\r\n", b"POST /echo HTTP/9.9\r\n\r\n"]
 )
 async def test_requests_before_one_that_is_not_understood_are_answered_in_order(
-    world: World, bad: bytes, parts: int
+    world: World, bad: bytes, parts: int, more: int
 ) -> None:
     count, bodies = len(world.replica.seen), len(world.replica.bodies)
     good = [
         get(target=b"/echo/first"),
         post(b"Content-Length: 9\r\n", b"a\r\n\r\nb\r\n\r"),
         chunked(b"4\r\n\r\n\r\n\r\n0\r\n\r\n"),
-        *(post(b"Content-Length: 3\r\n", b"%03d" % number) for number in range(40)),
+        *(post(b"Content-Length: 3\r\n", b"%03d" % number) for number in range(more)),
     ]
     sent = b"".join(good)
     size = -(-len(sent) // parts)

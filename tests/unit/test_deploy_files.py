@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
+from deploy.images import install_dependencies
 from muster.secrets import NAMES, NATS_INCLUDE
 from serve_common.tracing.sampling import ALWAYS
 from serve_common.tracing.settings import read_tracing_settings
@@ -62,6 +65,52 @@ def test_an_image_runs_as_nobody_in_particular() -> None:
     for service in SERVICES:
         users = re.findall(r"^USER (.+)$", dockerfile(service), re.MULTILINE)
         assert users == ["10001:10001"]
+
+
+def test_every_locked_file_has_hashes_and_no_address() -> None:
+    lock = (ROOT / "requirements.lock").read_text()
+    locked = install_dependencies.read_lock(lock)
+    assert len(locked) > 90
+    for name, (block, _) in locked.items():
+        assert re.match(r"[\w.\[\]-]+==\S+", block), name
+        assert "--hash=sha256:" in block, name
+    assert "://" not in lock
+    assert "--generate-hashes" in (makefile := (ROOT / "Makefile").read_text())
+    assert makefile.count("--require-hashes -r") == 2
+
+
+@pytest.mark.parametrize(
+    "package", ["libs/serve_common", "libs/muster", *(f"services/{name}" for name in SERVICES)]
+)
+def test_an_image_gets_all_that_its_packages_depend_on_from_the_lock(package: str) -> None:
+    locked = install_dependencies.read_lock((ROOT / "requirements.lock").read_text())
+    asked = [
+        Requirement(each) for each in install_dependencies.requirements_of(ROOT / package / "pyproject.toml")
+    ]
+    wanted = {install_dependencies.name_of(each.name) for each in asked}
+    chosen = install_dependencies.locked_for(wanted, locked)
+    assert chosen <= set(locked)
+    needed: set[str] = set()
+    todo = asked
+    while todo:
+        requirement = todo.pop()
+        name = install_dependencies.name_of(requirement.name)
+        if name in needed:
+            continue
+        needed.add(name)
+        for each in map(Requirement, distribution(name).requires or ()):
+            extras = requirement.extras or {""}
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(each)
+    assert needed <= chosen
+
+
+def test_a_list_of_requirements_is_read_with_comments_and_versions(tmp_path: Path) -> None:
+    file = tmp_path / "requirements.txt"
+    file.write_text("# models\nscikit-learn\n\nPillow >= 1  # of the example\n")
+    found = install_dependencies.requirements_of(file)
+    assert found == ["scikit-learn", "Pillow >= 1"]
+    assert [install_dependencies.name_of(each) for each in found] == ["scikit-learn", "pillow"]
 
 
 def test_the_build_context_holds_no_secret() -> None:

@@ -36,7 +36,7 @@ def call(
     user: UserOption = None,
     password_file: PasswordFileOption = None,
 ) -> None:
-    """Call a deployment and print its answer as it came.
+    """Call a deployment and print its answer; byte for byte into a pipe.
 
     Example:
       muster call digits --data @examples/digits/sample.png
@@ -56,10 +56,7 @@ def call(
         if as_json:
             output.print_json({"headers": dict(answer.headers), **_body(answer.body)})
         else:
-            sys.stdout.buffer.write(answer.body)
-            if sys.stdout.isatty() and not answer.body.endswith(b"\n"):
-                sys.stdout.buffer.write(b"\n")
-            sys.stdout.flush()
+            output.write_body(answer.body)
 
 
 async def _call(

@@ -136,7 +136,7 @@ def _show_each(events: Sequence[EventView], *, as_json: bool) -> None:
     console = output.console()
     for event in events:
         if as_json:
-            output.say(msgspec.json.encode(event).decode())
+            output.print_json_line(msgspec.json.encode(event).decode())
             continue
         text = Text(f"{moment(event.at)} ", style="dim")
         text.append(f"{event.kind:<11} ", style="")

@@ -148,7 +148,7 @@ class _Following:
 
     def _show(self, data: bytes, line: dict[str, Any]) -> None:
         if self._as_json:
-            output.say(data.decode(errors="replace"))
+            output.print_json_line(data.decode(errors="replace"))
         else:
             show_line(self._console, line)
 

@@ -10,7 +10,18 @@ from typing import Annotated
 import structlog
 import typer
 
-from muster.cli import apps, autoscaling, backend, endpoint, goal, hosts, http_options, proxies, traffic
+from muster.cli import (
+    apps,
+    autoscaling,
+    backend,
+    endpoint,
+    goal,
+    hosts,
+    http_options,
+    output,
+    proxies,
+    traffic,
+)
 from muster.cli.call import call
 from muster.cli.connection import StackChoice
 from muster.cli.deploy import deploy
@@ -104,8 +115,11 @@ def root(
 
 def main() -> None:
     """The entry point."""
-    logging.basicConfig(stream=sys.stderr, level=logging.ERROR)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(output.PlainFormatter(logging.BASIC_FORMAT))
+    logging.basicConfig(handlers=[handler], level=logging.ERROR)
     structlog.configure(
+        processors=[output.plain_event, *structlog.get_config()["processors"]],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )

@@ -1,19 +1,24 @@
 """Text for people on a terminal, lines for logs, JSON for programs: which goes where is decided here.
 
 Results go to standard output and everything else to standard error, so that output can be piped. Only tables are
-rendered by rich; texts that come from users (tracebacks, names) are never read as markup.
+rendered by rich; texts that come from users (tracebacks, names) are never read as markup, and nothing in them reaches a
+terminal that it would obey: whatever is printed passes `plain`, or is JSON that has escaped it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
+from collections.abc import Iterable, MutableMapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
@@ -23,24 +28,77 @@ _BRIEF_MAX = 160
 _TRACEBACK_BEGINS = "Traceback (most recent call last):"
 
 
+_OBEYED: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What moves the cursor, colours, writes titles or turns text around, C1 bytes among it; also half characters, which
+cannot be written. Line breaks and tabs are none of it."""
+
+
+def plain(text: str) -> str:
+    """``text`` as it may be printed: what a terminal would obey is shown as �."""
+    return _OBEYED.sub("�", text.replace("\r\n", "\n"))
+
+
 def print_json(value: Any) -> None:
     """One JSON document on standard output."""
-    typer.echo(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False))
+    typer.echo(_escaped(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False)))
+
+
+def print_json_line(document: str) -> None:
+    """A JSON document, which has its final form, in a line on standard output."""
+    typer.echo(_escaped(document))
+
+
+def _escaped(document: str) -> str:
+    """The same JSON without anything in it that a terminal would obey."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 def say(text: str) -> None:
     """A line of the result."""
-    typer.echo(text)
+    typer.echo(plain(text))
 
 
 def complain(text: str) -> None:
     """A line on standard error."""
-    typer.echo(text, err=True)
+    typer.echo(plain(text), err=True)
+
+
+class _PlainConsole(Console):
+    """Writes texts as `plain` has them; what rich itself tells the terminal stays."""
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        return super()._render_buffer(
+            segment if segment.control else Segment(plain(segment.text), segment.style) for segment in buffer
+        )
 
 
 def console() -> Console:
     """Standard output for tables."""
-    return Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
+    return _PlainConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
+
+
+def write_body(body: bytes) -> None:
+    """An answer on standard output: as it came, but for a terminal as `plain` has it."""
+    if sys.stdout.isatty():
+        say(body.decode(errors="replace").removesuffix("\n"))
+    else:
+        sys.stdout.buffer.write(body)
+        sys.stdout.flush()
+
+
+class PlainFormatter(logging.Formatter):
+    """Log lines of libraries, which quote what others say."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging.Formatter.format`."""
+        return plain(super().format(record))
+
+
+def plain_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor that does it to all fields."""
+    return {name: plain(value if isinstance(value, str) else repr(value)) for name, value in event.items()}
 
 
 def brief(text: str) -> str:
@@ -64,7 +122,7 @@ class Progress:
     def __init__(self, title: str) -> None:
         """``title`` stands before every text."""
         self._title = title
-        self._console = Console(stderr=True, highlight=False)
+        self._console = _PlainConsole(stderr=True, highlight=False)
         self._status: Status | None = None
         self._last = ""
 

@@ -19,8 +19,6 @@ _SHOWN: Final = frozenset(
     )
 )
 _OF_USERS: Final = ("log", "print")
-_CONTROL: Final = dict.fromkeys((*range(9), *range(11, 32), 127), "�")
-"""What user code logs must not move the cursor."""
 
 
 def show_line(console: Console, line: Mapping[str, Any]) -> None:
@@ -34,15 +32,15 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
     is_users = line.get("event") in _OF_USERS
     if is_users and line.get("event") == "log":
         text.append(f"{line.get('logger', '')}: ", style="bold")
-    text.append(_plain(line.get("message" if is_users else "event", "")), style=style)
+    text.append(_text(line.get("message" if is_users else "event", "")), style=style)
     for name, value in line.items():
         if name not in _SHOWN or (not is_users and name in ("message", "logger")):
             text.append(f" {name}=", style="dim")
-            text.append(_plain(value))
+            text.append(_text(value))
     console.print(text, soft_wrap=True)
     for name in ("exception", "stack", "traceback"):
         if line.get(name):
-            console.print(Text(_indented(_plain(line[name])), style="dim"), soft_wrap=True)
+            console.print(Text(_indented(_text(line[name])), style="dim"), soft_wrap=True)
 
 
 def who(line: Mapping[str, Any]) -> str:
@@ -60,9 +58,8 @@ def _time_of(line: Mapping[str, Any]) -> str:
     return clock[:12].rstrip("Z") or "-"
 
 
-def _plain(value: Any) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text.translate(_CONTROL)
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _indented(text: str) -> str:

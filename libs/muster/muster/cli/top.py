@@ -98,7 +98,7 @@ def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
     if once:
         output.print_json(document)
     else:
-        output.say(msgspec.json.encode(document).decode())
+        output.print_json_line(msgspec.json.encode(document).decode())
 
 
 def _shown(rows: Sequence[TopRow], load: LoadView) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -96,13 +97,13 @@ class UpReport:
 
     def tell(self, text: str) -> None:
         """One text on standard output."""
-        try:
+        # A closed terminal or pipe, where nobody reads any more, must not end a stack that serves.
+        with contextlib.suppress(OSError):
             output.say(text)
-        except OSError:
-            return  # nobody reads any more (a closed terminal or pipe); that must not end a stack that serves
 
     def _emit(self, event: str, **facts: Any) -> None:
-        self.tell(json.dumps({"event": event, **facts}, ensure_ascii=False))
+        with contextlib.suppress(OSError):
+            output.print_json_line(json.dumps({"event": event, **facts}, ensure_ascii=False))
 
     def _seen(self, path: str) -> str:
         return seen_from(self._directory, path)
