@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import msgspec
 import nats
-from nats.js.api import KeyValueConfig
 from nats.js.kv import KeyValue
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
@@ -25,6 +24,7 @@ from serve_common.subjects import Subjects, backend_key, endpoint_key
 from serve_common.values.endpoint_options import METHODS
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_controller.adapters.snapshot_bucket import bucket_config
 from tests.integration.bare_runner import RunOrder
 from tests.integration.nats_server import NatsServer
 
@@ -122,9 +122,7 @@ class BareStack:
             ending.push_async_callback(self.client.close)
             ending.push_async_callback(self._end_runners)
             await self.client.subscribe(Subjects().proxy_reports, cb=self._hear)
-            self.bucket = await self.client.jetstream().create_key_value(
-                KeyValueConfig(bucket=Subjects().bucket)
-            )
+            self.bucket = await self.client.jetstream().create_key_value(bucket_config(Subjects()))
             yield self
 
     async def _end_runners(self) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from nats.js.api import KeyValueConfig
 
 from muster.secrets import NATS_INCLUDE, generate
 from serve_common.adapters.nats_client import connect_nats
@@ -24,6 +23,7 @@ from serve_common.subjects import Subjects, backend_key, endpoint_key
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_controller.adapters.snapshot_bucket import bucket_config
 from serve_replica_host.replica.orders import StartOrder, encode
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,7 @@ class HandleStack:
         """One without replicas is scaled to zero."""
         client = await connect_nats(self.nats.settings("controller"), name="test", deadline_s=20.0)
         try:
-            bucket = await client.jetstream().create_key_value(KeyValueConfig(bucket=SUBJECTS.bucket))
+            bucket = await client.jetstream().create_key_value(bucket_config(SUBJECTS))
             for deployment, replicas in deployments.items():
                 backend_tag, endpoint_tag = BackendTag(deployment), EndpointTag(deployment)
                 endpoint = EndpointSnapshot(

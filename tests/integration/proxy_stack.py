@@ -16,7 +16,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import nats
-from nats.js.api import KeyValueConfig
 
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.settings import BusSettings, OperationsSettings
@@ -24,6 +23,7 @@ from serve_common.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
 from serve_common.values.http_options import HttpOptions
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
+from serve_controller.adapters.snapshot_bucket import bucket_config
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from tests.integration.fake_replica import FakeReplica
@@ -98,9 +98,7 @@ class Stack:
         await self.client.close()
 
     async def create_bucket(self) -> None:
-        self.bucket = await self.client.jetstream().create_key_value(
-            KeyValueConfig(bucket=self.subjects.bucket)
-        )
+        self.bucket = await self.client.jetstream().create_key_value(bucket_config(self.subjects))
 
     async def put(self, key: str, content) -> int:
         self.snapshot_id += 1

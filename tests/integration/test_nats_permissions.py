@@ -19,7 +19,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
-from nats.js.api import KeyValueConfig, StorageType
+from nats.js.api import ConsumerConfig
 from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 from nats.micro import ServiceConfig, add_service
@@ -27,12 +27,14 @@ from nats.micro.request import Request
 from nats.micro.service import EndpointConfig
 
 from muster.secrets import NATS_INCLUDE, NATS_ROLES, Secrets, generate
+from serve_common.adapters.bucket_watch import BucketWatch, Entries
 from serve_common.adapters.nats_client import connect_nats
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
 from serve_common.settings import BusSettings
 from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
 from serve_common.wires.views import EventView
 from serve_controller.adapters.event_stream import EventStream, recent_events
+from serve_controller.adapters.snapshot_bucket import bucket_config
 from tests.integration.nats_server import until_known
 
 pytestmark = pytest.mark.integration
@@ -46,6 +48,7 @@ HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
 HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
 KEY = f"$KV.{SUBJECTS.bucket}.endpoints.shop.digits"
+SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
 EVENT = SUBJECTS.event("goal", "g7")
 WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
 LOGGING = ("controller", "proxy", "host", "replica")
@@ -157,9 +160,7 @@ async def connect(server: Server) -> AsyncIterator[Connect]:
 async def bucket(connect: Connect) -> None:
     """The bucket with two keys, as the controller makes it."""
     controller = await connect("controller")
-    store = await controller.jetstream().create_key_value(
-        KeyValueConfig(bucket=SUBJECTS.bucket, storage=StorageType.FILE)
-    )
+    store = await controller.jetstream().create_key_value(bucket_config(SUBJECTS))
     await store.put("endpoints.shop.digits", b"one")
     await store.put("backends.shop.digits", b"two")
 
@@ -215,6 +216,7 @@ ALLOWED = [
     ("admin", "SUB", SUBJECTS.events),
     ("admin", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("admin", "SUB", "_INBOX.abc.*"),
+    *((role, "SUB", SUBJECTS.snapshots) for role in ("controller", "proxy", "replica", "client")),
     # whoever routes says that a backend is waited for, and the controller hears it
     *((role, "PUB", WAKE) for role in ("proxy", "replica", "client")),
     ("controller", "SUB", SUBJECTS.wakes),
@@ -240,6 +242,21 @@ DENIED = [
     *((role, "PUB", KEY) for role in ("proxy", "host", "replica", "client", "admin")),
     *((role, "PUB", HOST_GOAL) for role in ("proxy", "host", "replica", "client", "admin")),
     *((role, "PUB", SUBJECTS.leader) for role in ("proxy", "host", "replica", "client", "admin")),
+    # JetStream delivers past all permissions, so who routes may not tell it where to; and nobody forges what it says
+    *(
+        (role, "PUB", subject)
+        for role in ("proxy", "host", "replica", "client")
+        for subject in (
+            f"$JS.API.CONSUMER.CREATE.{STREAM}",
+            f"$JS.API.CONSUMER.CREATE.{STREAM}.name.x",
+            f"$JS.API.CONSUMER.DURABLE.CREATE.{STREAM}.name",
+            f"$JS.API.CONSUMER.MSG.NEXT.{STREAM}.name",
+            f"$JS.API.CONSUMER.LIST.{STREAM}",
+            "$JS.API.INFO",
+        )
+    ),
+    *((role, "PUB", SNAPSHOT) for role in ("controller", "proxy", "host", "replica", "client", "admin")),
+    *((role, "SUB", SUBJECTS.snapshots) for role in ("host", "admin")),
     # only the controller tells what happened, and only the admin hears it
     *((role, "PUB", EVENT) for role in ("proxy", "host", "replica", "client", "admin")),
     *((role, "SUB", EVENT) for role in ("proxy", "host", "replica", "client")),
@@ -338,29 +355,70 @@ async def test_every_role_has_its_own_password(server: Server, connect: Connect,
     assert [other for other in NATS_ROLES if server.password(other) == server.password(role)] == [role]
 
 
-@pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin", "controller"])
-async def test_readers_of_the_bucket_can_get_watch_and_hear_changes(
+@contextlib.asynccontextmanager
+async def watching(reader: Client) -> AsyncIterator[asyncio.Queue[Entries]]:
+    told: asyncio.Queue[Entries] = asyncio.Queue()
+    watch = BucketWatch(reader, SUBJECTS, lambda entries, _whole: told.put_nowait(dict(entries)))
+    watch.start()
+    try:
+        async with asyncio.timeout(30):
+            yield told
+    finally:
+        await watch.close()
+
+
+@pytest.mark.parametrize("role", ["proxy", "replica", "client", "controller"])
+async def test_who_routes_reads_the_bucket_and_hears_changes(
     connect: Connect, bucket: None, role: str
 ) -> None:
     controller = await connect("controller")
     reader = await connect(role)
-    store = await reader.jetstream(timeout=20).key_value(SUBJECTS.bucket)
-    assert (await store.get("endpoints.shop.digits")).value == b"one"
-    assert (await store.status()).values >= 2
-    watcher = await store.watchall()
-    assert (await next_of("backends.shop.digits", watcher)).value == b"two"
-    await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"three")
-    assert (await next_of("backends.shop.digits", watcher)).value == b"three"
-    await asyncio.wait_for(watcher.stop(), timeout=20)
+    async with watching(reader) as told:
+        entries = await told.get()
+        assert entries["endpoints.shop.digits"][1] == b"one"
+        assert entries["backends.shop.digits"][1] == b"two"
+        await (await controller.jetstream().key_value(SUBJECTS.bucket)).put("backends.shop.digits", b"three")
+        assert (await told.get())["backends.shop.digits"][1] == b"three"
     assert reader.last_error is None
 
 
-async def next_of(key: str, watcher: KeyValue.KeyWatcher) -> KeyValue.Entry:
-    """What the watcher tells next of ``key``; its word that it has told everything may come before what it tells."""
+async def test_the_admin_reads_the_bucket_with_the_tools_of_nats(connect: Connect, bucket: None) -> None:
+    admin = await connect("admin")
+    store = await admin.jetstream(timeout=20).key_value(SUBJECTS.bucket)
+    assert (await store.get("endpoints.shop.digits")).value == b"one"
+    watcher = await store.watchall()
+    assert {entry.key async for entry in until_all_is_told(watcher)} >= {"backends.shop.digits"}
+    await asyncio.wait_for(watcher.stop(), timeout=20)
+    assert admin.last_error is None
+
+
+async def until_all_is_told(watcher: KeyValue.KeyWatcher) -> AsyncIterator[KeyValue.Entry]:
+    """The watcher's own word that it has told everything may come before what it tells."""
     while True:
         entry = await watcher.updates(timeout=20)
-        if entry is not None and entry.key == key:
-            return entry
+        if entry is not None:
+            yield entry
+            if entry.delta == 0:
+                return
+
+
+@pytest.mark.parametrize("role", ["proxy", "host", "replica", "client"])
+async def test_nobody_lets_jetstream_speak_as_the_admin(connect: Connect, bucket: None, role: str) -> None:
+    """JetStream delivers past all permissions: a consumer's maker must be trusted."""
+    controller, attacker = await connect("controller"), await connect(role)
+    heard = await controller.subscribe(SUBJECTS.admin("shutdown"))
+    await until_known(controller)
+    consumer = ConsumerConfig(
+        deliver_subject=SUBJECTS.admin("shutdown"),
+        deliver_group="q",
+        headers_only=True,
+        durable_name="deputy",
+    )
+    with pytest.raises((nats.errors.TimeoutError, APIError)):
+        await attacker.jetstream(timeout=0.5).add_consumer(STREAM, consumer)
+    await refused(attacker)
+    await controller.flush()
+    assert heard.pending_msgs == 0
 
 
 async def refused(client: Client) -> None:
@@ -372,11 +430,11 @@ async def refused(client: Client) -> None:
 
 @pytest.mark.parametrize("role", ["proxy", "replica", "client", "admin"])
 async def test_readers_of_the_bucket_cannot_write_it(connect: Connect, bucket: None, role: str) -> None:
-    reader = await connect(role)
-    store = await reader.jetstream(timeout=20).key_value(SUBJECTS.bucket)
-    with pytest.raises((TimeoutError, NoRespondersError)):
-        await asyncio.wait_for(store.put("endpoints.shop.digits", b"forged"), timeout=0.3)
+    reader, controller = await connect(role), await connect("controller")
+    with pytest.raises((nats.errors.TimeoutError, NoRespondersError)):
+        await reader.request(KEY, b"forged", timeout=0.3)
     await refused(reader)
+    store = await controller.jetstream(timeout=20).key_value(SUBJECTS.bucket)
     assert (await store.get("endpoints.shop.digits")).value == b"one"
 
 
@@ -388,20 +446,15 @@ async def test_a_host_sees_no_snapshot(connect: Connect, bucket: None) -> None:
 
 
 async def test_a_big_snapshot_history_flows_to_a_slow_proxy(connect: Connect, bucket: None) -> None:
-    # Enough bytes that the server's flow control asks the reader before it goes on.
+    # More than one page of it, and than the sockets take at once.
     controller = await connect("controller")
     store = await controller.jetstream().key_value(SUBJECTS.bucket)
     for number in range(300):
         await store.put(f"backends.big.b{number}", bytes(20_000))
     proxy = await connect("proxy")
-    watcher = await (await proxy.jetstream(timeout=20).key_value(SUBJECTS.bucket)).watchall()
-    missing = {f"backends.big.b{number}" for number in range(300)}
-    while missing:
-        entry = await watcher.updates(timeout=20)
-        if entry is not None:
-            missing.discard(entry.key)
-        await asyncio.sleep(0)
-    await asyncio.wait_for(watcher.stop(), timeout=20)
+    async with watching(proxy) as told:
+        entries = await told.get()
+    assert all(entries[f"backends.big.b{number}"][1] == bytes(20_000) for number in range(300))
     assert proxy.last_error is None
 
 

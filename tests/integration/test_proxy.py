@@ -11,14 +11,14 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import nats
 import pytest
-from nats.js.errors import BucketNotFoundError
-from nats.js.kv import KeyValue
 
 from serve_common.adapters.bucket_watch import BucketWatch
+from serve_common.errors import BusUnavailable
 from serve_common.names import EndpointTag
 from serve_common.subjects import endpoint_key
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, Kind
@@ -98,17 +98,17 @@ async def iter_of(data: bytes):
 async def test_before_the_bucket_exists_the_proxy_is_not_ready_and_requests_wait(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = BucketWatch._existing_bucket
+    find = BucketWatch._state_of
     is_filled = False
 
-    async def find_filled(watch: BucketWatch) -> KeyValue:
+    async def find_filled(watch: BucketWatch) -> Any:
         """What is empty says that there is no route, and between its making and the first entry this bucket is."""
-        bucket = await find(watch)
+        stream = await find(watch)
         if not is_filled:
-            raise BucketNotFoundError
-        return bucket
+            raise BusUnavailable("not yet")
+        return stream
 
-    monkeypatch.setattr(BucketWatch, "_existing_bucket", find_filled)
+    monkeypatch.setattr(BucketWatch, "_state_of", find_filled)
     async with running_stack(server) as stack:
         ready = f"http://127.0.0.1:{stack.proxy.operations.port}/readyz"
         async with stack.session.get(ready) as response:

@@ -38,6 +38,8 @@ class Subjects:
         self.prefix: Final = check_name(prefix, "subject_prefix")
         self.bucket: Final = f"{prefix}-snapshots"
         """Name of the key-value bucket that carries snapshots."""
+        self.snapshots: Final = f"{prefix}.snapshot.>"
+        """Where the bucket's stream publishes anew whatever is put into it, by key."""
         self.admin_group: Final = f"{prefix}.admin"
         self.event_stream: Final = f"{prefix}-events"
         """Name of the stream that keeps events for a while."""

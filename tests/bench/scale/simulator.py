@@ -85,7 +85,7 @@ async def simulate(url: str, secrets: Secrets, hosts: int, proxies: int) -> None
     client = await connect_nats(settings, name="simulated watch", deadline_s=_CONNECT_WITHIN_S)
     host_fleet = HostFleet(bus_of_hosts, subjects, hosts, tally, started_at)
     proxy_fleet = ProxyFleet(bus_of_proxies, subjects, proxies, tally, started_at)
-    watch = BucketWatch(client, subjects.bucket, proxy_fleet.hear_bucket)
+    watch = BucketWatch(client, subjects, proxy_fleet.hear_bucket)
     watch.start()
     tasks = TaskOwner("simulator")
     tasks.start(Beat(host_fleet, proxy_fleet, tally).run(), "beat")

@@ -63,8 +63,8 @@ class BucketConnection:
                 )
             except BusUnavailable as error:
                 _log.warning("nats_unavailable", reason=str(error))
-        bucket = Subjects(self._settings.subject_prefix).bucket
-        self._watch = SnapshotWatch(self.client, bucket, self._listener)
+        subjects = Subjects(self._settings.subject_prefix)
+        self._watch = SnapshotWatch(self.client, subjects, self._listener)
         self._watch.start()
         return self.client
 

@@ -1,8 +1,12 @@
-"""Following a NATS key-value bucket without ever going silent.
+"""Following the bucket of snapshots without a JetStream consumer, and without ever going silent.
 
-Why not nats-py's watch alone: after the NATS server restarts, its ephemeral ordered consumer is gone and the watch
-stays silent for ever, without an error. So this one opens a new watch after every reconnect, and every few seconds
-compares its position with the bucket's last sequence. Each newly opened watch begins with everything the bucket holds.
+Why no consumer, as nats-py's watch has: JetStream sends what a consumer delivers wherever its maker says, past all
+permissions, so nobody but the controller may make one. The bucket's stream publishes every change anew instead
+(``republish``), and whoever begins to follow reads everything by batched direct gets (ADR-31), page by page.
+
+A change is told only if it follows in sequence on everything that was told before. Whatever does not (a message was
+lost, the stream was lost, restored or purged) is found by the next change or the next look at the stream, and then
+everything is read again.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from typing import Final
 import msgspec
 import structlog
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
-from nats.errors import TimeoutError as NatsTimeoutError
-from nats.js.kv import KeyValue
 
+from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
+from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.unreadable import UNREADABLE
 
 _log = structlog.get_logger()
 
@@ -29,35 +36,101 @@ POSITION_CHECK_S: Final = 2.0
 """How stale a silent watch can get before it is noticed."""
 _RETRY_WAIT_S: Final = 0.25
 _TIMEOUT_S: Final = 3.0
+"""Between a question and the next message that answers it."""
+_PAGE_MESSAGES: Final = 1_000
+_PAGE_BYTES: Final = 4 * 1024 * 1024
+_HEARD_MAX: Final = 10_000
+_HEARD_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Of changes that are kept while everything is read. Where more comes, it is read again."""
 
 Entries = Mapping[str, tuple[int, bytes | None]]
 """Revision and value by key; None for a deleted key."""
 OnEntries = Callable[[Entries, bool], None]
 """Told of changed entries; the second argument says that this is everything the bucket holds."""
-OpenBucket = Callable[[], Awaitable[KeyValue]]
+OpenBucket = Callable[[], Awaitable[None]]
+
+
+class _Change(msgspec.Struct, frozen=True):
+    """One message of the bucket's stream."""
+
+    key: str
+    sequence: int
+    previous: int
+    """The sequence of the message before it, as the server says: of the same key for one that was published anew."""
+    value: bytes | None
+
+
+class _State(msgspec.Struct):
+    last_seq: int = 0
+    num_subjects: int = 0
+    """As many keys, deleted ones too: the bucket keeps one message for each."""
+
+
+class _Stream(msgspec.Struct):
+    """What `$JS.API.STREAM.INFO` answers."""
+
+    created: str = ""
+    state: _State = msgspec.field(default_factory=_State)
+    error: dict[str, object] | None = None
+
+
+class _Answers:
+    """What comes in answer to one question, until ``is_last`` holds of a message."""
+
+    def __init__(self, is_last: Callable[[Msg], bool]) -> None:
+        self.messages: list[Msg] = []
+        self.came = asyncio.Event()
+        self.is_complete = False
+        self._is_last = is_last
+
+    async def take(self, message: Msg) -> None:
+        """For the library."""
+        self.messages.append(message)
+        self.is_complete = self.is_complete or self._is_last(message)
+        self.came.set()
+
+
+def _ends_page(message: Msg) -> bool:
+    """A status ends a page of direct gets; and what is not part of one is the only answer of an old server."""
+    return "Status" in _headers(message) or "Nats-Num-Pending" not in _headers(message)
+
+
+def _tells_state(message: Msg) -> bool:
+    """Where the stream is another account's, our own may answer, too, that it has no JetStream."""
+    return b'"err_code":10039' not in message.data.replace(b" ", b"")
+
+
+def _headers(message: Msg) -> Mapping[str, str]:
+    return message.headers or {}
 
 
 class BucketWatch:
-    """Tells a listener what a bucket holds, for ever."""
+    """Tells a listener what the bucket of snapshots holds, for ever."""
 
     def __init__(
-        self, client: Client, bucket: str, on_entries: OnEntries, open_bucket: OpenBucket | None = None
+        self, client: Client, subjects: Subjects, on_entries: OnEntries, open_bucket: OpenBucket | None = None
     ) -> None:
         """``open_bucket`` may create the bucket; by default a missing one is waited for."""
         self._client = client
-        self._bucket = bucket
+        self._bucket = subjects.bucket
+        self._snapshots: Final = subjects.snapshots
+        self._stream = f"KV_{subjects.bucket}"
         self._on_entries = on_entries
-        self._open_bucket = open_bucket or self._existing_bucket
-        self._reopen = asyncio.Event()
-        self._scope: asyncio.Timeout | None = None
-        self._owner = TaskOwner(f"bucket_watch {bucket}")
+        self._open_bucket = open_bucket
+        self._owner = TaskOwner(f"bucket_watch {subjects.bucket}")
+        self._subscription: Subscription | None = None
+        self._anew = asyncio.Event()
+        """Everything must be read again."""
+        self._created = ""
+        """When the stream was made from which this was read."""
         self._position = 0
-        self._keys: set[str] = set()
-        """Every key of which this watch has seen a value or a deletion; the bucket keeps one message for each."""
+        """Everything up to this sequence was told."""
+        self._keys: dict[str, int] = {}
+        """The sequence of what was told of each key last."""
+        self._heard: dict[int, _Change] | None = {}
+        """Changes by sequence that came while everything is read; None while each is told as it comes."""
+        self._heard_bytes = 0
         self._is_closed = False
-
-    async def _existing_bucket(self) -> KeyValue:
-        return await self._client.jetstream(timeout=_TIMEOUT_S).key_value(self._bucket)
 
     def start(self) -> None:
         """Begin to watch."""
@@ -66,24 +139,29 @@ class BucketWatch:
     async def close(self) -> None:
         """Stop watching."""
         self._is_closed = True
+        self._anew.set()
         await self._owner.close(timeout_s=_TIMEOUT_S)
+        if self._subscription is not None:
+            with contextlib.suppress(NatsError, OSError):  # with the connection it is gone anyway
+                await self._subscription.unsubscribe()
 
     def reopen(self) -> None:
-        """Open the watch anew, as is needed after every reconnect of the client."""
-        self._reopen.set()
-        if self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        """Read everything anew, as is needed after every reconnect of the client."""
+        if self._heard is None:
+            self._heard, self._heard_bytes = {}, 0
+        self._anew.set()
 
     async def _run(self) -> None:
         failures = 0
-        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for entries, loses a
-        # cancellation that comes together with an entry.
+        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for answers, loses a
+        # cancellation that comes together with one.
         while not self._is_closed:
-            self._reopen.clear()
+            self._anew.clear()
             try:
-                await self._watch_once()
+                await self._read()
                 failures = 0
-            except (NatsError, OSError, TimeoutError) as error:
+                await self._follow()
+            except (NatsError, OSError, TimeoutError, BusUnavailable, *UNREADABLE) as error:
                 failures += 1
                 if failures in (1, 20):
                     _log.warning(
@@ -96,103 +174,176 @@ class BucketWatch:
                 _log.exception("bucket_watch_failed", bucket=self._bucket, failures=failures)
             await asyncio.sleep(_RETRY_WAIT_S)
 
-    async def _watch_once(self) -> None:
-        """Open a watch and follow it until it must be opened anew."""
+    async def _read(self) -> None:
+        """Read everything and tell it, with the changes that came meanwhile."""
+        self._heard, self._heard_bytes = {}, 0  # what came before is in the stream by now
         async with asyncio.timeout(2 * _TIMEOUT_S):
-            bucket = await self._open_bucket()
-            last, messages = await self._state_of(bucket)
-            watcher = await bucket.watchall()
-        try:
-            # Everything up to ``last`` is in what the watch begins with, or was purged from the bucket.
-            await self._read_whole(watcher, last, is_empty=messages == 0)
-            await self._follow_until_reopened(bucket, watcher)
-        finally:
-            try:
-                async with asyncio.timeout(1.0):
-                    await watcher.stop()
-            except (NatsError, OSError, TimeoutError) as error:
-                # Its consumer may be gone with the server; the server forgets it by itself.
-                _log.debug("bucket_watch_stop_failed", bucket=self._bucket, error=repr(error))
-
-    async def _read_whole(self, watcher: KeyValue.KeyWatcher, position: int, *, is_empty: bool) -> None:
+            if self._subscription is None:
+                self._subscription = await self._client.subscribe(self._snapshots, cb=self._hear)
+            if self._open_bucket is not None:
+                await self._open_bucket()
+            stream = await self._state_of()
         entries: dict[str, tuple[int, bytes | None]] = {}
-        self._keys.clear()
-        is_told_early = is_last = False
-        while not is_last:
-            entry = await watcher.updates(timeout=_TIMEOUT_S)
-            if entry is None:
-                # The library also says that this was everything when the server has sent all and nothing has come yet,
-                # for what is sent and that it was sent come on two ways. Then the last entry says that it is the last.
-                if is_empty or entries:
-                    break
-                is_told_early = True
-                continue
-            is_last = is_told_early and entry.delta == 0
-            position = max(position, entry.revision or 0)
-            self._keys.add(entry.key)
-            value = None if entry.operation is not None else entry.value or b""
-            entries[entry.key] = (entry.revision or 0, value)
-            if self._is_closed:
-                return
-        self._position = position
+        # A key that was changed before its page was read, and after the last one, is not among what was read; then its
+        # change was heard.
+        position = await self._read_pages(entries)
+        if position == self._position and stream.created == self._created:
+            # Read to the same end again, so that what was behind it was purged, and is not late.
+            position = max(position, stream.state.last_seq)
+        for sequence, change in sorted(self._heard.items()):
+            if sequence == position + 1:
+                entries[change.key] = (sequence, change.value)
+                position = sequence
+            elif sequence > position:
+                raise BusUnavailable(f"the change {position + 1} of the bucket was not heard")
+        if len(entries) < stream.state.num_subjects:
+            raise BusUnavailable(f"of {stream.state.num_subjects} keys {len(entries)} could be read")
+        if self._is_closed or self._anew.is_set():
+            return
+        self._created, self._position = stream.created, position
+        self._keys = {key: sequence for key, (sequence, _) in entries.items()}
+        self._heard = None
         self._on_entries(entries, True)  # noqa: FBT003 - see OnEntries
 
-    async def _follow_until_reopened(self, bucket: KeyValue, watcher: KeyValue.KeyWatcher) -> None:
-        try:
-            async with asyncio.timeout(None) as self._scope:
-                if not self._reopen.is_set():
-                    await self._follow(bucket, watcher)
-        except TimeoutError:
-            if not self._reopen.is_set():
-                raise
-        finally:
-            self._scope = None
+    async def _read_pages(self, entries: dict[str, tuple[int, bytes | None]]) -> int:
+        """Fill ``entries``; returns the last sequence that was read, 0 for none."""
+        position = 0
+        while True:
+            *messages, end = await self._page(position + 1)
+            for message in messages:
+                change = self._change_of(message)
+                if change is None or change.sequence <= position:
+                    raise BusUnavailable("a direct get was answered by what was not asked for")
+                position = change.sequence
+                entries[change.key] = (position, change.value)
+            headers = _headers(end)
+            if headers.get("Status") == "404" or headers.get("Nats-Num-Pending") == "0":
+                return position
+            if headers.get("Status") != "204" or not messages:
+                raise BusUnavailable(
+                    f"the bucket cannot be read: {dict(headers)} (it must allow direct gets, "
+                    "and nats-server be 2.11 or newer)"
+                )
 
-    async def _follow(self, bucket: KeyValue, watcher: KeyValue.KeyWatcher) -> None:
-        """Hand on every entry; return when the watch turns out to be out of step with the bucket."""
-        loop = asyncio.get_running_loop()
+    async def _page(self, sequence: int) -> list[Msg]:
+        """The next messages of the stream, beginning with ``sequence``, and the one that ends them."""
+        request = {
+            "seq": sequence,
+            "next_by_subj": f"$KV.{self._bucket}.>",
+            "batch": _PAGE_MESSAGES,
+            "max_bytes": _PAGE_BYTES,
+        }
+        subject = f"$JS.API.DIRECT.GET.{self._stream}"
+        return await self._ask(subject, msgspec.json.encode(request), _ends_page)
+
+    async def _ask(self, subject: str, request: bytes, is_last: Callable[[Msg], bool]) -> list[Msg]:
+        answers = _Answers(is_last)
+        inbox = self._client.new_inbox()
+        subscription = await self._client.subscribe(inbox, cb=answers.take)
+        try:
+            await self._client.publish(subject, request, reply=inbox)
+            while not answers.is_complete:
+                answers.came.clear()
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await answers.came.wait()
+        finally:
+            await subscription.unsubscribe()
+        return answers.messages
+
+    async def _follow(self) -> None:
+        """Compare the position with the stream's now and then, until everything must be read again."""
         behind_at: int | None = None
-        check_at = loop.time() + POSITION_CHECK_S
-        while not self._is_closed and not self._reopen.is_set():
-            wait_s = check_at - loop.time()
-            if wait_s > 0:
-                # Nothing new in time: the position is checked below.
-                with contextlib.suppress(NatsTimeoutError, TimeoutError):
-                    self._hear(await watcher.updates(timeout=wait_s))
-                continue
+        while not self._anew.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POSITION_CHECK_S):
+                    await self._anew.wait()
+                return
             position, count = self._position, len(self._keys)
-            last, messages = await self._state_of(bucket)
-            # Behind once, an entry may be under way; behind twice at the same place, it will not come. And fewer
-            # messages than keys mean that some were purged, of which a watch is told nothing.
-            is_stuck = last > position and behind_at == position
-            if last < self._position or messages < count or is_stuck:
+            stream = await self._state_of()
+            last = stream.state.last_seq
+            # Behind once, a change may be under way; behind twice at the same place, it will not come. And fewer
+            # keys than were told mean that some were purged, of which nothing is published.
+            is_stuck = last > self._position and behind_at == self._position
+            is_other = stream.created != self._created or last < position or stream.state.num_subjects < count
+            if is_other or is_stuck:
                 _log.warning("bucket_watch_out_of_step", bucket=self._bucket, position=position, last=last)
                 return
-            behind_at = position if last > position else None
-            check_at = loop.time() + POSITION_CHECK_S
+            behind_at = self._position if last > self._position else None
 
-    def _hear(self, entry: KeyValue.Entry | None) -> None:
-        if entry is None:
+    async def _hear(self, message: Msg) -> None:
+        """For the library: what the stream published anew."""
+        try:
+            change = self._change_of(message)
+            if change is None or message.subject != self._snapshots.replace(">", change.key):
+                # Anybody may let JetStream answer a question of his into these subjects; that is not what changed.
+                _log.debug("bucket_watch_foreign_message", subject=message.subject)
+            elif self._heard is not None:
+                self._keep(self._heard, change)
+            else:
+                self._follow_up(change)
+        except Exception:  # noqa: BLE001 - logged, and begun anew, as in `_run`
+            _log.exception("bucket_watch_failed", bucket=self._bucket)
+            self.reopen()
+
+    def _keep(self, heard: dict[int, _Change], change: _Change) -> None:
+        self._heard_bytes += len(change.value or b"")
+        if len(heard) >= _HEARD_MAX or self._heard_bytes > _HEARD_BYTES_MAX:
+            heard.clear()
+            self._heard_bytes = 0
+            self._anew.set()
             return
-        self._position = max(self._position, entry.revision or 0)
-        self._keys.add(entry.key)
-        value = None if entry.operation is not None else entry.value or b""
-        self._on_entries({entry.key: (entry.revision or 0, value)}, False)  # noqa: FBT003 - see OnEntries
+        heard[change.sequence] = change
 
-    async def _state_of(self, bucket: KeyValue) -> tuple[int, int]:
-        """The bucket's last sequence, and how many messages it holds."""
-        async with asyncio.timeout(_TIMEOUT_S):
-            status = await bucket.status()
-        state = status.stream_info.state
-        return int(state.last_seq), int(state.messages)
+    def _follow_up(self, change: _Change) -> None:
+        known = self._keys.get(change.key, 0)
+        if change.sequence == known:
+            return  # as if it were published again by whoever may read it
+        if change.sequence != self._position + 1 or change.previous != known:
+            _log.warning(
+                "bucket_watch_out_of_step",
+                bucket=self._bucket,
+                position=self._position,
+                heard=change.sequence,
+            )
+            self.reopen()
+            assert self._heard is not None
+            self._keep(self._heard, change)
+            return
+        self._position = self._keys[change.key] = change.sequence
+        self._on_entries({change.key: (change.sequence, change.value)}, False)  # noqa: FBT003 - see OnEntries
+
+    def _change_of(self, message: Msg) -> _Change | None:
+        """None for what JetStream did not make of a message of this bucket."""
+        headers = _headers(message)
+        prefix = f"$KV.{self._bucket}."
+        subject = headers.get("Nats-Subject", "")
+        if headers.get("Nats-Stream") != self._stream or not subject.startswith(prefix):
+            return None
+        is_deleted = "KV-Operation" in headers or "Nats-Marker-Reason" in headers
+        return _Change(
+            key=subject.removeprefix(prefix),
+            sequence=int(headers.get("Nats-Sequence", "0")),
+            previous=int(headers.get("Nats-Last-Sequence", "0")),
+            value=None if is_deleted else message.data,
+        )
+
+    async def _state_of(self) -> _Stream:
+        """What the stream is by now. Raises `BusUnavailable` where there is none."""
+        answers = await self._ask(f"$JS.API.STREAM.INFO.{self._stream}", b"", _tells_state)
+        if "Status" in _headers(answers[-1]):
+            raise BusUnavailable("JetStream does not answer")
+        stream = msgspec.json.decode(answers[-1].data, type=_Stream)
+        if stream.error is not None:
+            raise BusUnavailable(f"the bucket is not there: {stream.error}")
+        return stream
 
 
 class SnapshotWatch:
     """A `BucketWatch` whose values are snapshots; a value that cannot be understood is left out and logged."""
 
-    def __init__(self, client: Client, bucket: str, listener: SnapshotListener) -> None:
+    def __init__(self, client: Client, subjects: Subjects, listener: SnapshotListener) -> None:
         self._listener = listener
-        self._watch = BucketWatch(client, bucket, self._hear)
+        self._watch = BucketWatch(client, subjects, self._hear)
         self._decoder = msgspec.json.Decoder(Snapshot)
 
     def start(self) -> None:

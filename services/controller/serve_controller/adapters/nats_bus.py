@@ -62,7 +62,7 @@ class NatsBus:
         self._client = client
         self._subjects = subjects
         self._version = version
-        self._bucket = SnapshotBucket(client, subjects.bucket, self._hear_bucket)
+        self._bucket = SnapshotBucket(client, subjects, self._hear_bucket)
         self._service: AdminService | None = None
         self._listener: Listener | None = None
         self._events: EventStream | None = None
