@@ -412,7 +412,7 @@ async def test_nobody_lets_jetstream_speak_as_the_admin(connect: Connect, bucket
         deliver_subject=SUBJECTS.admin("shutdown"),
         deliver_group="q",
         headers_only=True,
-        durable_name="deputy",
+        name="deputy",
     )
     with pytest.raises((nats.errors.TimeoutError, APIError)):
         await attacker.jetstream(timeout=0.5).add_consumer(STREAM, consumer)
