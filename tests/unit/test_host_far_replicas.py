@@ -16,7 +16,7 @@ from ray.exceptions import ActorUnavailableError
 
 from serve_common.adapters.system_clock import SystemClock
 from serve_replica_host.adapters.far_replicas import FETCH_EVERY_S, FarReplica
-from serve_replica_host.adapters.metrics_files import MetricsFiles
+from serve_replica_host.adapters.metrics_files import FarFiles, MetricsFiles
 from serve_replica_host.replica import fetched as fetched_module
 from serve_replica_host.replica.fetched import Fetched, Hello, KeptLines, encode_fetched, read_files
 from serve_replica_host.replica.host_place import HostPlace
@@ -45,6 +45,7 @@ class FarWorld:
         self.directory = directory / "host"
         self.files = MetricsFiles(self.directory)
         self.files.clean()
+        self.far_files = FarFiles(self.directory)
         self.asked: list[tuple[bool, Future[bytes]]] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.written: list[bytes] = []
@@ -52,7 +53,7 @@ class FarWorld:
         self.far = FarReplica(
             self,
             HELLO,
-            self.files,
+            self.far_files,
             self,  # type: ignore[arg-type]
             post=lambda call, *arguments: call(*arguments),
             call_later=lambda delay_s, call, *arguments: self.timers.append(
@@ -159,7 +160,7 @@ def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(
     assert world.shown() == {"requests_total": 9.0}
     assert world.written == [b"last\n", b"said before\n"]
     assert len(world.asked) == 1
-    assert sorted(path.name for path in world.directory.iterdir()) == ["counter_retired.db"]
+    assert list(world.directory.iterdir()) == []
 
 
 def test_an_answer_after_the_end_brings_no_file_back(world: FarWorld, tmp_path: Path) -> None:
@@ -210,14 +211,14 @@ def test_files_of_processes_that_a_replica_has_forked_are_kept_apart_and_folded_
 def test_what_is_no_file_of_metrics_is_not_written(world: FarWorld, tmp_path: Path, name: str) -> None:
     good = written(tmp_path / "far", 7, 5.0)["counter_7.db"]
 
-    world.files.put(world.far.process, {name: good, "counter_7.db": good[:-1], "counter_8.db": b""})
+    world.far_files.put(world.far.process, {name: good, "counter_7.db": good[:-1], "counter_8.db": b""})
 
     assert list(world.directory.iterdir()) == []
 
 
 def test_equal_pids_on_two_machines_are_two_processes(world: FarWorld, tmp_path: Path) -> None:
     written(world.directory, 7, 1.0)
-    world.files.put("abc-7", written(tmp_path / "far", 7, 5.0))
+    world.far_files.put("abc-7", written(tmp_path / "far", 7, 5.0))
     assert world.shown()["requests_total"] == 6.0
 
     world.files.retire("7")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
+from serve_replica_host.adapters import metrics_files
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 
 
@@ -48,16 +54,13 @@ def test_folding_keeps_totals_and_drops_live_gauges(tmp_path: Path) -> None:
     assert (before[("in_flight", "a")], after[("in_flight", "a")]) == (6.0, 3.0)
 
 
-def test_however_many_processes_end_the_number_of_files_stays_the_same(tmp_path: Path) -> None:
+def test_however_many_processes_end_no_file_stays(tmp_path: Path) -> None:
     files = MetricsFiles(tmp_path)
     for pid in range(1, 51):
         _process(tmp_path, pid, 1.0)
         files.retire(str(pid))
 
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "counter_retired.db",
-        "histogram_retired.db",
-    ]
+    assert list(tmp_path.iterdir()) == []
     assert _values(files)[("requests_total", "200")] == 50.0
 
 
@@ -104,6 +107,7 @@ from prometheus_client import generate_latest
 from serve_common.loop_lag import LoopLag
 from serve_common.wires.host import ReplicaStatus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
+from serve_replica_host.adapters import metrics_files
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 metrics = PrometheusHostMetrics(
     MetricsFiles(Path(sys.argv[1])), "host-1", LoopLag(), {"control": lambda: True}
@@ -255,3 +259,114 @@ def test_two_deployments_that_use_one_name_for_two_things_do_not_break_the_page(
     registry = CollectorRegistry()
     registry.register(MetricsFiles(tmp_path))
     assert b"mine" in generate_latest(registry)
+
+
+def _raw(*entries: tuple[bytes, float], used: int | None = None) -> bytes:
+    """A file of metrics as anybody may write it."""
+    body = b""
+    for key, value in entries:
+        padded = key + b" " * (8 - (len(key) + 4) % 8)
+        body += struct.pack(f"i{len(padded)}sdd", len(key), padded, value, 0.0)
+    return struct.pack("ii", len(body) + 8 if used is None else used, 0) + body
+
+
+def _key(name: str = "mine", metric: object = None, labels: object = None, text: object = "Help") -> bytes:
+    return json.dumps([metric or name, name, {} if labels is None else labels, text]).encode()
+
+
+BAD_FILES = {
+    "used_beyond_the_end": _raw((_key(), 1.0), used=2**30),
+    "used_negative": _raw((_key(), 1.0), used=-8),
+    "used_small": _raw((_key(), 1.0), used=3),
+    "length_that_goes_back": struct.pack("iiiddd", 8 + 4 + 24, 0, -24, 0.0, 0.0, 0.0),
+    "length_beyond_the_end": struct.pack("iii", 8 + 4, 0, 2**31 - 1),
+    "no_json": _raw((b"{", 1.0)),
+    "no_utf8": _raw((b"\xff\xfe", 1.0)),
+    "deep_json": _raw((b"[" * 10_000, 1.0)),
+    "three_parts": _raw((b'["a", "a", {}]', 1.0)),
+    "a_number_for_a_name": _raw((b'[1, 2, {}, "h"]', 1.0)),
+    "a_name_with_a_line_end": _raw((_key("a\nserve_host_info 5"), 1.0)),
+    "labels_in_a_list": _raw((_key(labels=["a"]), 1.0)),
+    "a_label_of_numbers": _raw((_key(labels={"a": 1}), 1.0)),
+    "a_label_with_a_bad_name": _raw((_key(labels={'a="': "1"}), 1.0)),
+    "a_half_of_a_character": _raw((_key(labels={"a": "\ud800"}), 1.0)),
+    "too_many_labels": _raw((_key(labels={f"l{n}": "v" for n in range(100)}), 1.0)),
+    "a_bucket_without_a_number": _raw((_key("mine_bucket", "mine", {"le": "x"}), 1.0)),
+    "a_total_that_is_no_number": _raw((_key(), float("nan"))),
+    "an_endless_total": _raw((_key(), float("inf"))),
+    "what_the_host_says_of_itself": _raw((_key("serve_host_info", labels={"host_id": "host-2"}), 1.0)),
+    "how_replicas_failed": _raw((_key("serve_replica_failures_total"), 1.0)),
+}
+
+
+@pytest.mark.parametrize("kind", ["counter", "histogram", "gauge_livesum"])
+@pytest.mark.parametrize("bad", BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_a_file_that_no_replica_of_ours_writes_is_left_out_and_spoils_nothing(
+    tmp_path: Path, bad: bytes, kind: str
+) -> None:
+    _process(tmp_path, 11, 5.0)
+    (tmp_path / f"{kind}_12.db").write_bytes(bad)
+    files = MetricsFiles(tmp_path)
+    if kind.startswith("gauge") and bad in (
+        BAD_FILES["a_total_that_is_no_number"],
+        BAD_FILES["an_endless_total"],
+    ):
+        return  # gauges may be anything
+    registry = CollectorRegistry()
+    registry.register(files)
+
+    page = generate_latest(registry).decode()
+
+    assert 'requests_total{code="200"} 5.0' in page
+    assert files.left_out == 1
+    assert "host-2" not in page
+    files.retire("12")
+    assert _values(files)[("requests_total", "200")] == 5.0
+    assert files.left_out == 0
+
+
+def test_links_and_pipes_are_not_opened(tmp_path: Path) -> None:
+    directory = tmp_path / "metrics"
+    files = MetricsFiles(directory)
+    files.clean()
+    _write(tmp_path / "outside.db", "stolen", {"200": 1.0})
+    (directory / "counter_1.db").symlink_to(tmp_path / "outside.db")
+    os.mkfifo(directory / "counter_2.db")
+    (directory / "counter_3.db").mkdir()
+
+    assert _values(files) == {}
+    assert files.left_out == 3
+
+
+def test_files_take_no_more_memory_than_is_allowed_and_the_largest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_files, "PAGE_BYTES_MAX", 200_000)
+    _process(tmp_path, 11, 5.0)
+    entries = [(_key(labels={"a": str(number)}), 1.0) for number in range(5_000)]
+    (tmp_path / "counter_12.db").write_bytes(_raw(*entries))
+    sparse = tmp_path / "counter_13.db"
+    sparse.write_bytes(_raw(used=2**31 - 1))
+    os.truncate(sparse, 2**31)
+    files = MetricsFiles(tmp_path)
+
+    assert _values(files)[("requests_total", "200")] == 5.0
+    assert files.left_out == 2
+
+
+def test_no_garbage_breaks_the_page(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    _process(tmp_path, 11, 5.0)
+    files = MetricsFiles(tmp_path)
+    registry = CollectorRegistry()
+    registry.register(files)
+    good = bytearray((tmp_path / "counter_11.db").read_bytes()[:400])
+    for _ in range(500):
+        bad = bytearray(good)
+        for _ in range(rng.randrange(1, 8)):
+            bad[rng.randrange(len(bad))] = rng.choice((0, 255, 34, rng.randrange(256)))
+        (tmp_path / "counter_12.db").write_bytes(bad[: rng.choice((len(bad), rng.randrange(len(bad))))])
+        page = generate_latest(registry)
+        assert b"in_flight" in page

@@ -96,7 +96,7 @@ def test_a_full_disk_ends_no_process_and_no_count_is_lost(disk: SmallDisk, is_fu
         replica.end()
 
 
-def test_totals_of_an_ended_process_wait_for_room_and_are_counted_once(disk: SmallDisk) -> None:
+def test_totals_of_an_ended_process_need_no_room_and_are_counted_once(disk: SmallDisk) -> None:
     replica, files = Replica(disk.root), MetricsFiles(disk.root)
     try:
         replica.count(300)
@@ -108,8 +108,5 @@ def test_totals_of_an_ended_process_wait_for_room_and_are_counted_once(disk: Sma
     for _ in range(3):
         files.retire(str(replica.process.pid))
         assert counted(files) == before
-    assert not list(disk.root.glob("gauge_*"))
-    disk.free()
-    assert counted(files) == before
-    assert sorted(file.name for file in disk.root.iterdir()) == ["counter_retired.db", "histogram_retired.db"]
+    assert not list(disk.root.glob("*.db"))
     assert len(before) == 300

@@ -1,6 +1,7 @@
 """The replica host as a process: ``python -m serve_replica_host``.
 
-Why the late imports: prometheus_client and Ray look at the environment when they are imported, and no later.
+Why the late import: prometheus_client looks at the environment when it is imported, and no later. And Ray's process has
+begun to start by then, which takes longest.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import structlog
 from serve_common.adapters.logs import configure_logs
 from serve_common.errors import BadField
 from serve_common.settings import Environment
-from serve_replica_host.adapters.ray_environment import prepare_ray_environment
+from serve_replica_host.adapters.log_socket import LogSocket
+from serve_replica_host.adapters.ray_process import RayProcess, ray_settings
 from serve_replica_host.settings import read_host_settings
 
 
@@ -25,17 +27,21 @@ def main() -> int:
     """Run until told to stop. The exit status: 2 for bad settings, else as `run_host`."""
     try:
         settings = read_host_settings(Environment())
-        prepare_ray_environment(Path(settings.ray_temp_dir), is_local=settings.ray_address is None)
         Path(settings.metrics_dir).mkdir(parents=True, exist_ok=True)
+        log_socket = LogSocket(Path(settings.ray_temp_dir))
+        no_logs = log_socket.bind()
+        runtime = RayProcess(ray_settings(settings, "" if no_logs else str(log_socket.path)))
     except (BadField, OSError) as error:
         sys.stderr.write(f"serve_replica_host: {error}\n")
         return 2
     logs = configure_logs("replica-host", host_id=settings.host_id)
+    if no_logs:
+        structlog.get_logger(__name__).warning("no_log_socket", reason=no_logs)
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = settings.metrics_dir
     from serve_replica_host.wiring import run_host  # noqa: PLC0415 - see above
 
     try:
-        return asyncio.run(run_host(settings, logs))
+        return asyncio.run(run_host(settings, logs, runtime, log_socket))
     except Exception as error:  # noqa: BLE001 - no end may be silent
         structlog.get_logger(__name__).critical("host_ended_by_an_error", exc_info=error)
         return 1
@@ -44,7 +50,7 @@ def main() -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """End without the interpreter's own teardown, in which Ray's threads now and then abort the process."""
+    """End without the interpreter's own teardown, which would wait for threads that hang."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # such as of a full disk
             stream.flush()

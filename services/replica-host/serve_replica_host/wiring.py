@@ -29,8 +29,7 @@ from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.adapters.ray_runtime import RayRuntime
-from serve_replica_host.adapters.ray_session import RaySettings
+from serve_replica_host.adapters.ray_process import RayProcess
 from serve_replica_host.settings import HostSettings
 from serve_replica_host.shell.host import HostShell
 
@@ -41,18 +40,16 @@ STARTS_MIN: Final = 4
 """Processes that may start at once on the smallest machine; on others it is two for each processor."""
 
 
-async def run_host(settings: HostSettings, logs: LogRelay) -> int:
+async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, log_socket: LogSocket) -> int:
     """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure.
 
-    ``logs`` are published.
+    ``logs`` are published. ``runtime`` is starting, and is closed in the end; so is ``log_socket``, which is bound.
     """
     loop = asyncio.get_running_loop()
     files = MetricsFiles(Path(settings.metrics_dir))
     files.clean()
     lag = LoopLag()
     metrics = PrometheusHostMetrics(files, settings.host_id, lag, {"control": lambda: bus.is_connected})
-    # Ray's own processes would write files beside the replicas' if they inherited this.
-    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
     failures: list[str] = []
     stop = asyncio.Event()
 
@@ -64,13 +61,6 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         metrics.count_reconnect()
         shell.report_now()
 
-    log_socket = LogSocket(Path(settings.ray_temp_dir), settings.host_id, logs.write_through)
-    runtime = RayRuntime(
-        _ray_settings(settings),
-        lambda event: shell.take_event(event),  # noqa: PLW0108 - made below
-        files=files,
-        write_lines=log_socket.take,
-    )
     bus = ControlBus(
         settings.bus,
         settings.host_id,
@@ -108,26 +98,27 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
         ping=bus.ping,
         silent_after_s=settings.operations.unhealthy_after_s,
     )
+    silent_after_s = settings.operations.unhealthy_after_s
     operations = OperationsServer(
         settings.operations,
         metrics.registry,
         why_not_ready=why_not_ready,
-        why_not_healthy=pulse.why_not_healthy,
+        why_not_healthy=lambda: pulse.why_not_healthy() or runtime.why_not_healthy(silent_after_s),
     )
     _listen_for_signals(stop)
     tasks = TaskOwner("host", on_failure=on_failure)
     try:
         await operations.start()
         _log.info("operations_port", host=settings.operations.host, port=operations.port)
-        log_socket.open()
-        await runtime.open()
-        _listen_for_signals(stop)  # Ray has put a handler of its own in place, which prints a stack trace
+        log_socket.open(logs.write_through)
+        await runtime.open(shell.take_event, lambda: shell.backlog)
         is_ray_up = True
         tasks.start(bus.run(), "control_bus")
         tasks.start(pulse.run(), "pulse")
+        tasks.start(runtime.watch(), "ray_watch")
         tasks.start(lag.run(), "loop_lag")
         tasks.start(_leave_when(stop, shell, settings.drain_timeout_s), "leave")
-        await shell.run()
+        await _run_with(runtime, shell)
     except (ServeError, OSError) as error:
         _log.error("host_failed", exc_info=error)
         failures.append(str(error))
@@ -141,6 +132,17 @@ async def run_host(settings: HostSettings, logs: LogRelay) -> int:
     return 1 if failures else 0
 
 
+async def _run_with(runtime: RayProcess, shell: HostShell) -> None:
+    """Until the host has left, or its runtime is gone: then raises `RayUnavailable`."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            taking = group.create_task(runtime.run(), name="ray_runtime")
+            await shell.run()
+            taking.cancel()
+    except ExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+
+
 def _listen_for_signals(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,17 +152,3 @@ def _listen_for_signals(stop: asyncio.Event) -> None:
 async def _leave_when(stop: asyncio.Event, shell: HostShell, timeout_s: float) -> None:
     await stop.wait()
     shell.leave(timeout_s)
-
-
-def _ray_settings(settings: HostSettings) -> RaySettings:
-    return RaySettings(
-        temp_dir=settings.ray_temp_dir,
-        address=settings.ray_address,
-        num_cpus=settings.num_cpus,
-        replica_bus=settings.replica_bus,
-        app_root=settings.app_root,
-        metrics_dir=settings.metrics_dir,
-        host_id=settings.host_id,
-        spare_replicas=settings.spare_replicas,
-        tracing={} if settings.tracing is None else settings.tracing.variables,
-    )

@@ -16,9 +16,9 @@ from typing import Final, final
 import msgspec
 import psutil
 
-from muster.embedded import guardian
 from muster.embedded.options import CHECKOUT
 from muster.embedded.process import describe_exit
+from serve_common import guardian
 from tests.bench.scale.servers import Servers
 from tests.bench.scale.sizes import Size
 from tests.bench.scale.tally import Tally

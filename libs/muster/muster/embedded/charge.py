@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from muster.embedded import guardian, leftovers, logfiles
+from muster.embedded import leftovers, logfiles
 from muster.embedded.errors import StackFailed, StartFailed
 from muster.embedded.process import (
     PROCESS_MARK,
@@ -28,6 +28,7 @@ from muster.embedded.process import (
     backoff_s,
     describe_exit,
 )
+from serve_common import guardian
 from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger()

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 
 import structlog
 
-from muster.embedded import guardian, leftovers, logfiles
+from muster.embedded import leftovers, logfiles
 from muster.embedded.charge import KILL_WAIT_S, Charge
 from muster.embedded.errors import StartFailed
 from muster.embedded.process import OnEvent, ProcessSpec, RunningProcess
+from serve_common import guardian
 from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from typing import Any, Final, TextIO, cast, final
 
 import structlog
@@ -50,6 +51,13 @@ def configure_logs(service: str, **ids: str) -> LogRelay:
 def configure_replica_logs(relay: LogRelay, **ids: str) -> None:
     """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
     _configure(relay, "replica", ids)
+
+
+def configure_child_logs(service: str, write: Callable[[bytes], None], **ids: str) -> LogRelay:
+    """Send all logs of a process that a service has started to ``write``, which takes whole lines."""
+    relay = LogRelay(write, {"service": service, **ids}, SystemClock())
+    _configure(relay, service, ids)
+    return relay
 
 
 def _configure(relay: LogRelay, service: str, ids: dict[str, str]) -> None:

@@ -68,5 +68,20 @@ HOST_RECONNECTS: Final = MetricSpec(
     unit="reconnects",
     exporters=_HERE,
 )
+METRICS_FILES_LEFT_OUT: Final = MetricSpec(
+    name="serve_host_metrics_files_left_out",
+    kind=MetricKind.GAUGE,
+    text="Files of replicas' metrics of which something is not on this page: unreadable, too large, or with names "
+    "that are the host's own. Above 0 some replica's code writes what it should not.",
+    unit="files",
+    exporters=_HERE,
+)
 
-HOST_METRICS: Final = (HOST_INFO, HOST_REPLICAS, START_SECONDS, REPLICA_ENDS, HOST_RECONNECTS)
+HOST_METRICS: Final = (
+    HOST_INFO,
+    HOST_REPLICAS,
+    START_SECONDS,
+    REPLICA_ENDS,
+    HOST_RECONNECTS,
+    METRICS_FILES_LEFT_OUT,
+)

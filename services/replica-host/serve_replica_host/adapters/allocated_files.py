@@ -31,11 +31,9 @@ _Library: Final[Any] = MmapedDict
 class AllocatedDict(_Library):  # type: ignore[misc]
     """In place of the library's `MmapedDict`, for writing. As there, the caller holds the lock."""
 
-    def __init__(self, filename: str, read_mode: bool = False, *, is_strict: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
-        """``is_strict``: where there is no room, OSError is raised and nothing is changed."""
+    def __init__(self, filename: str, read_mode: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
         assert not read_mode, "files are read without mapping them"
         self._fname = filename
-        self._is_strict = is_strict
         self._positions: dict[str, int] = {}
         self._used = _HEAD_BYTES
         self._f: Any = None
@@ -85,8 +83,7 @@ class AllocatedDict(_Library):  # type: ignore[misc]
             try:
                 os.posix_fallocate(self._f.fileno(), 0, capacity)
             except OSError:
-                if self._is_strict:
-                    raise
+                pass
             else:
                 self._m = mmap.mmap(self._f.fileno(), capacity)
                 self._capacity = capacity
@@ -114,8 +111,6 @@ class AllocatedDict(_Library):  # type: ignore[misc]
             if file is not None:
                 file.close()
                 fresh.unlink(missing_ok=True)
-            if self._is_strict:
-                raise
             return
         self._m, self._f = mapped, file
 

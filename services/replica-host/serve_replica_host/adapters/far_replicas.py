@@ -19,7 +19,7 @@ import structlog
 from ray.exceptions import ActorDiedError, RayActorError
 
 from serve_common.bus.quiet_log import QuietLog
-from serve_replica_host.adapters.metrics_files import MetricsFiles
+from serve_replica_host.adapters.metrics_files import FarFiles
 from serve_replica_host.replica.fetched import Fetched, Hello, decode_fetched
 
 _log = structlog.get_logger(__name__)
@@ -72,7 +72,7 @@ class FarReplica:
         self,
         actor: Any,
         hello: Hello,
-        files: MetricsFiles,
+        files: FarFiles,
         lines: FarLines,
         *,
         post: Callable[..., None],
@@ -80,7 +80,7 @@ class FarReplica:
     ) -> None:
         """``post`` and ``call_later`` (after seconds) run a method on the Ray thread."""
         self.process: Final = f"{hello.node_id}-{hello.pid}"
-        """Its name among `MetricsFiles`."""
+        """Its name among `FarFiles`."""
         self._actor = actor
         self._whose = {"process": self.process, "address": hello.address}
         self._files = files
@@ -182,7 +182,7 @@ class FarReplicas:
 
     def __init__(
         self,
-        files: MetricsFiles,
+        files: FarFiles,
         write_lines: Callable[[bytes], None],
         *,
         post: Callable[..., None],

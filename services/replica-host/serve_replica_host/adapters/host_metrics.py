@@ -24,6 +24,7 @@ from serve_common.metrics_catalogue.hosts import (
     HOST_INFO,
     HOST_RECONNECTS,
     HOST_REPLICAS,
+    METRICS_FILES_LEFT_OUT,
     REPLICA_ENDS,
     START_SECONDS,
 )
@@ -55,10 +56,10 @@ class PrometheusHostMetrics:
     ) -> None:
         """``connections`` to NATS tell whether they are up, by their names."""
         self._files = files
-        self._counts = _HostCollector(host_id)
+        self._counts = _HostCollector(host_id, files)
         self.registry: Final = CollectorRegistry()
         """What the operations port serves."""
-        self.registry.register(files)
+        self.registry.register(files)  # first: what was left out is counted after it
         self.registry.register(self._counts)
         register_process_metrics(self.registry, lag, connections)
 
@@ -101,12 +102,13 @@ def _keep(held: dict[tuple[str, str], V], key: tuple[str, str], value: V, held_m
 class _HostCollector(Collector):
     """Runs in another thread than the host's loop, so it copies each table in one step."""
 
-    def __init__(self, host_id: HostId) -> None:
+    def __init__(self, host_id: HostId, files: MetricsFiles) -> None:
         self.replicas: Mapping[ReplicaStatus, int] = {}
         self.reconnects = 0
         self.starts: dict[tuple[str, str], Observations] = {}
         self.failures: dict[tuple[str, str], int] = {}
         self._host_id = host_id
+        self._files = files
 
     def collect(self) -> Iterable[Metric]:
         info = family_of(HOST_INFO)
@@ -127,3 +129,6 @@ class _HostCollector(Collector):
         reconnects = family_of(HOST_RECONNECTS)
         reconnects.add_metric([], self.reconnects)
         yield reconnects
+        left_out = family_of(METRICS_FILES_LEFT_OUT)
+        left_out.add_metric([], self._files.left_out)
+        yield left_out

@@ -6,7 +6,6 @@ Why a thread: whoever reads standard error may be slow, and the host's loop must
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import threading
@@ -17,47 +16,50 @@ from typing import Final, final
 import structlog
 
 from serve_replica_host.core.recent_lines import RecentLines
-from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET
 
 _log = structlog.get_logger(__name__)
 
 _PIECE_BYTES_MAX: Final = 256 * 1024
 _WAITING_BYTES: Final = 1024 * 1024
 _CLOSE_TIMEOUT_S: Final = 1.0
-_END: Final = b""
 
 
 @final
 class LogSocket:
-    """The socket that replicas find by the environment that they inherit."""
+    """The socket whose path replicas are told."""
 
-    def __init__(self, directory: Path, host_id: str, write: Callable[[bytes], None]) -> None:
-        """``directory`` must be this user's alone. ``write`` takes whole lines and must not raise. Opens nothing."""
+    def __init__(self, directory: Path) -> None:
+        """``directory`` must be this user's alone. Opens nothing."""
         self.path = directory / f"log-{secrets.token_hex(4)}.sock"
-        self._host_id = host_id
-        self._write = write
+        self._write: Callable[[bytes], None] = lambda _lines: None
+        self._is_bound = False
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._recent = RecentLines()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="replica-logs", daemon=True)
 
-    def open(self) -> None:
-        """Take lines from now on. Where no socket can be, replicas write to the files that Ray gives them."""
-        os.environ.pop(LOG_SOCKET, None)  # of a host that this one was started by
+    def bind(self) -> str:
+        """Let lines wait from now on. Empty, or why there can be no socket; replicas then write to Ray's files."""
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_unheard(self.path.parent)
             self._socket.bind(str(self.path))
         except OSError as error:
-            _log.warning("no_log_socket", path=str(self.path), reason=str(error))
-            return
+            return f"{self.path}: {error}"
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WAITING_BYTES)
-        os.environ[LOG_SOCKET] = str(self.path)
-        os.environ[HOST_ID] = self._host_id
-        self._thread.start()
+        self._is_bound = True
+        return ""
+
+    def open(self, write: Callable[[bytes], None]) -> None:
+        """Take lines from now on, if it was bound. ``write`` takes whole lines and must not raise."""
+        self._write = write
+        if self._is_bound:
+            self._thread.start()
 
     def close(self) -> None:
         """Write what has come, and take no more."""
+        self._is_closed = True
         if self._thread.is_alive():
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -77,7 +79,8 @@ class LogSocket:
             self._recent.take(lines)
 
     def _run(self) -> None:
-        while (lines := self._socket.recv(_PIECE_BYTES_MAX)) != _END:
+        # An empty datagram is no end: anybody's code may send one.
+        while (lines := self._socket.recv(_PIECE_BYTES_MAX)) or not self._is_closed:
             self.take(lines)
 
 

@@ -21,14 +21,13 @@ import structlog
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from serve_common.errors import TransientError
 from serve_common.names import ReplicaTag
 from serve_common.values.replica_config import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.adapters.far_replicas import FarReplicas
 from serve_replica_host.adapters.host_loop import HostLoop
 from serve_replica_host.adapters.local_process import LocalProcess
-from serve_replica_host.adapters.metrics_files import MetricsFiles
+from serve_replica_host.adapters.metrics_files import FarFiles
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,
@@ -36,8 +35,9 @@ from serve_replica_host.adapters.ray_options import (
     describe_needs,
     fits_spare,
 )
+from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
 from serve_replica_host.adapters.ray_resources import RayResources
-from serve_replica_host.adapters.ray_session import RaySettings, host_place, open_ray
+from serve_replica_host.adapters.ray_session import host_place, open_ray
 from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
 from serve_replica_host.adapters.ray_thread import RayThread, Urgency
 from serve_replica_host.core.events import (
@@ -66,12 +66,6 @@ SPARE_AGAIN_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
 
 
-class RayUnavailable(TransientError):
-    """Ray could not be started or reached."""
-
-    error_code = "ray_unavailable"
-
-
 @final
 class RayRuntime:
     """`ports.ReplicaRuntime` by Ray; events arrive on the loop that called `open`."""
@@ -81,7 +75,7 @@ class RayRuntime:
         settings: RaySettings,
         on_event: Callable[[ReplicaEvent], None],
         *,
-        files: MetricsFiles,
+        files: FarFiles,
         write_lines: Callable[[bytes], None],
     ) -> None:
         """``files`` and ``write_lines`` take what replicas on other machines count and say."""

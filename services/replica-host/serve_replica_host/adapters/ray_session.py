@@ -8,17 +8,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import ray
 import structlog
 from ray._private import worker as ray_worker
 
-from serve_common.settings import BusSettings
 from serve_replica_host.adapters.ray_environment import remove_old_sessions
 from serve_replica_host.adapters.ray_lean import lean_ray
 from serve_replica_host.adapters.ray_place import own_node_id
+from serve_replica_host.adapters.ray_protocol import RaySettings
 from serve_replica_host.replica.host_place import HostPlace
-from serve_replica_host.replica.log_lines import LOG_SOCKET
 
 _log = structlog.get_logger(__name__)
 
@@ -26,22 +24,6 @@ OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Near Ray's minimum: no object passes through Ray here."""
 _PASSED_ON: Final = ("SERVE_LOG_LEVEL", "SERVE_UNCOUNTED")
 """What replicas read of the environment, and would not inherit from a Ray that was there before."""
-
-
-class RaySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the runtime and its replicas need to know."""
-
-    temp_dir: str
-    address: str | None
-    num_cpus: int | None
-    replica_bus: BusSettings
-    app_root: str
-    metrics_dir: str
-    host_id: str
-    spare_replicas: int
-    """Actors that are started ahead, on a local runtime."""
-    tracing: dict[str, str] = {}
-    """See `StartOrder`."""
 
 
 def open_ray(settings: RaySettings) -> None:
@@ -72,7 +54,7 @@ def host_place(settings: RaySettings) -> HostPlace:
         metrics_dir=settings.metrics_dir,
         node_id=own_node_id(),
         host_id=settings.host_id,
-        log_socket=os.environ.get(LOG_SOCKET, ""),
+        log_socket=settings.log_socket,
         variables={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
     )
 

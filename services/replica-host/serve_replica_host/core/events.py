@@ -5,6 +5,8 @@ Why values: the runtime's threads only hand these over; what they mean is decide
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
 
 from serve_common.names import ReplicaTag
@@ -12,75 +14,76 @@ from serve_common.wires.host import ReplicaStatus
 from serve_replica_host.core.replica_status import Gone, Happening, after
 from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica, trim_error
 
+TEXT_LENGTH_MAX: Final = 16_000
+"""Characters of an error or a reason."""
 
-class Placed(msgspec.Struct, frozen=True, tag=True):
+# The bounds hold where events are decoded: whoever sends them may have been taken over by user code.
+_Tag = Annotated[ReplicaTag, msgspec.Meta(max_length=200)]
+_Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH_MAX)]
+_Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    replica_tag: _Tag
+
+
+class Placed(_Event, frozen=True):
     """Its process runs."""
 
-    replica_tag: ReplicaTag
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=0, le=2**22)]
     was_spare: bool = False
     """It was started ahead, and had been ready."""
-    process: str = ""
+    process: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9-]{0,100}\Z")] = ""
     """Its name in the names of its files of metrics; empty for its pid."""
-    address: str = ""
+    address: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9.:%_-]{0,100}\Z")] = ""
     """Of its machine; empty for the host's."""
 
 
-class Waits(msgspec.Struct, frozen=True, tag=True):
+class Waits(_Event, frozen=True):
     """It has no process yet; ``reason`` is for people."""
 
-    replica_tag: ReplicaTag
-    reason: str
+    reason: _Text
     is_process_starting: bool = False
     """Its process is on its way; otherwise it waits for resources, which keeps no other start waiting."""
 
 
-class Constructed(msgspec.Struct, frozen=True, tag=True):
+class Constructed(_Event, frozen=True):
     """It serves, with the configuration of that version."""
 
-    replica_tag: ReplicaTag
-    config_version: int
+    config_version: _Version
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag=True):
+class StartFailed(_Event, frozen=True):
     """Import or constructor raised; its process may still be there."""
 
-    replica_tag: ReplicaTag
-    error: str
+    error: _Text
 
 
-class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+class Reconfigured(_Event, frozen=True):
     """``reconfigure`` ended; ``error`` is None when it was applied."""
 
-    replica_tag: ReplicaTag
-    config_version: int
-    error: str | None
+    config_version: _Version
+    error: _Text | None
 
 
-class HealthCheckSent(msgspec.Struct, frozen=True, tag=True):
+class HealthCheckSent(_Event, frozen=True):
     """The question for its health has left the host: the time to answer begins."""
 
-    replica_tag: ReplicaTag
 
-
-class HealthChecked(msgspec.Struct, frozen=True, tag=True):
+class HealthChecked(_Event, frozen=True):
     """A health check answered; ``error`` is None when it passed."""
 
-    replica_tag: ReplicaTag
-    error: str | None
+    error: _Text | None
 
 
-class Drained(msgspec.Struct, frozen=True, tag=True):
+class Drained(_Event, frozen=True):
     """Nothing is in flight and nothing new can come."""
 
-    replica_tag: ReplicaTag
 
-
-class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
+class ProcessEnded(_Event, frozen=True):
     """Its process is gone, or will never be; ``error`` tells how it ended."""
 
-    replica_tag: ReplicaTag
-    error: str
+    error: _Text
 
 
 ReplicaEvent = (

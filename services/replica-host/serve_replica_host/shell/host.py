@@ -143,6 +143,11 @@ class HostShell:
         """Drain everything; `run` returns when nothing is left, or soon after ``timeout_s``."""
         self._put(_Leave(timeout_s))
 
+    @property
+    def backlog(self) -> int:
+        """Inputs that the loop has not taken in yet."""
+        return len(self._inbox)
+
     def _is_inbox_full(self, dropped: str) -> bool:
         if len(self._inbox) < INBOX_MAX:
             return False

@@ -1,9 +1,13 @@
-"""Stands between the supervisor and one process of the stack, so that nothing of that process ever outlives it.
+"""Stands between a parent and one process that it starts, so that nothing of that process ever outlives it.
+
+The embedded stack's supervisor has one for each of its processes, and a replica host one for its Ray runtime.
 
 Why a process of its own: only a parent is told at once that a process died, and only a "subreaper" inherits what a
 dead process leaves behind (Ray's raylet, workers and agents; Postgres' backends). With one guardian for each process
 it is certain whose leftovers they are, however they rename themselves, and the cleaning happens also when the
-supervisor itself is killed with ``kill -9``: the kernel then signals the guardian (PR_SET_PDEATHSIG).
+parent itself is killed with ``kill -9``: the kernel then signals the guardian (PR_SET_PDEATHSIG). It does not when the
+parent is another user without the right to signal the guardian's; the guarded process must then see by itself that it
+is alone.
 
 Run as a file by ``python -I -S`` with nothing but the standard library, so that it starts in about 20 ms.
 The signals it obeys: SIGTERM, SIGINT, SIGHUP: stop in order; SIGQUIT: kill everything now.
@@ -133,8 +137,8 @@ def guard(main_pid: int, stop_signal: int, stop_timeout_s: float) -> int:
 def main() -> int:
     """Guard one process as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
-    parser.add_argument("--report-fd", type=int, required=True, help="where the process' pid is written")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the process that starts this one")
+    parser.add_argument("--report-fd", type=int, help="where the process' pid is written")
     parser.add_argument("--stop-signal", type=int, default=int(signal.SIGTERM))
     parser.add_argument("--stop-timeout-s", type=float, default=5.0)
     parser.add_argument("argv", nargs=argparse.REMAINDER)
@@ -144,11 +148,13 @@ def main() -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != options.parent:
-        return 0  # the supervisor died before the kernel knew that we want to hear of it
-    os.set_inheritable(options.report_fd, False)  # noqa: FBT003 - positional only
+        return 0  # the parent died before the kernel knew that we want to hear of it
+    if options.report_fd is not None:
+        os.set_inheritable(options.report_fd, False)  # noqa: FBT003 - positional only
     pid = start(argv, options.stop_signal)
-    os.write(options.report_fd, f"{pid}\n".encode())
-    os.close(options.report_fd)
+    if options.report_fd is not None:
+        os.write(options.report_fd, f"{pid}\n".encode())
+        os.close(options.report_fd)
     code = guard(pid, options.stop_signal, options.stop_timeout_s)
     kill_leftovers()
     return code

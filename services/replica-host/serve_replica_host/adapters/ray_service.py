@@ -1,0 +1,161 @@
+"""The runtime's end of the socket to its host: does what it is told, and says what becomes of replicas.
+
+Why it ends at once when the host is gone: nobody obeys it any more, and a new host has its own. The kernel ends Ray's
+processes with the thread that started them, and workers end with their raylet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+
+from serve_common.logs.relay import pieces
+from serve_common.tasks import TaskOwner
+from serve_replica_host.adapters.metrics_files import FarFiles
+from serve_replica_host.adapters.ray_protocol import (
+    CALL_BYTES_MAX,
+    RESOURCES_EVERY_S,
+    UNSENT_BYTES_MAX,
+    Call,
+    CheckHealth,
+    Close,
+    Drain,
+    Kill,
+    KillByForce,
+    Notice,
+    Open,
+    OpenFailed,
+    ProtocolError,
+    RaySettings,
+    RayUnavailable,
+    Reconfigure,
+    Resources,
+    Start,
+    decode_call,
+    encode,
+    read_body,
+)
+from serve_replica_host.adapters.ray_runtime import RayRuntime
+from serve_replica_host.core.events import (
+    TEXT_LENGTH_MAX,
+    HealthChecked,
+    ProcessEnded,
+    Reconfigured,
+    ReplicaEvent,
+    StartFailed,
+    Waits,
+)
+from serve_replica_host.replica.log_lines import open_log_way
+
+_log = structlog.get_logger(__name__)
+
+_HOST_GONE: Final = 1
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+async def serve(connection: socket.socket, settings: RaySettings) -> int:
+    """Start Ray and obey the host on ``connection`` until it says that this is over. The exit status."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+    told: dict[str, float] | None = None
+
+    def say(notice: Notice) -> None:
+        writer.write(encode(notice))
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            _log.critical("host_does_not_read", unsent_bytes_max=UNSENT_BYTES_MAX)
+            os._exit(_HOST_GONE)
+
+    def say_resources() -> None:
+        nonlocal told
+        told = runtime.resources
+        say(Resources(told))
+
+    def on_event(event: ReplicaEvent) -> None:
+        if runtime.resources is not told:  # first, or the host would start anew what does not fit any more
+            say_resources()
+        say(bounded(event))
+
+    async def offer() -> None:
+        try:
+            await runtime.open()
+        except RayUnavailable as error:
+            say(OpenFailed(_cut(str(error))))
+            return
+        while True:
+            say_resources()
+            await asyncio.sleep(RESOURCES_EVERY_S)
+
+    runtime = RayRuntime(
+        settings,
+        on_event,
+        files=FarFiles(Path(settings.metrics_dir)),
+        write_lines=_by_pieces(open_log_way()),
+    )
+    tasks = TaskOwner("ray_runtime", on_failure=lambda _task, _error: os._exit(1))
+    tasks.start(offer(), "offer")
+    while not isinstance(call := await _next_call(reader), Close):
+        _perform(runtime, call)
+    await tasks.close(_CLOSE_TIMEOUT_S)
+    await runtime.close()
+    return 0
+
+
+async def _next_call(reader: asyncio.StreamReader) -> Call:
+    try:
+        body = await read_body(reader, CALL_BYTES_MAX)
+        if body is not None:
+            return decode_call(body)
+    except ProtocolError as error:
+        _log.critical("host_broke_the_protocol", error=str(error))
+    os._exit(_HOST_GONE)
+
+
+def _perform(runtime: RayRuntime, call: Call) -> None:
+    match call:
+        case Start(goal):
+            runtime.start(goal)
+        case Reconfigure(goal):
+            runtime.reconfigure(goal)
+        case CheckHealth(tag):
+            runtime.check_health(tag)
+        case Drain(tag):
+            runtime.drain(tag)
+        case Kill(tag):
+            runtime.kill(tag)
+        case KillByForce(tag):
+            runtime.kill_by_force(tag)
+        case Open() | Close():
+            raise ProtocolError(f"{type(call).__name__} comes once")
+
+
+def bounded(event: ReplicaEvent) -> ReplicaEvent:
+    """``event`` as the host takes it: its text no longer than allowed (the end is kept), and fit for UTF-8."""
+    match event:
+        case StartFailed() | ProcessEnded():
+            return msgspec.structs.replace(event, error=_cut(event.error))
+        case Reconfigured(error=str(error)) | HealthChecked(error=str(error)):
+            return msgspec.structs.replace(event, error=_cut(error))
+        case Waits():
+            return msgspec.structs.replace(event, reason=_cut(event.reason))
+        case _:
+            return event
+
+
+def _cut(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()[-TEXT_LENGTH_MAX:]
+
+
+def _by_pieces(write: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """``write`` for any number of lines: a datagram holds only so much."""
+
+    def write_all(lines: bytes) -> None:
+        for piece, _ in pieces(lines.splitlines(keepends=True)):
+            write(piece)
+
+    return write_all

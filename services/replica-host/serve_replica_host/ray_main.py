@@ -1,0 +1,88 @@
+"""The Ray runtime of a host as a process: ``python -m serve_replica_host.ray_main FD``, started by the host alone.
+
+It holds no credentials but the replicas' own. It ends with its host: when the host's end of the socket is closed, at
+once, and Ray's own processes with it.
+
+Why the late import: Ray looks at the environment when it is imported, and no later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from serve_common.adapters.logs import configure_child_logs
+from serve_common.errors import BadField
+from serve_replica_host.adapters.ray_environment import prepare_ray_environment
+from serve_replica_host.adapters.ray_protocol import (
+    CALL_BYTES_MAX,
+    LENGTH_BYTES,
+    Open,
+    OpenFailed,
+    ProtocolError,
+    RaySettings,
+    body_length,
+    decode_call,
+    encode,
+)
+from serve_replica_host.core.events import TEXT_LENGTH_MAX
+from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET, open_log_way
+
+
+def main() -> int:
+    """Run until the host ends or says so. The exit status: 0 after that, 1 after a failure."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    try:
+        settings = _read_settings(connection)
+    except (OSError, ProtocolError) as error:
+        sys.stderr.write(f"serve_replica_host.ray_main: {error}\n")
+        return 1
+    try:
+        prepare_ray_environment(Path(settings.temp_dir), is_local=settings.address is None)
+    except (BadField, OSError) as error:
+        connection.sendall(encode(OpenFailed(str(error)[-TEXT_LENGTH_MAX:])))
+        return 1
+    os.environ[HOST_ID] = settings.host_id
+    if settings.log_socket:
+        os.environ[LOG_SOCKET] = settings.log_socket
+    from serve_replica_host.adapters.ray_service import serve  # noqa: PLC0415 - see above
+
+    logs = configure_child_logs("replica-host", open_log_way(), host_id=settings.host_id, process="ray")
+    try:
+        return asyncio.run(serve(connection, settings))
+    finally:
+        logs.flush()
+
+
+def _read_settings(connection: socket.socket) -> RaySettings:
+    head = _read(connection, LENGTH_BYTES)
+    first = decode_call(_read(connection, body_length(head, CALL_BYTES_MAX)))
+    if not isinstance(first, Open):
+        raise ProtocolError("the host does not begin with its settings")
+    return first.settings
+
+
+def _read(connection: socket.socket, length: int) -> bytes:
+    read = bytearray()
+    while len(read) < length:
+        piece = connection.recv(length - len(read))
+        if not piece:
+            raise ProtocolError("the host is gone")
+        read += piece
+    return bytes(read)
+
+
+def _end(status: int) -> NoReturn:
+    """End without the interpreter's own teardown, in which Ray's threads now and then abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    _end(main())
