@@ -238,6 +238,10 @@ class LoadedStack:
         """Of the server."""
         return self._nats_url
 
+    def password(self, role: str) -> str:
+        """Of a user of the server."""
+        return self._secrets.read(f"nats_{role}")
+
     @property
     def nats_monitor_port(self) -> int:
         """Of the server's own HTTP."""

@@ -5,15 +5,19 @@ This is a short storm; `python -m tests.bench.chaos` takes the whole one.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
+import aiohttp
+import msgspec
+import nats
 import pytest
 import pytest_asyncio
 
 from tests.integration import chaos
 from tests.integration.chaos_load import CLIENTS, KINDS
-from tests.integration.loaded_stack import LoadedStack
+from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack
 
 pytestmark = [
     pytest.mark.alone,
@@ -28,6 +32,8 @@ SERVED_MIN = CLIENTS
 """Of each kind, for a storm to count: as if each client had asked once."""
 KILLED_FOR_S = 10.0
 SEED = 20_000
+REPLICAS = 6
+BYSTANDERS = 8
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,3 +61,67 @@ async def test_killed_replicas_cost_only_what_may_not_run_twice_and_had_started(
     assert storm.lost_beyond() == []
     assert len(storm.kills) == KILLED_FOR_S / chaos.KILL_EVERY_S
     assert min(storm.load.served[kind] for kind in KINDS) >= SERVED_MIN
+
+
+@pytest.mark.parametrize("way", ["http", "call"])
+async def test_a_query_of_death_takes_two_replicas_and_the_others_serve_on(
+    stack: LoadedStack, way: str
+) -> None:
+    await stack.deployed("poisoned", REPLICAS)
+    before = await _tags_once(stack, lambda tags: len(tags) == REPLICAS)
+    url = f"http://127.0.0.1:{stack.http_ports[0]}{ROUTE}?work_s=0.002"
+    is_over = asyncio.Event()
+    statuses: Counter[int] = Counter()
+
+    async def bystander(session: aiohttp.ClientSession) -> None:
+        while not is_over.is_set():
+            async with session.get(url) as response:
+                await response.read()
+                statuses[response.status] += 1
+
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        bystanders = [group.create_task(bystander(session)) for _ in range(BYSTANDERS)]
+        try:
+            status, code, message = await (_die_by_http if way == "http" else _die_by_call)(stack, url)
+        finally:
+            is_over.set()
+            await asyncio.gather(*bystanders)
+    print(f"{status} {code}: {message}; bystanders {dict(statuses)}")
+    assert (status, code) == (502, "lost_twice")
+    died = {tag for tag in before if f"{tag}" in message}
+    assert len(died) == 2
+    left = await _tags_once(stack, died.isdisjoint)
+    assert before - left == died, "the query of death took others"
+    # A bystander may be lost with both, by chance, and then may not be sent to a third.
+    assert statuses[200] >= BYSTANDERS
+    assert set(statuses) <= {200, 502}
+    assert statuses[502] <= BYSTANDERS
+
+
+async def _tags_once(stack: LoadedStack, is_so: Callable[[set[str]], bool]) -> set[str]:
+    """The tags of all replicas, once they are as expected."""
+    async with asyncio.timeout(chaos.CHANGE_LIMIT_S):
+        while True:
+            tags: set[str] = {view.replica_tag for view in await stack.replicas()}
+            if is_so(tags):
+                return tags
+            await asyncio.sleep(0.05)
+
+
+async def _die_by_http(_stack: LoadedStack, url: str) -> tuple[int, str, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}&die=1") as response:
+        problem = await response.json(content_type=None)
+    return response.status, problem["code"], problem["detail"]
+
+
+async def _die_by_call(stack: LoadedStack, _url: str) -> tuple[int, str, str]:
+    client = await nats.connect(
+        stack.nats_url, user="client", password=stack.password("client"), inbox_prefix=b"_INBOX_client"
+    )
+    try:
+        headers = {"Idempotency-Key": "poison", "Content-Type": "application/octet-stream"}
+        reply = await client.request(f"serve.call.{NAME}", b"die", timeout=60, headers=headers)
+    finally:
+        await client.close()
+    problem = msgspec.json.decode(reply.data)
+    return problem["status"], problem["code"], problem["detail"]

@@ -170,7 +170,10 @@ def assert_consistent(story: Story) -> None:
         for request in router._places:
             assert held[request].router is router
             assert router.is_waiting(request) == (held[request].attempt is None)
-        assert not (router.queue_depth and router._open), "nobody waits while a replica is open"
+        if router._open and router.queue_depth:
+            waiting = [held[request] for request in router._places if router.is_waiting(request)]
+            assert all(call.is_suspect for call in waiting), "nobody waits while a replica is open"
+            assert not router._may_risk_one()
     for call in held.values():
         assert call.router is not None or call.key in world.dispatcher._parked
         if call.router is not None:

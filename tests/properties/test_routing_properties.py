@@ -68,6 +68,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.blocked: set[ReplicaTag] = set()
         self.in_flight: dict[RequestKey, ReplicaTag] = {}
         self.waiting: dict[RequestKey, tuple[float, int]] = {}
+        self.suspects: set[RequestKey] = set()
         self.order: dict[RequestKey, tuple[float, int]] = {}
         self.answered = 0
         self.failed = 0
@@ -84,12 +85,22 @@ class RouterMachine(RuleBasedStateMachine):
     def take(self, dispatches, *, may_be_unblocked=frozenset()):
         for dispatch in dispatches:
             assert isinstance(dispatch, Dispatch)
-            assert dispatch.request == min(self.waiting, key=self.waiting.__getitem__), "queue order"
+            assert dispatch.request == min(self.next_ones(), key=self.waiting.__getitem__), "queue order"
             assert dispatch.replica in self.running
             assert dispatch.replica not in self.blocked - may_be_unblocked
             assert len(self.at(dispatch.replica)) < self.limit
             del self.waiting[dispatch.request]
             self.in_flight[dispatch.request] = dispatch.replica
+
+    def next_ones(self):
+        """Those of the waiting of whom the first is next: suspects where another replica would be left."""
+        suspects = {request for request in self.waiting if request in self.suspects}
+        if suspects and self.may_risk_one():
+            return suspects
+        return self.waiting.keys() - suspects
+
+    def may_risk_one(self):
+        return sum(slots.is_healthy for slots in self.router._pool.replicas.values()) > 1
 
     # -- requests --
 
@@ -97,16 +108,22 @@ class RouterMachine(RuleBasedStateMachine):
         target=requests,
         waits_s=st.lists(st.integers(0, 5), min_size=1, max_size=6),
         is_admitted=st.booleans(),
+        is_suspect=st.sampled_from([False, False, True]),
         wish=wishes,
     )
-    def submit(self, waits_s, is_admitted, wish):
-        taken = (self.submit_one(wait_s, is_admitted, wish) for wait_s in waits_s)
+    def submit(self, waits_s, is_admitted, is_suspect, wish):
+        taken = (self.submit_one(wait_s, is_admitted, is_suspect, wish) for wait_s in waits_s)
         return multiple(*(request for request in taken if request is not None))
 
-    def submit_one(self, wait_s, is_admitted, wish):
+    def submit_one(self, wait_s, is_admitted, is_suspect, wish):
         self.last_key += 1
         request, deadline = RequestKey(self.last_key), self.now + wait_s
-        outcome = self.router.submit(request, deadline, is_admitted=is_admitted, wish=wish)
+        if is_suspect:  # it was taken once
+            is_admitted = True
+            self.suspects.add(request)
+        outcome = self.router.submit(
+            request, deadline, is_admitted=is_admitted, is_suspect=is_suspect, wish=wish
+        )
         if isinstance(outcome, QueueFull):
             assert not is_admitted
             assert len(self.waiting) >= self.queue_max
@@ -114,7 +131,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.arrivals += 1
         self.order[request] = (deadline, self.arrivals)
         if isinstance(outcome, SendTo):
-            assert not self.waiting, "nobody may overtake"
+            assert not self.next_ones(), "nobody may overtake"
             self.waiting[request] = self.order[request]
             self.take([Dispatch(request, outcome.replica)])
         else:
@@ -231,7 +248,8 @@ class RouterMachine(RuleBasedStateMachine):
     @rule()
     def drop(self):
         dropped = self.router.drop()
-        assert list(dropped.waiting) == sorted(self.waiting, key=self.waiting.__getitem__)
+        in_order = sorted(self.waiting, key=lambda request: (request in self.suspects, self.waiting[request]))
+        assert list(dropped.waiting) == in_order
         assert set(dropped.lost) == set(self.in_flight)
         self.waiting.clear()
         self.in_flight.clear()
@@ -302,7 +320,16 @@ class RouterMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_while_a_replica_could_take_it(self):
         free = [r for r in self.running - self.blocked if len(self.at(r)) < self.limit]
-        assert not (self.waiting and free)
+        assert not (self.next_ones() and free)
+
+    @precondition(lambda self: hasattr(self, "router"))
+    @invariant()
+    def suspects_wait_only_where_nobody_would_be_left(self):
+        for slots in self.router._pool.replicas.values():
+            if slots.requests & self.suspects:
+                assert slots.tag in self.running | self.draining
+        if self.waiting and self.waiting.keys() <= self.suspects and self.may_risk_one():
+            assert not self.router._open
 
     @precondition(lambda self: hasattr(self, "router"))
     @invariant()

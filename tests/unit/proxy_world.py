@@ -112,6 +112,7 @@ class World:
         backend: BackendTag = BACKEND,
         versions=None,
         can_wake: bool = False,
+        is_stopped: bool = False,
         **protection,
     ) -> None:
         self._publish(
@@ -124,6 +125,7 @@ class World:
                 max_queued_requests=self.queue,
                 protection=BackendProtection(**protection),
                 can_wake=can_wake,
+                is_stopped=is_stopped,
                 code_versions=versions or {},
             ),
         )

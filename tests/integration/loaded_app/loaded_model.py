@@ -10,7 +10,10 @@ from starlette.requests import Request
 
 
 class Loaded:
-    """Answers ``version, configuration, process, host``, and after an empty line what was posted."""
+    """Answers ``version, configuration, process, host``, and after an empty line what was posted.
+
+    What posts ``die``, or says so in its query, ends its process.
+    """
 
     def __init__(self, version: str) -> None:
         self._version = version
@@ -21,6 +24,8 @@ class Loaded:
 
     async def __call__(self, request: Request) -> bytes:
         body = await request.body()
+        if body == b"die" or "die" in request.query_params:
+            os._exit(1)
         await asyncio.sleep(float(request.query_params["work_s"]))
         # The stack marks all that a host's process starts with the host's name.
         who = (self._version, self._configuration, str(os.getpid()), os.environ.get("MUSTER_PROCESS", ""))

@@ -11,14 +11,14 @@ from typing import Final, final
 
 import structlog
 
-from serve_common.dispatch.calls import Call
+from serve_common.dispatch.calls import Attempt, Call
 from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.errors import ReplicaTimedOut
+from serve_common.dispatch.errors import BackendStopped, ReplicaTimedOut
 from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.waking import wake_if_due
-from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable
+from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import ReplicaTag, backend_tag_of
 from serve_common.routing.router import Router
 
@@ -26,11 +26,11 @@ _log = structlog.get_logger(__name__)
 
 BEAT_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
-"""How long a request hears nothing before its replica is asked, and again after as long."""
+"""How long a request hears nothing before its replica is asked, and again after as long; at most half of its time."""
 NOTE_EVERY_S: Final = 0.25
 """How often routers note how much has come and gone; fine enough for windows of seconds."""
 PATIENCE_S: Final = 0.25
-"""A deadline that a client sets shorter than this tells nothing about the replica that misses it."""
+"""How long a replica that was asked must have given no sign of life before a missed deadline counts as its failure."""
 
 
 @final
@@ -89,7 +89,7 @@ class Beat:
         for request in router.expire(now):
             call = self._dispatcher.calls.get(request)
             if call is not None:
-                self._dispatcher.end_with(call, NoReplicaAvailable(_why_expired(router)))
+                self._dispatcher.end_with(call, _why_expired(call, router))
         if router.is_asleep:
             wake_if_due(self._outgoing, router, now)
 
@@ -113,19 +113,40 @@ class Beat:
             return
         if now >= call.ask.deadline and not call.status:  # what has begun may go on
             message = f"replica {attempt.replica} did not answer in time"
-            had_time = now - attempt.heard_at >= _patience_s(call)
-            self._dispatcher.fail(call, ReplicaTimedOut(message) if had_time else DeadlineExceeded(message))
-        elif now - attempt.heard_at >= PROBE_AFTER_S and now - attempt.probed_at >= PROBE_AFTER_S:
+            is_silent = (
+                self._outgoing.is_connected
+                and attempt.heard_at < attempt.probed_at
+                and now - attempt.heard_at >= _probe_after_s(call, attempt) + _patience_s(call)
+            )
+            self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
+            return
+        since_s = now - max(attempt.heard_at, attempt.probed_at)
+        if since_s >= PROBE_AFTER_S or (
+            since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
+        ):
             self._outgoing.probe(call)
 
 
-def _why_expired(router: Router) -> str:
+def _why_expired(call: Call, router: Router) -> ServeError:
+    """Why ``call`` waits for ``router`` no more."""
+    tag = router.backend_tag
+    if router.is_stopped:
+        return BackendStopped(tag)
+    if call.is_suspect:
+        died = " and ".join(call.lost_with)
+        return ReplicaDied(
+            f"replica {died} died while it had the request, which may be why; it is not sent to the last healthy one, "
+            "and the deadline was over before there was another"
+        )
     if router.is_asleep:
-        return f"{router.backend_tag!r} was scaled to zero and had not woken when the deadline was over"
-    return f"the deadline was over before a replica of {router.backend_tag!r} had room"
+        return NoReplicaAvailable(f"{tag!r} was scaled to zero and had not woken when the deadline was over")
+    return NoReplicaAvailable(f"the deadline was over before a replica of {tag!r} had room")
+
+
+def _probe_after_s(call: Call, attempt: Attempt) -> float:
+    return min(PROBE_AFTER_S, (call.ask.deadline - attempt.sent_at) / 2)
 
 
 def _patience_s(call: Call) -> float:
-    """How long a replica must have been silent before a missed deadline counts as its failure."""
     slo_ms = call.ask.endpoint.options.relative_slo_ms
-    return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 1000)
+    return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 2000)

@@ -147,8 +147,10 @@ class Call:
         "attempt",
         "credit_owed",
         "is_patient",
+        "is_suspect",
         "key",
         "losses",
+        "lost_with",
         "on_answer",
         "on_error",
         "parked_until",
@@ -185,6 +187,11 @@ class Call:
         """Set once the client may have seen a part of the answer."""
         self.credit_owed = 0
         self.losses = 0
+        """How often a replica had it and will not answer it."""
+        self.lost_with: tuple[ReplicaTag, ...] = ()
+        """The replicas that died while they had it."""
+        self.is_suspect = False
+        """It may be what killed one of them, and others were left: see `Router.submit`."""
         self.parked_until = 0.0
         self.was_admitted = False
         self._on_reply = on_reply

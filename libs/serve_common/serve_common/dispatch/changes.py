@@ -57,7 +57,13 @@ class Changes:
         router = self._routes.router(tag)
         applied = router.apply(backend, self._loop.time())
         self._keeper.perform(router, applied.dispatches)
-        self._losses.lose(applied.lost, router, "left the backend")
+        self._losses.lose(
+            applied.lost,
+            router,
+            "left the backend",
+            died=applied.died,
+            are_others_left=applied.are_others_left,
+        )
 
     def _drop_router(self, router: Router | None) -> None:
         """The backend is gone: what waits for it chooses anew or fails now, not at its deadline."""

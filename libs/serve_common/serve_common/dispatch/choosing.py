@@ -6,19 +6,22 @@ Why apart from dispatching: what may keep a request out is one matter, how it is
 from __future__ import annotations
 
 import asyncio
-from typing import final
+from typing import Final, final
 
+from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Ask, Call
-from serve_common.dispatch.errors import CircuitOpen, QueueIsFull
+from serve_common.dispatch.errors import BackendStopped, CircuitOpen, QueueIsFull
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.waking import wake_if_due
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
-from serve_common.names import BackendTag
+from serve_common.names import BackendTag, backend_tag_of
 from serve_common.routing.outcomes import Queued, QueueFull, SendTo
 from serve_common.routing.rendezvous import stable_hash
 from serve_common.routing.router import Router
 from serve_common.routing.wishes import Wish
+
+_MAY_HAVE_RUN: Final = "the request was lost and may have run"
 
 
 @final
@@ -39,15 +42,17 @@ class Choosing:
             return NotFound(f"endpoint {ask.endpoint.tag!r} is gone")
         shadow = ask.shadow_backend
         shard_hash = stable_hash(ask.shard_key) if ask.shard_key else None
-        if shadow is None:
-            router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
-        else:
+        if shadow is not None:
             router = self._routes.routers.get(shadow)
+        elif (stays_with := _backend_of_suspect(call, endpoint)) is not None:
+            router = self._routes.choose_router(endpoint, stays_with)
+        else:
+            router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
         if router is None:
             wanted = "backend" if ask.backend_tag is None else f"backend {ask.backend_tag!r}"
             return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
-        if router.circuit.is_open:
-            kept_out = self._ask_circuit(call, router)
+        if router.circuit.is_open or router.is_stopped:
+            kept_out = self._keep_out(call, router)
             if kept_out is not None:
                 return kept_out
         wish = None
@@ -58,6 +63,7 @@ class Choosing:
             ask.deadline,
             is_admitted=call.was_admitted,
             is_spare=shadow is not None,
+            is_suspect=call.is_suspect,
             wish=wish,
         )
         if type(outcome) is not SendTo:
@@ -70,15 +76,26 @@ class Choosing:
         call.was_admitted = True
         return outcome
 
-    def _ask_circuit(self, call: Call, router: Router) -> ServeError | None:
+    def _keep_out(self, call: Call, router: Router) -> ServeError | None:
+        if router.is_stopped:
+            router.stopped_refusals += 1
+            if call.losses:
+                return ReplicaDied(f"{_MAY_HAVE_RUN}; {router.backend_tag!r} was set to no replicas since")
+            return BackendStopped(router.backend_tag)
         wait_s = router.circuit.refuse(call.key, self._loop.time())
         if wait_s is None:
             return None
         if call.losses:
-            return ReplicaDied(
-                f"the request was lost and may have run; the circuit of {router.backend_tag!r} is open"
-            )
+            return ReplicaDied(f"{_MAY_HAVE_RUN}; the circuit of {router.backend_tag!r} is open")
         return CircuitOpen(router.backend_tag, wait_s)
+
+
+def _backend_of_suspect(call: Call, endpoint: Endpoint) -> BackendTag | None:
+    """The backend whose replica died with the request, if it may stay there: no other one should lose any to it."""
+    if not call.lost_with:
+        return None
+    backend_tag = backend_tag_of(call.lost_with[-1])
+    return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
 
 
 def _wish_of(ask: Ask, backend_tag: BackendTag, shard_hash: int | None) -> Wish:

@@ -309,9 +309,9 @@ def _leave(router: Router, call: Call, error: ServeError, now: float) -> Sequenc
     """Let ``call`` leave its router, which draws its conclusions about the replica from ``error``."""
     request = call.key
     if isinstance(error, ReplicaError):
-        # Before the deadline it was another deployment, called by this one, that did not answer in time.
+        # The replica itself says that the user's code took too long; or another deployment did, called by this one.
         if error.code == DeadlineExceeded.error_code and now >= call.ask.deadline:
-            return router.unanswered(request, now)
+            return router.cancelled(request)
         return router.failed(request, now) if error.status >= 500 else router.finished(request)
     if isinstance(error, ReplicaTimedOut):
         return router.unanswered(request, now)

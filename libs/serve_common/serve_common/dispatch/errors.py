@@ -8,6 +8,7 @@ from serve_common.errors import (
     LimitReached,
     NoReplicaAvailable,
     NotFound,
+    ReplicaDied,
     RequestFailed,
     ServeError,
 )
@@ -73,8 +74,25 @@ class QueueIsFull(NoReplicaAvailable):
         self.retry_after_s = _RETRY_AFTER_S if config.retry_after_s is None else config.retry_after_s
 
 
+class BackendStopped(NoReplicaAvailable):
+    """A user has set the backend's number of replicas to zero."""
+
+    error_code = "backend_stopped"
+
+    def __init__(self, backend_tag: BackendTag) -> None:
+        super().__init__(
+            f"backend {backend_tag!r} was set to no replicas; nobody answers until it is given some"
+        )
+
+
+class LostTwice(ReplicaDied):
+    """Two replicas died while they had the request, which is likely why; it is sent to no third one."""
+
+    error_code = "lost_twice"
+
+
 class CircuitOpen(NoReplicaAvailable):
-    """The backend's replicas died or hung lately; nothing is sent there for a while."""
+    """The backend's replicas died or fell silent lately; nothing is sent there for a while."""
 
     error_code = "circuit_open"
 
@@ -86,7 +104,7 @@ class CircuitOpen(NoReplicaAvailable):
 
 
 class ReplicaTimedOut(DeadlineExceeded):
-    """The replica did not answer in time although it had a time that others answer in."""
+    """The replica did not answer in time, nor when it was asked whether it is still there."""
 
 
 def error_type_of(error: ServeError) -> str:

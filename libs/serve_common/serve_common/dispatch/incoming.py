@@ -21,6 +21,7 @@ from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, Socket
 from serve_common.errors import ReplicaDied, ServeError
 from serve_common.routing.outcomes import Refusal
 from serve_common.wires.frames import (
+    AliveHead,
     BodyHead,
     CloseHead,
     CreditHead,
@@ -132,10 +133,9 @@ class Incoming:
             call.on_answer(call, Answer(head.status, head.headers, body, None))
             return
         attempt.heard_at = self._loop.time()
-        if type(head) is MessageHead or type(head) is CloseHead:
-            self._take_said(call, head, body)
-            return
         match head:
+            case MessageHead() | CloseHead():
+                self._take_said(call, head, body)
             case ResponseHead(status, headers):
                 self._open_stream(call, status, headers, body)
             case BodyHead(sequence, last):
@@ -146,16 +146,22 @@ class Incoming:
                 self._take_refusal(call, reason)
             case ErrorHead(error_code, status, message):
                 self._outcomes.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
+            case AliveHead():
+                self._prove_alive(call)
             case _:
                 self._complain("frame_unexpected", attempt, type(head).__name__)
+
+    def _prove_alive(self, call: Call) -> None:
+        """The replica is there: an open circuit waits for no more than that."""
+        if call.router is not None and call.router.circuit.is_open:
+            call.router.answer_began(call.key)
 
     def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
         if call.answer is not None:
             self._outcomes.fail(call, AnswerUnusable("the replica began its answer twice"))
             return
         call.status = status
-        if call.router is not None and call.router.circuit.is_open:
-            call.router.answer_began(call.key)
+        self._prove_alive(call)
         if status == ACCEPTED and call.ask.kind is Kind.WEBSOCKET:
             attempt = call.attempt
             socket = call.answer = Socket(_SocketOfCall(call, self._outgoing, self._outcomes))

@@ -7,13 +7,14 @@ requests are sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, final
 
 import structlog
 
 from serve_common.dispatch import retry
 from serve_common.dispatch.calls import Call
+from serve_common.dispatch.errors import LostTwice
 from serve_common.dispatch.keeper import Keeper
 from serve_common.dispatch.liveness import Suspicions
 from serve_common.dispatch.outgoing import Outgoing
@@ -52,7 +53,9 @@ class Losses:
             lost = router.replica_gone(attempt.replica, now)
             if lost:
                 _log.warning("replica_died", replica_tag=attempt.replica, lost_requests=len(lost))
-            self.lose(lost, router, "died")
+            was_told_to_stop = router.is_draining(attempt.replica)
+            died = () if was_told_to_stop else lost
+            self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
 
     def disowned(self, call: Call) -> None:
         """The call's replica does not know it (any more)."""
@@ -62,14 +65,31 @@ class Losses:
             self._keeper.perform(router, router.unanswered(call.key, self._loop.time()))
         self._lost(call, router, "does not know the request any more")
 
-    def lose(self, requests: Iterable[RequestKey], router: Router, why: str) -> None:
-        """These were on a replica that is gone; ``router`` has forgotten them."""
+    def lose(
+        self,
+        requests: Iterable[RequestKey],
+        router: Router,
+        why: str,
+        *,
+        died: Collection[RequestKey] = (),
+        are_others_left: bool = False,
+    ) -> None:
+        """These were on a replica that is gone; ``router`` has forgotten them.
+
+        ``died``: those of them whose replica was not told to stop, so that they may be what ended it;
+        ``are_others_left``: replicas that should be spared the same.
+        """
         held = self._keeper.calls
         calls = [held[request] for request in requests if request in held]
         for call in calls:
             call.router = None
             self._outgoing.cancel(call)
         for call in calls:
+            if call.key in died and call.attempt is not None:
+                # A replica that has answered since was only cut off.
+                dead = (tag for tag in call.lost_with if router.is_dead(tag))
+                call.lost_with = (*dead, call.attempt.replica)
+                call.is_suspect = call.is_suspect or are_others_left
             self._lost(call, router, why)
 
     def _lost(self, call: Call, router: Router | None, why: str) -> None:
@@ -88,6 +108,19 @@ class Losses:
             losses=call.losses,
         ):
             self._keeper.end_with(call, ReplicaDied(message))
+        elif len(call.lost_with) >= retry.DEATHS_MAX:
+            if router is not None:
+                router.lost_twice += 1
+            _log.warning(
+                "request_lost_twice",
+                request_id=call.ask.request_id,
+                endpoint_tag=call.ask.endpoint.tag,
+                replica_tags=call.lost_with,
+            )
+            died = " and ".join(call.lost_with)
+            self._keeper.end_with(
+                call, LostTwice(f"replicas {died} died while they had the request, which may be why")
+            )
         elif router is not None and not router.may_send_again(self._loop.time()):
             self._keeper.end_with(call, ReplicaDied(f"{message}, and the backend's retry budget is used up"))
         else:

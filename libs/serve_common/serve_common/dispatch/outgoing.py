@@ -126,7 +126,7 @@ class Outgoing:
         if attempt is not None:
             now = attempt.probed_at = self._loop.time()
             attempt.has_asked = True
-            self._tell(attempt, ProbeHead(now - attempt.sent_at))
+            self._tell(attempt, ProbeHead(now - attempt.sent_at, wants_sign=True))
 
     def cancel(self, call: Call) -> None:
         """Tell the call's replica that nobody wants its answer."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 LOSSES_MAX: Final = 10
+"""A request that was lost so often, for whatever reason, is given up."""
+DEATHS_MAX: Final = 2
 """A request that has met so many dying replicas is likely the cause of it."""
 
 _IDEMPOTENT: Final = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})

@@ -42,7 +42,8 @@ LABELS: Final = {
         bound="Words of the code.",
     ),
     "reason": LabelSpec(
-        meaning="Why a request was refused: by proxies `queue`, `circuit` or `retry_budget`; by replicas `busy` or "
+        meaning="Why a request was refused: by proxies `queue`, `circuit`, `retry_budget`, `stopped` or "
+        "`deaths`; by replicas `busy` or "
         "`draining`. How a replica failed: `start`, `death` or `health`. Why a span was dropped: `queue` (too many "
         "waited to be sent) or `receiver` (it was away, or did not take them). Why a log line was dropped: "
         "`disk_full`, `not_written` (it failed for another reason) or `too_many` (they came faster than they could be "

@@ -96,7 +96,8 @@ CIRCUIT_OPEN: Final = MetricSpec(
 REFUSED: Final = MetricSpec(
     name="serve_proxy_refused_requests_total",
     kind=MetricKind.COUNTER,
-    text="Requests that were not sent, by what kept them: a full queue, an open circuit, or a spent retry budget.",
+    text="Requests that were not sent (again), by what kept them: a full queue, an open circuit, a spent retry budget, "
+    "a backend that a user set to no replicas, or two replicas that died while they had the request.",
     unit="requests",
     labels=("backend_tag", "reason"),
     exporters=_HERE,

@@ -1,7 +1,9 @@
-"""Keeps requests from a backend whose replicas die or hang, until one request shows that it is well again.
+"""Keeps requests from a backend whose replicas die or fall silent, until one request shows that it is well again.
 
-Why it looks at deaths and silence only: a model that answers 500 is at fault for that request; a backend that answers
-nobody wastes every caller's time, and load keeps it from recovering.
+Why it looks at deaths and silence only: where a model answers 500, or works on a request until its deadline, that model
+or that request is at fault, and one client may send twenty of those, which must not shut out the others. Hystrix and
+Envoy's outlier detection count every time-out, for they cannot tell a slow server from one that is gone; here a
+replica's process says by itself that it still works on a request, whatever the user's code does.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Circuit:
         self.is_open = False
         """True from its opening until a trial's success."""
         self.failures = 0
-        """Requests so far that got no answer because their replica died, lost them or took too long."""
+        """Requests so far that got no answer because their replica died, lost them or was silent altogether."""
         self.opened = 0
         """How often it opened."""
         self.refused = 0

@@ -44,6 +44,10 @@ class Applied(NamedTuple):
 
     dispatches: Sequence[Dispatch]
     lost: Sequence[RequestKey]
+    died: frozenset[RequestKey] = frozenset()
+    """Those of ``lost`` whose replica was not draining: it died."""
+    are_others_left: bool = False
+    """Replicas that were healthy before still are there."""
 
 
 class Dropped(NamedTuple):

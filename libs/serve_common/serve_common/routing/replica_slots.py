@@ -46,6 +46,7 @@ class ReplicaSlots:
         "ejected_until",
         "failures",
         "has_failed",
+        "is_dead",
         "is_draining",
         "is_ejected",
         "models",
@@ -72,6 +73,8 @@ class ReplicaSlots:
         """When the block ends by itself."""
         self.has_failed = False
         """Since its last success, so that there may be something below to forget."""
+        self.is_dead = False
+        """Nobody listened there for so long that it counts as dead; any answer says that it was only cut off."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
         self.position = -1
@@ -95,6 +98,16 @@ class ReplicaSlots:
             and not self.is_ejected
             and self.block is None
             and len(self.requests) < requests_max
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """True when it is there and well, as far as is known; it may be full."""
+        return (
+            not self.is_draining
+            and not self.is_ejected
+            and not self.is_dead
+            and self.block is not Block.SILENT
         )
 
     def block_as_busy(self, now: float) -> None:
@@ -125,6 +138,7 @@ class ReplicaSlots:
         """It has answered, whatever it was: that it was silent or full counts no more."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
+        self.is_dead = False
         if self.block is not Block.RESTING:
             self.block = None
 

@@ -42,6 +42,8 @@ class _Place(msgspec.Struct, gc=False):
     slots: ReplicaSlots | None = None
     avoid: frozenset[ReplicaTag] = _NOBODY
     """Replicas that refused it: taken only when there is no other."""
+    is_suspect: bool = False
+    """See `Router.submit`."""
 
 
 @final
@@ -65,8 +67,14 @@ class Router:
         """Whoever submits asks it first when it `is_open`; what waits already goes on."""
         self.queue_refusals = 0
         """Requests that were not taken because the queue was full."""
+        self.stopped_refusals = 0
+        """Requests that were not taken, or not kept, because no replica is wanted; see `is_stopped`."""
+        self.lost_twice = 0
+        """Requests that were given up because two replicas died while they had them; whoever decides that counts."""
         self.is_asleep = False
         """True when the backend was scaled to zero: what waits must wake it."""
+        self.is_stopped = False
+        """True when a user wants no replica: nothing that waits will be answered."""
         self.alarm: Final = Alarm()
         """Keeps what was said of that."""
         self._draw = draw
@@ -147,12 +155,14 @@ class Router:
         *,
         is_admitted: bool = False,
         is_spare: bool = False,
+        is_suspect: bool = False,
         wish: Wish | None = None,
     ) -> SendTo | Queued | QueueFull:
         """Take a new request.
 
         ``is_admitted``: it was taken once, so no limit may refuse it now. ``is_spare``: it waits behind all that are
-        not, takes no place of theirs in the queue, and its number is the caller's to limit.
+        not, takes no place of theirs in the queue, and its number is the caller's to limit. ``is_suspect``: a replica
+        died while it had this one, which may be why; it never gets the only healthy one.
         """
         places = self._places
         assert request not in places, f"{request} is here already"
@@ -163,13 +173,15 @@ class Router:
                 return QueueFull(limit)
         self._arrivals = arrival = self._arrivals + 1
         place = places[request] = _Place(deadline, arrival, is_spare, wish)
-        if self._open:
+        if is_suspect:
+            place.is_suspect = True
+        if self._open and not (is_suspect and not self._may_risk_one()):
             return self._seat(request, place).send_to
-        self._queue.push(request, deadline, arrival, is_spare=is_spare)
+        self._queue.push(request, deadline, arrival, is_spare=is_spare, is_suspect=is_suspect)
         return _QUEUED
 
     def answer_began(self, request: RequestKey) -> None:
-        """The replica has begun to answer ``request``, which an open circuit waits for; the slot stays taken."""
+        """``request``'s replica is there, which an open circuit waits for; the slot stays taken."""
         self.circuit.ended(request, None, self.answered)
 
     def finished(self, request: RequestKey) -> Sequence[Dispatch]:
@@ -183,9 +195,10 @@ class Router:
         if slots is None:  # it was sent, lost, and waits to be sent again: the late answer is as good
             self._queue.discard(request)
             return _NOTHING
+        slots.requests.discard(request)
         if slots.has_failed:
             slots.succeed()
-        slots.requests.discard(request)
+            return self._refill(slots)  # it counts as healthy again, which suspects wait for
         # Nobody waits while a replica is open; so one that is open already has nothing to give.
         return _NOTHING if slots.position >= 0 else self._refill(slots)
 
@@ -198,7 +211,10 @@ class Router:
         return self._leave(request, now=None)
 
     def unanswered(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
-        """The replica lost ``request``, or did not answer it in time. Unknown requests are ignored."""
+        """The replica lost ``request``, or has given no sign of life until its deadline.
+
+        Unknown requests are ignored.
+        """
         place = self._places.get(request)
         if place is None or place.slots is None:
             return self.cancelled(request)
@@ -236,12 +252,28 @@ class Router:
         self._pool.block(slots)
         place.slots = None
         place.avoid |= {replica}
-        self._queue.push(request, place.deadline, place.arrival, is_spare=place.is_spare)
+        self._queue.push(
+            request, place.deadline, place.arrival, is_spare=place.is_spare, is_suspect=place.is_suspect
+        )
         return self._dispatch_waiting()
 
     def has_none_but(self, replica: ReplicaTag) -> bool:
         """Whether no other replica could take a request now."""
         return not any(slots.tag != replica for slots in self._pool.open)
+
+    def has_healthy(self) -> bool:
+        """Whether any replica is there and well, as far as is known."""
+        return any(slots.is_healthy for slots in self._pool.replicas.values())
+
+    def is_draining(self, replica: ReplicaTag) -> bool:
+        """Whether ``replica`` takes nothing new by order."""
+        slots = self._pool.replicas.get(replica)
+        return slots is not None and (slots.is_draining or slots.block is Block.RESTING)
+
+    def is_dead(self, replica: ReplicaTag) -> bool:
+        """Whether ``replica`` is gone, or counts as dead and has answered nothing since."""
+        slots = self._pool.replicas.get(replica)
+        return slots is None or slots.is_dead
 
     def may_send_again(self, now: float) -> bool:
         """Whether the retry budget allows a second sending of a request that was lost; it then counts as made."""
@@ -264,6 +296,7 @@ class Router:
         slots = self._pool.replicas.get(replica)
         if slots is None:
             return ()
+        slots.is_dead = True
         self.put_aside(replica, now)
         if slots.requests:
             self._pool.count_failures(slots, now, len(slots.requests))
@@ -281,11 +314,20 @@ class Router:
         """Take over replicas, limits and protection; a replica that is named anew is put aside no more."""
         self._max_queued_requests = snapshot.max_queued_requests
         self._protect(snapshot.protection)
+        known = {slots.tag for slots in self._pool.replicas.values() if slots.is_healthy}
         gone = self._pool.apply(snapshot)
         self._max_concurrent_queries = self._pool.requests_max
-        lost = [request for slots in gone for request in self._lose(slots, now)]
+        lost: list[RequestKey] = []
+        died: list[RequestKey] = []
+        for slots in gone:
+            requests = self._lose(slots, now)
+            lost += requests
+            if not slots.is_draining and slots.block is not Block.RESTING:
+                died += requests
         self._set_asleep(is_asleep=snapshot.can_wake and not snapshot.replicas)
-        return Applied(self._dispatch_waiting(), lost)
+        self.is_stopped = snapshot.is_stopped and not snapshot.replicas
+        are_others_left = not known.isdisjoint(self._pool.replicas)
+        return Applied(self._dispatch_waiting(), lost, frozenset(died), are_others_left)
 
     def drop(self) -> Dropped:
         """The backend is gone: forget all replicas and requests."""
@@ -297,6 +339,7 @@ class Router:
         self._pool.clear()
         self._places.clear()
         self._set_asleep(is_asleep=False)
+        self.is_stopped = False
         return Dropped(waiting, lost)
 
     # -- time --
@@ -314,8 +357,12 @@ class Router:
         return self._dispatch_waiting()
 
     def expire(self, now: float) -> Sequence[RequestKey]:
-        """Forget and return the waiting requests whose deadline is reached."""
-        expired = self._queue.expire(now)
+        """Forget and return the waiting requests whose deadline is reached; all, while the backend is stopped."""
+        if self.is_stopped:
+            expired = self._queue.clear()
+            self.stopped_refusals += len(expired)
+        else:
+            expired = self._queue.expire(now)
         for request in expired:
             del self._places[request]
             self.circuit.withdrew(request)
@@ -358,10 +405,12 @@ class Router:
             self._queue.discard(request)
             return _NOTHING
         slots.requests.discard(request)
-        return _NOTHING if slots.position >= 0 else self._refill(slots)
+        if slots.position >= 0 and not self._queue.has_suspects:
+            return _NOTHING
+        return self._refill(slots)
 
     def _refill(self, slots: ReplicaSlots) -> Sequence[Dispatch]:
-        """A slot was given back by a replica that was not open."""
+        """A slot was given back by a replica that was not open, or has answered for the first time after a failure."""
         if slots.block is Block.BUSY:
             slots.block = None
         self._pool.refresh((slots,))
@@ -384,10 +433,18 @@ class Router:
         if not self._queue or not self._open:
             return _NOTHING
         dispatches = []
-        while self._queue and self._open:
-            request = self._queue.pop()
+        with_suspects = self._queue.has_suspects and self._may_risk_one()
+        while self._open:
+            request = self._queue.pop(with_suspects=with_suspects)
+            if request is None:
+                break
             dispatches.append(Dispatch(request, self._seat(request, self._places[request]).tag))
         return dispatches
+
+    def _may_risk_one(self) -> bool:
+        """Whether a healthy replica is left should another one die."""
+        healthy = (slots for slots in self._pool.replicas.values() if slots.is_healthy)
+        return next(healthy, None) is not None and next(healthy, None) is not None
 
     def _set_asleep(self, *, is_asleep: bool) -> None:
         if is_asleep and not self.is_asleep:

@@ -59,7 +59,8 @@ class OutlierEjection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """When a router leaves out a replica that fails again and again."""
 
     consecutive_failures: int = 5
-    """Answers with status 500 and above, time-outs and losses in a row; 0 ejects nobody."""
+    """In a row: answers with status 500 and above, losses, and deadlines that passed without any sign of life; 0 ejects
+    nobody. A deadline that passes while the replica says that it works on the request is none."""
     ejection_time_s: float = 10.0
     """The first time; each further time in a row lasts that much longer, up to ten times."""
     max_ejected_percent: float = 50.0
@@ -69,8 +70,8 @@ class OutlierEjection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class CircuitBreaker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When a router stops sending to a backend for a while, and answers 503 at once.
 
-    Failures are what says that nobody is well there: replicas that died or did not answer in time. What the user's code
-    answers, whatever its status, is none.
+    Failures are what says that nobody is well there: replicas that died, lost requests or gave no sign of life until a
+    deadline. What the user's code answers, whatever its status, is none, and neither is user code that takes too long.
     """
 
     failure_percent: float = 50.0

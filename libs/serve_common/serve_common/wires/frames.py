@@ -9,7 +9,8 @@ one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_p
 `WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
 router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request:
-one that works on it stays silent, one that has answered it lately says the answer again, others answer `RefusedHead`.
+one that works on it says `AliveHead` where that is wanted, one that has answered it lately says the answer again,
+others answer `RefusedHead`.
 
 Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
 ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
@@ -117,6 +118,12 @@ class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
 
     age_s: float = 0.0
     """How long ago it was sent; 0 does not say."""
+    wants_sign: bool = False
+    """A replica that knows it should say `AliveHead`; routers of former versions do not know that one."""
+
+
+class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
+    """The replica's process is well and knows the request; what takes so long is the user's code, or its turn."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
@@ -177,6 +184,7 @@ Head = (
     | CreditHead
     | CancelHead
     | ProbeHead
+    | AliveHead
     | ResponseHead
     | RefusedHead
     | ErrorHead

@@ -57,6 +57,8 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     protection: BackendProtection = BackendProtection()
     can_wake: bool = False
     """It was scaled to zero: a request that waits for it should wake it (`wires.wake`)."""
+    is_stopped: bool = False
+    """A user wants no replica, so nobody will answer until that changes: requests are refused at once."""
     code_versions: dict[ReplicaTag, int] = {}
     """Of each replica while more than one version runs; empty when all run the same one."""
 

@@ -66,6 +66,9 @@ def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot
         max_queued_requests=config.max_queued_requests,
         protection=_protection_of(config),
         can_wake=backend.autoscaling is not None and backend.num_wanted == 0,
+        is_stopped=backend.autoscaling is None
+        and config.num_replicas == 0
+        and not (backend.deleting or backend.halted),
         code_versions=_code_versions([r for r in replicas if r.state in ROUTED]),
     )
 

@@ -170,6 +170,8 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
         refusals.add_metric([tag, "queue"], router.queue_refusals)
         refusals.add_metric([tag, "circuit"], router.circuit.refused)
         refusals.add_metric([tag, "retry_budget"], router.retries.refused)
+        refusals.add_metric([tag, "stopped"], router.stopped_refusals)
+        refusals.add_metric([tag, "deaths"], router.lost_twice)
     yield refusals
 
 

@@ -18,6 +18,7 @@ from serve_common.bus.quiet_log import QuietLog
 from serve_common.errors import DeadlineExceeded
 from serve_common.wires.frames import (
     WINDOW_MESSAGES,
+    AliveHead,
     BodyHead,
     CancelHead,
     CloseHead,
@@ -165,6 +166,8 @@ class BusSide:
         elif reply in self._waiting:
             if type(head) is CancelHead:
                 self._forget_waiting(reply)
+            elif type(head) is ProbeHead and head.wants_sign:
+                self._frames.send(reply, AliveHead())
         elif type(head) is ProbeHead:
             self._take_probe(reply, head.age_s)
 
@@ -180,11 +183,13 @@ class BusSide:
                 self._answers.drop(exchange, STATUS_CANCELLED)
             case CloseHead(code, reason):
                 self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
-            case ProbeHead():
+            case ProbeHead(_, wants_sign):
                 if exchange.last_frame:  # it was said, and the work that nobody wants any more goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
+                elif wants_sign:
+                    self._frames.send(exchange.reply, AliveHead())
                 # Otherwise silence says that the request is known.
-            case RequestHead() | ResponseHead() | RefusedHead() | ErrorHead():
+            case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
     def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
