@@ -22,7 +22,7 @@ from serve_common.bus.connection import BusConnection
 from serve_common.bus.errors import InboxFull, InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.bus.headers import encode_headers, parse_headers
 from serve_common.bus.options import BusOptions
-from serve_common.bus.requests import Inbox
+from serve_common.bus.requests import Inbox, draw_tokens
 from serve_common.bus.subscriptions import MessageCallback
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from tests.integration.held_port import HeldPort
@@ -241,7 +241,7 @@ async def test_replies_reach_the_request_that_they_belong_to(server: NatsServer)
         first, second = Collector(), Collector()
         no_responders: list[str] = []
 
-        def request(collector: Collector, payload: bytes) -> int:
+        def request(collector: Collector, payload: bytes) -> bytes:
             token, reply = inbox.new_reply(
                 lambda payload, reply, headers: collector(b"", reply, payload, headers),
                 lambda: no_responders.append("unexpected"),
@@ -252,19 +252,66 @@ async def test_replies_reach_the_request_that_they_belong_to(server: NatsServer)
         first_token, second_token = request(first, b"1"), request(second, b"2")
         await asyncio.gather(first.until(1), second.until(1))
         assert (first.payloads, second.payloads, no_responders) == ([b"1"], [b"2"], [])
-        assert second_token == first_token + 1
+        assert len(first_token) == len(second_token) == 16
         request(first, b"3")
         with pytest.raises(InboxFull):
             request(first, b"4")
         inbox.forget(first_token)
         inbox.forget(first_token)
         assert len(inbox) == 2
-        client.publish(f"_INBOX_app.client1.{first_token}", b"late")
+        client.publish(b"_INBOX_app.client1." + first_token, b"late")
         client.publish("_INBOX_app.client1.nonsense", b"odd")
         await client.flush(5)
         assert inbox.late_replies == 2
         await first.until(2)
         assert first.payloads == [b"1", b"3"]
+
+
+@on_each_loop
+async def test_who_gets_one_request_cannot_answer_another(server: NatsServer) -> None:
+    """A replica learns the reply subject of what it is sent, and tries those around it."""
+    async with connected(server) as client, connected(server) as replica:
+        asked: asyncio.Queue[bytes] = asyncio.Queue()
+        replica.subscribe("t.mine", lambda _subject, reply, _payload, _headers: asked.put_nowait(reply))
+        await replica.flush(5)
+        inbox = Inbox(client, "client1")
+        own, others = Collector(), Collector()
+
+        def request(subject: str, collector: Collector) -> None:
+            _, reply = inbox.new_reply(
+                lambda payload, reply, headers: collector(b"", reply, payload, headers), lambda: None
+            )
+            client.publish(subject, b"?", reply)
+
+        for _ in range(20):
+            request("t.other", others)
+        request("t.mine", own)
+        for _ in range(20):
+            request("t.other", others)
+        learnt = await asked.get()
+        prefix, _, token = learnt.rpartition(b".")
+        near = [*range(-50, 0), *range(1, 51)]
+        base = 10 if token.isdigit() and len(token) < 16 else 16
+        for guess in (int(token, base) + step for step in near):
+            text = b"%d" % guess if base == 10 else b"%016x" % guess
+            replica.publish(prefix + b"." + text, b"forged")
+        replica.publish(learnt, b"mine")
+        await own.until(1)
+        await client.flush(5)
+        assert own.payloads == [b"mine"]
+        assert others.payloads == []
+        assert inbox.late_replies == len(near)
+
+
+def test_reply_tokens_are_of_64_random_bits_and_never_meet() -> None:
+    tokens = [token for _ in range(40) for token in draw_tokens()]
+    assert len({*tokens}) == len(tokens) == 40 * 256
+    assert {len(token) for token in tokens} == {16}
+    ones = [int(token, 16).bit_count() for token in tokens]
+    assert 31 < sum(ones) / len(ones) < 33
+    for bit in range(64):
+        share = sum(int(token, 16) >> bit & 1 for token in tokens) / len(tokens)
+        assert 0.45 < share < 0.55, f"bit {bit} hardly changes"
 
 
 @on_each_loop

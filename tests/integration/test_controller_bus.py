@@ -634,3 +634,22 @@ async def test_stopping_while_nats_is_away_takes_little_time(own_server: NatsSer
         begun = time.monotonic()
         await stack.controller.stop()
         assert time.monotonic() - begun < SOON_S
+
+
+@pytest.mark.parametrize("subject", ["serve.report.host.victim", "other.subject", "$JS.API.INFO"])
+async def test_the_admin_service_answers_into_inboxes_only(stack: Stack, subject: str) -> None:
+    """Whoever asks chooses where the answer goes, and must not have the controller speak there."""
+    heard: list[Msg] = []
+
+    async def hear(message: Msg) -> None:
+        if not message.reply:
+            heard.append(message)
+
+    subscription = await stack.client.subscribe(subject, cb=hear)
+    for asked in (stack.subjects.admin("get_status"), "$SRV.PING", f"$SRV.INFO.{ADMIN_SERVICE}"):
+        await stack.client.publish(asked, b"{}", reply=subject)
+    await stack.caller.call("get_status")  # what was sent before has been handled
+    assert len(await service_answers(stack, "PING")) == 1
+    await stack.client.flush()
+    assert [(message.subject, message.data[:80]) for message in heard] == []
+    await subscription.unsubscribe()

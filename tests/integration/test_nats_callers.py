@@ -126,3 +126,19 @@ async def test_an_answer_that_breaks_off_in_pieces_ends_in_an_error(stack: Stack
     assert len(messages) > 1
     assert is_error(messages[-1])
     assert error_of(messages[-1])[0] in ("500", "502")
+
+
+async def test_the_gateway_answers_into_inboxes_only(stack: Stack) -> None:
+    await serve_calls(stack)
+    heard: list[Msg] = []
+
+    async def hear(message: Msg) -> None:
+        heard.append(message)
+
+    await stack.client.subscribe("serve.report.>", cb=hear)
+    own = {message.subject for message in heard}
+    for body in (b"{}", b"raise"):
+        await stack.client.publish(SUBJECT, body, reply="serve.report.host.victim")
+    await call(stack, b"")  # what was sent before has been handled
+    await stack.client.flush()
+    assert {message.subject for message in heard} - own <= {"serve.report.proxy.proxy-1"}

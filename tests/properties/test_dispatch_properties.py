@@ -159,7 +159,7 @@ class Story:
             case "error":
                 world.answer(reply, ErrorHead("user_code_raised", 500, "why", 0))
             case "rubbish":
-                world.bus.receivers[int(reply.rpartition(b".")[2])][0](b"\xff", b"", None)
+                world.bus.receivers[reply.rpartition(b".")[2]][0](b"\xff", b"", None)
 
 
 def assert_consistent(story: Story) -> None:

@@ -101,13 +101,14 @@ class World:
 
     def new_reply(
         self, on_reply: Callable[..., None], on_no_responders: Callable[[], None]
-    ) -> tuple[int, bytes]:
+    ) -> tuple[bytes, bytes]:
         self._tokens += 1
-        self.receivers[b"%d" % self._tokens] = (on_reply, on_no_responders)
-        return self._tokens, b"%d" % self._tokens
+        token = b"%d" % self._tokens
+        self.receivers[token] = (on_reply, on_no_responders)
+        return token, token
 
-    def forget(self, token: int) -> None:
-        self.receivers.pop(b"%d" % token, None)
+    def forget(self, token: bytes) -> None:
+        self.receivers.pop(token, None)
 
     # -- a runtime --
 

@@ -39,7 +39,7 @@ class Bus:
         self.is_full = False
         self.sent: list[tuple[str, bytes, object, bytes]] = []
         self.wakes: list[Wake] = []
-        self.receivers: dict[int, tuple] = {}
+        self.receivers: dict[bytes, tuple] = {}
         self.tokens = 0
 
     def publish(self, subject, payload, reply=b"", headers=None) -> None:
@@ -57,8 +57,9 @@ class Bus:
 
     def new_reply(self, on_reply, on_no_responders):
         self.tokens += 1
-        self.receivers[self.tokens] = (on_reply, on_no_responders)
-        return self.tokens, b"inbox.%d" % self.tokens
+        token = b"%d" % self.tokens
+        self.receivers[token] = (on_reply, on_no_responders)
+        return token, b"inbox." + token
 
     def forget(self, token) -> None:
         self.receivers.pop(token, None)
@@ -174,12 +175,12 @@ class World:
         return subject.rpartition(".")[2], reply, head, body
 
     def answer(self, reply: bytes, head, body: bytes = b"") -> None:
-        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        receiver = self.bus.receivers.get(reply.rpartition(b".")[2])
         if receiver is not None:
             receiver[0](encode_frame(head, body), b"", None)
 
     def no_responders(self, reply: bytes) -> None:
-        receiver = self.bus.receivers.get(int(reply.rpartition(b".")[2]))
+        receiver = self.bus.receivers.get(reply.rpartition(b".")[2])
         if receiver is not None:
             receiver[1]()
 

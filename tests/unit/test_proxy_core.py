@@ -228,7 +228,13 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
     routes.confirm("backends.d.a")
     registry = CollectorRegistry()
     register_metrics(
-        registry, ProxyId("proxy-1"), routes, QuietBus(), reconnects=lambda: 3, connections=lambda: 2
+        registry,
+        ProxyId("proxy-1"),
+        routes,
+        QuietBus(),
+        reconnects=lambda: 3,
+        connections=lambda: 2,
+        dropped_calls=lambda: 7,
     )
     shown = generate_latest(registry).decode()
     for line in (
@@ -245,6 +251,7 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         'serve_proxy_refused_requests_total{backend_tag="d/a",reason="queue"} 0.0',
         'serve_proxy_shadow_requests_total{backend_tag="d/new",endpoint_tag="d/a",outcome="skipped"} 1.0',
         "serve_proxy_nats_reconnects_total 3.0",
+        "serve_proxy_dropped_calls_total 7.0",
         'serve_proxy_info{proxy_id="proxy-1"} 1.0',
         "serve_proxy_connections 2.0",
         'serve_router_queued_seconds_total{backend_tag="d/a"} 0.0',
@@ -264,7 +271,13 @@ def test_the_seconds_of_a_queue_never_fall_until_its_router_is_another_one(
     monkeypatch.setattr(Router, "queued_seconds", lambda _router, _now: next(told))
     registry = CollectorRegistry()
     register_metrics(
-        registry, ProxyId("proxy-1"), routes, QuietBus(), reconnects=lambda: 0, connections=lambda: 0
+        registry,
+        ProxyId("proxy-1"),
+        routes,
+        QuietBus(),
+        reconnects=lambda: 0,
+        connections=lambda: 0,
+        dropped_calls=lambda: 0,
     )
     shown = []
     for is_new in (True, False, False, True):

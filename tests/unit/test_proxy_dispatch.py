@@ -398,7 +398,7 @@ async def test_abandoning_a_stream_cancels_it_at_the_replica(world: World) -> No
 async def test_rubbish_from_a_replica_is_an_error_of_that_request_only(world: World) -> None:
     task = await world.ask()
     reply = world.take(RequestHead)[1]
-    world.bus.receivers[1][0](b"\xff\xff\xff", b"", None)
+    world.bus.receivers[b"1"][0](b"\xff\xff\xff", b"", None)
     assert isinstance(await failure(task), AnswerUnusable)
     assert world.take(CancelHead)[1] == reply
 

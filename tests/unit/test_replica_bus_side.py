@@ -11,6 +11,7 @@ from serve_common.bus.errors import NotConnected, PayloadTooLarge
 from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
+    AliveHead,
     BodyHead,
     CancelHead,
     CreditHead,
@@ -518,3 +519,25 @@ async def test_who_waits_for_a_slot_too_long_or_into_a_drain_is_told() -> None:
     desk.hear(_patient(), reply=b"_INBOX.4")
     assert desk.heads[-1] == RefusedHead("draining", 1)
     assert desk.sent[-1][0] == b"_INBOX.4"
+
+
+@pytest.mark.parametrize("reply", [b"", b"serve.report.host.h", b"serve.replica.a.b.1", b"$JS.API.INFO"])
+@pytest.mark.parametrize("head", [_request(), ProbeHead(1.0, wants_sign=True), CreditHead(1)])
+async def test_nothing_is_answered_but_into_inboxes(reply: bytes, head: Head) -> None:
+    desk = Desk()
+    desk.hear(head, reply=reply)
+    assert desk.sent == []
+    assert desk.to_user == []
+    assert desk.metrics.refused == ["reply_subject"]
+
+
+async def test_a_probe_that_wants_a_sign_of_life_gets_one_from_who_works_or_waits() -> None:
+    desk = Desk(max_concurrent_queries=1)
+    desk.begin()
+    waiting = msgspec.structs.replace(_request(), patient=True)
+    desk.hear(waiting, reply=b"_INBOX.2")
+    for reply in (ME, b"_INBOX.2"):
+        desk.hear(ProbeHead(1.0), reply=reply)
+        assert desk.sent == [], "a router of a former version does not know the sign"
+        desk.hear(ProbeHead(1.0, wants_sign=True), reply=reply)
+        assert desk.sent.pop()[:2] == (reply, AliveHead())

@@ -58,15 +58,24 @@ _BUS: Final = Row(
             ),
         ),
         Panel(
-            title="Refused by NATS",
+            title="Refused by NATS, or dropped",
             description="Messages that a process may not send or hear, in each minute. Anything above 0 is a "
-            "fault of the installation: see deploy/nats/nats.conf.",
+            "fault of the installation: see deploy/nats/nats.conf. And calls that were to be answered elsewhere than "
+            "in an inbox, which somebody's attack is more likely than a mistake.",
             unit="none",
             steps=common.RED_FROM_ONE,
             queries=(
                 Query(
                     expr=increase("serve_bus_permission_violations_total", OF_INSTANCE, by="instance"),
                     legend="{{instance}}",
+                ),
+                Query(
+                    expr=increase("serve_proxy_dropped_calls_total", OF_INSTANCE, by="instance"),
+                    legend="{{instance}}: calls to a proxy without an inbox",
+                ),
+                Query(
+                    expr=increase("serve_controller_dropped_calls_total", OF_INSTANCE, by="instance"),
+                    legend="{{instance}}: admin calls without an inbox",
                 ),
             ),
         ),

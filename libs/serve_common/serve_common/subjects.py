@@ -25,6 +25,19 @@ RECALLED: Final = "recalled"
 HTTP_KEY: Final = "http.options"
 """The bucket key of what all proxies apply to every request."""
 
+INBOXES: Final = (b"_INBOX", b"_R_.")
+"""How subjects begin that a request may ask to be answered on: its sender's inbox, or what a server puts in its place
+when the request comes from another account."""
+
+
+def is_inbox(reply: bytes) -> bool:
+    """Whether ``reply``, chosen by whoever sent a request, may be answered on.
+
+    Any other subject would make who answers speak for the requester where that one may not: with reports, commands or
+    requests to others. Every service asks this before it answers.
+    """
+    return reply.startswith(INBOXES)
+
 
 def _tokens(tag: str) -> str:
     return tag.replace("#", "/").replace("/", ".")

@@ -121,7 +121,7 @@ async def _serve(
     store = PostgresStore(
         settings.postgres_dsn, settings.postgres_password, application_name=f"muster-{settings.controller_id}"
     )
-    bus = NatsBus(client, subjects, VERSION)
+    bus = NatsBus(client, subjects, VERSION, metrics.dropped_calls.inc)
     scaling, close_scaling = _open_scaling(settings)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:

@@ -159,6 +159,7 @@ class Proxy:
             self._bus,
             reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
             connections=lambda: self.http.connections,
+            dropped_calls=lambda: self._gateway.dropped_calls,
         )
         register_trace_metrics(registry, self._tracing)
         self._lag = LoopLag()

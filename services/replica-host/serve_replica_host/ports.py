@@ -121,7 +121,7 @@ class RequestMetrics(Protocol):
         ...
 
     def count_refused(self, reason: str) -> None:
-        """A request was refused: ``busy`` or ``draining``."""
+        """A request was refused: ``busy`` or ``draining``; or dropped, for its ``reply_subject`` is no inbox."""
         ...
 
     def turn(self) -> None:

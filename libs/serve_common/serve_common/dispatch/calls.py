@@ -97,7 +97,7 @@ class Attempt:
         "upload",
     )
 
-    def __init__(self, replica: ReplicaTag, subject: bytes, token: int, reply: bytes, ask: Ask) -> None:
+    def __init__(self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, ask: Ask) -> None:
         body = ask.body
         self.replica = replica
         self.subject = subject

@@ -26,10 +26,10 @@ class Replies(Protocol):
 
     def new_reply(
         self, on_reply: Callable[[bytes, bytes, bytes | None], None], on_no_responders: Callable[[], None]
-    ) -> tuple[int, bytes]:
+    ) -> tuple[bytes, bytes]:
         """A token and its reply subject; see `Inbox.new_reply`."""
         ...
 
-    def forget(self, token: int) -> None:
+    def forget(self, token: bytes) -> None:
         """Let go of a token."""
         ...

@@ -89,6 +89,12 @@ CHECKPOINT_SECONDS: Final = _seconds(
 CONTROLLER_RECONNECTS: Final = _counter(
     "serve_controller_nats_reconnects_total", "Reconnects to NATS.", "reconnects"
 )
+DROPPED_CALLS: Final = _counter(
+    "serve_controller_dropped_calls_total",
+    "Admin calls, and questions of NATS' service protocol, that were dropped because the subject to answer on is no "
+    "inbox.",
+    "calls",
+)
 
 CONTROLLER_METRICS: Final = (
     LEADER,
@@ -106,6 +112,7 @@ CONTROLLER_METRICS: Final = (
     RECONCILE_SECONDS,
     CHECKPOINT_SECONDS,
     CONTROLLER_RECONNECTS,
+    DROPPED_CALLS,
 )
 
 SEEN_REQUESTS: Final = _gauge(

@@ -43,8 +43,9 @@ LABELS: Final = {
     ),
     "reason": LabelSpec(
         meaning="Why a request was refused: by proxies `queue`, `circuit`, `retry_budget`, `stopped` or "
-        "`deaths`; by replicas `busy` or "
-        "`draining`. How a replica failed: `start`, `death` or `health`. Why a span was dropped: `queue` (too many "
+        "`deaths`; by replicas `busy`, "
+        "`draining` or `reply_subject` (to be answered where nobody's inbox is). "
+        "How a replica failed: `start`, `death` or `health`. Why a span was dropped: `queue` (too many "
         "waited to be sent) or `receiver` (it was away, or did not take them). Why a log line was dropped: "
         "`disk_full`, `not_written` (it failed for another reason) or `too_many` (they came faster than they could be "
         "written).",

@@ -102,6 +102,13 @@ REFUSED: Final = MetricSpec(
     labels=("backend_tag", "reason"),
     exporters=_HERE,
 )
+DROPPED_PLAIN_CALLS: Final = MetricSpec(
+    name="serve_proxy_dropped_calls_total",
+    kind=MetricKind.COUNTER,
+    text="Calls over plain NATS that were dropped because the subject to answer on is no inbox.",
+    unit="calls",
+    exporters=_HERE,
+)
 CONNECTIONS: Final = MetricSpec(
     name="serve_proxy_connections",
     kind=MetricKind.GAUGE,
@@ -133,6 +140,7 @@ PROXY_METRICS: Final = (
     IN_FLIGHT,
     QUEUED_SECONDS,
     REFUSED,
+    DROPPED_PLAIN_CALLS,
     RETRIES,
     EJECTIONS,
     CIRCUIT_OPEN,

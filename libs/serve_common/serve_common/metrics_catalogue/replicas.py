@@ -41,7 +41,8 @@ REPLICA_REQUESTS: Final = MetricSpec(
 REPLICA_REFUSED: Final = MetricSpec(
     name="serve_replica_refused_total",
     kind=MetricKind.COUNTER,
-    text="Requests that a replica refused because it was busy or draining; their router tries another one.",
+    text="Requests that a replica refused because it was busy or draining; their router tries another one. And frames "
+    "that it dropped because the subject to answer on is no inbox.",
     unit="requests",
     labels=("backend_tag", "reason"),
     exporters=_HERE,

@@ -7,7 +7,7 @@ the leader offers it, so a call with no leader is answered "no responders" at on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -15,12 +15,15 @@ import msgspec
 import nats.micro
 import structlog
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
 
+from serve_common.bus.quiet_log import QuietLog
 from serve_common.errors import LimitReached, ServeError
-from serve_common.subjects import ADMIN_SERVICE, Subjects
+from serve_common.subjects import ADMIN_SERVICE, Subjects, is_inbox
 from serve_common.tasks import TaskOwner
 from serve_common.tracing.operations import operation
 from serve_common.tracing.spans import SpanKind
@@ -29,6 +32,8 @@ from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, WHO_LENGTH_MAX
 from serve_controller.shell.requests import error_view
 
 _log = structlog.get_logger()
+
+MessageHandler = Callable[[Msg], Awaitable[None]]
 
 CALLS_MAX = 1000
 """Admin calls under way at once; most of them wait for goals."""
@@ -44,12 +49,55 @@ class Admin(Protocol):
         ...
 
 
+class _InboxesOnly:
+    """A client for nats.micro that hands on what is to be answered on an inbox, and drops the rest.
+
+    Why around the client: nats.micro answers `$SRV` by itself, and would do so on any subject.
+    """
+
+    def __init__(self, client: Client, on_dropped: Callable[[], object]) -> None:
+        self._client = client
+        self._on_dropped = on_dropped
+        self._quiet = QuietLog(_log.warning)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def subscribe(
+        self, subject: str, queue: str = "", *, cb: MessageHandler, **kwargs: Any
+    ) -> Subscription:
+        """As the client's."""
+
+        async def hear(message: Msg) -> None:
+            if is_inbox(message.reply.encode()):
+                await cb(message)
+                return
+            self._on_dropped()
+            now_s = asyncio.get_running_loop().time()
+            self._quiet.log(
+                now_s, "call_without_inbox", subject=message.subject[:200], reply=message.reply[:200]
+            )
+
+        return await self._client.subscribe(subject, queue, cb=hear, **kwargs)
+
+
 class AdminService:
     """Takes admin calls from the bus and has them answered."""
 
-    def __init__(self, client: Client, subjects: Subjects, version: str, admin: Admin) -> None:
-        """``version`` is shown by ``nats micro info``."""
+    def __init__(
+        self,
+        client: Client,
+        subjects: Subjects,
+        version: str,
+        admin: Admin,
+        on_dropped: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``version`` is shown by ``nats micro info``.
+
+        ``on_dropped`` is called for each call that is not answered because the subject to answer on is no inbox.
+        """
         self._client = client
+        self._guarded: Any = _InboxesOnly(client, on_dropped)
         self._subjects = subjects
         self._version = version
         self._admin = admin
@@ -63,7 +111,7 @@ class AdminService:
             version=self._version,
             description="Muster's commands and queries",
         )
-        self._service = await nats.micro.add_service(self._client, config)
+        self._service = await nats.micro.add_service(self._guarded, config)
         group = self._service.add_group(name=self._subjects.admin_group, queue_group="controllers")
         for verb in VERBS:
             await group.add_endpoint(name=verb, handler=self._handler(verb))

@@ -14,6 +14,7 @@ from serve_common.adapters.process_metrics import family_of
 from serve_common.metrics_catalogue.controllers import (
     CHECKPOINT_SECONDS,
     CONTROLLER_RECONNECTS,
+    DROPPED_CALLS,
     EFFECTS,
     EPOCH,
     GOALS,
@@ -53,6 +54,7 @@ class ControllerMetrics:
         self.nats_reconnects = Counter(
             CONTROLLER_RECONNECTS.family, CONTROLLER_RECONNECTS.text, registry=registry
         )
+        self.dropped_calls = Counter(DROPPED_CALLS.family, DROPPED_CALLS.text, registry=registry)
         registry.register(_TermCollector(current_term, now))
 
     def effect_performed(self, effect: str, seconds: float, error: str | None) -> None:

@@ -57,9 +57,16 @@ class Listener(Protocol):
 class NatsBus:
     """Implements `serve_controller.ports.Bus`."""
 
-    def __init__(self, client: Client, subjects: Subjects, version: str) -> None:
-        """``version`` is shown by ``nats micro info``."""
+    def __init__(
+        self,
+        client: Client,
+        subjects: Subjects,
+        version: str,
+        on_dropped: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``version`` is shown by ``nats micro info``; ``on_dropped`` as of `AdminService`."""
         self._client = client
+        self._on_dropped = on_dropped
         self._subjects = subjects
         self._version = version
         self._bucket = SnapshotBucket(client, subjects, self._hear_bucket)
@@ -70,7 +77,7 @@ class NatsBus:
     async def start(self, listener: Listener, admin: Admin) -> None:
         """Subscribe to the reports; ``admin`` answers while this controller leads. Raises `BusUnavailable`."""
         self._listener = listener
-        self._service = AdminService(self._client, self._subjects, self._version, admin)
+        self._service = AdminService(self._client, self._subjects, self._version, admin, self._on_dropped)
         subscribe = self._client.subscribe
         try:
             await subscribe(self._subjects.host_reports, cb=self._report_handler(HostReport))

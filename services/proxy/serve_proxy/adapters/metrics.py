@@ -22,6 +22,7 @@ from serve_common.metrics_catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
     CIRCUIT_OPEN,
     CONNECTIONS,
+    DROPPED_PLAIN_CALLS,
     EJECTIONS,
     IN_FLIGHT,
     PROXY_INFO,
@@ -64,10 +65,16 @@ def register_metrics(
     *,
     reconnects: Callable[[], int],
     connections: Callable[[], int],
+    dropped_calls: Callable[[], int],
 ) -> None:
-    """Make ``registry`` show them; ``reconnects`` counts those to NATS, ``connections`` those of clients."""
+    """Make ``registry`` show them; ``reconnects`` counts those to NATS, ``connections`` those of clients.
+
+    ``dropped_calls``: see `Gateway.dropped_calls`.
+    """
     registry.register(_RoutesCollector(routes))
-    registry.register(_ProxyCollector(proxy_id, routes, bus, reconnects, connections))
+    registry.register(
+        _ProxyCollector(proxy_id, routes, bus, reconnects, connections, dropped_calls=dropped_calls)
+    )
 
 
 @final
@@ -79,12 +86,15 @@ class _ProxyCollector(Collector):
         bus: DataBus,
         reconnects: Callable[[], int],
         connections: Callable[[], int],
+        *,
+        dropped_calls: Callable[[], int],
     ) -> None:
         self._proxy_id = proxy_id
         self._routes = routes
         self._bus = bus
         self._reconnects = reconnects
         self._connections = connections
+        self._dropped_calls = dropped_calls
 
     def collect(self) -> Iterable[Metric]:
         """What there is one of."""
@@ -92,6 +102,7 @@ class _ProxyCollector(Collector):
         info.add_metric([self._proxy_id], 1.0)
         yield info
         yield _single(CONNECTIONS, self._connections())
+        yield _single(DROPPED_PLAIN_CALLS, self._dropped_calls())
         yield _single(RECONNECTS, self._reconnects())
         yield _single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
         yield _single(BUS_PENDING_BYTES, self._bus.pending_bytes)

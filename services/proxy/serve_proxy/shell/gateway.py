@@ -15,13 +15,14 @@ import structlog
 
 from serve_common.bus.errors import ProtocolError
 from serve_common.bus.headers import parse_headers
+from serve_common.bus.quiet_log import QuietLog
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.retry import can_repeat
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import NoReplicaAvailable, ServeError
 from serve_common.names import BackendTag
-from serve_common.subjects import GATEWAY_QUEUE, Subjects
+from serve_common.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.tasks import TaskOwner
 from serve_common.wires.frames import CallHead
 from serve_proxy.core.deadlines import earliest_deadline
@@ -89,6 +90,9 @@ class Gateway:
         self._tasks = TaskOwner("gateway")
         self._subscription: EndableSubscription | None = None
         self._replies = PlainReplies(bus)
+        self.dropped_calls = 0
+        """Calls that were not answered, for the subject to answer on is no inbox."""
+        self._dropped = QuietLog(_log.warning)
 
     @property
     def in_flight(self) -> int:
@@ -111,8 +115,11 @@ class Gateway:
         await self._tasks.close(timeout_s)
 
     def _take(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if not reply:
-            return  # nobody could be told the answer
+        if not is_inbox(reply):  # empty: nobody could be told the answer
+            self.dropped_calls += 1
+            text = reply[:200].decode("utf-8", "replace")
+            self._dropped.log(self._loop.time(), "call_without_inbox", reply=text)
+            return
         if len(self._tasks) >= CALLS_MAX:
             problem = problem_of(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
             self._replies.send_problem(reply, problem, "")

@@ -16,6 +16,7 @@ import structlog
 
 from serve_common.bus.quiet_log import QuietLog
 from serve_common.errors import DeadlineExceeded
+from serve_common.subjects import is_inbox
 from serve_common.wires.frames import (
     WINDOW_MESSAGES,
     AliveHead,
@@ -153,8 +154,10 @@ class BusSide:
         except FrameUnreadable as error:
             self._bad_frames.log(self._now(), "frame_unreadable", error=str(error))
             return
-        if not reply:
-            self._bad_frames.log(self._now(), "frame_without_reply", kind=type(head).__name__)
+        if not is_inbox(reply):
+            self._metrics.count_refused("reply_subject")
+            text = reply[:200].decode("utf-8", "replace")
+            self._bad_frames.log(self._now(), "frame_without_inbox", kind=type(head).__name__, reply=text)
             return
         if type(head) is RequestHead:
             self._begin(reply, head, body)
