@@ -4,7 +4,7 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-quick check format simulate bench bench-lifecycle bench-peers bench-wires bench-leaks \
+.PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
 
 help: ## Show this list
@@ -44,6 +44,9 @@ format: $(STAMP) ## Format the code
 
 simulate: $(STAMP) ## Simulate the control plane with faults from SEEDS=2000 seeds, beginning with SEED=0
 	$(PY) -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SEEDS),--seeds $(SEEDS))
+
+fuzz: $(STAMP) ## Send 50,000 hostile HTTP pipelines and 5,000 generated admin calls (about 5 minutes); SEED=1 draws the same again
+	$(PY) -m tests.fuzz $(if $(SEED),--seed $(SEED)) $(if $(PIPELINES),--pipelines $(PIPELINES)) $(if $(CALLS),--calls $(CALLS))
 
 bench: $(STAMP) ## Measure the data plane next to its floors, in one run
 	$(PY) -m tests.bench
