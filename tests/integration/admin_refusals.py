@@ -91,6 +91,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("undrain_host", {"host_id": "nobody"}, 404, "not_found", "", "'nobody'"),
     ("drain_host", {"host_id": "a/b"}, 400, "bad_field", "host_id", ""),
     ("shutdown", {"sure": True}, 400, "bad_field", "sure", ""),
+    ("shutdown", {}, 400, "bad_field", "confirm", "missing required field"),
+    ("shutdown", {"confirm": "yes"}, 400, "bad_field", "confirm", ""),
     ("get_deployment_info", {"name": "nobody"}, 404, "not_found", "", "'default/nobody'"),
     ("list_deployments", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_all_applications", {"limit": -1}, 400, "bad_field", "limit", ""),

@@ -232,6 +232,8 @@ class NoMetrics:
     def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
         return
 
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None: ...
+
     def retire_process(self, process: str) -> None:
         return
 

@@ -23,6 +23,7 @@ from serve_common.adapters import bucket_watch
 from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import LimitReached
 from serve_common.names import BackendTag, ControllerId, HostId, replica_tag
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.wires.admin import VERBS, ErrorView
@@ -89,7 +90,7 @@ class Controller:
         self.client = await connected(
             self.server, self.subjects, on_reconnect=self._came, on_disconnect=self._went
         )
-        self.bus = NatsBus(self.client, self.subjects, "0.0.1")
+        self.bus = NatsBus(self.client, self.subjects, "0.0.1", RefusedMessages(time.monotonic))
         self.service = ControllerService(
             controller_id=self.name,
             store=self.store,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from nats.aio.msg import Msg
 from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import NotFound
 from serve_common.names import HostId, ProxyId
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.wires.admin import WHO_HEADER, WHO_LENGTH_MAX, ErrorView
 from serve_common.wires.host import HostReport
@@ -62,7 +64,7 @@ class Side:
     async def open(self) -> None:
         self.client = await connected(self.server, self.subjects)
         self.caller = await connected(self.server, self.subjects)
-        self.bus = NatsBus(self.client, self.subjects, "0.0.1")
+        self.bus = NatsBus(self.client, self.subjects, "0.0.1", RefusedMessages(time.monotonic))
         await self.bus.start(self.ears, self.answers)
 
     async def close(self) -> None:

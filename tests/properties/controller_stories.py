@@ -106,7 +106,7 @@ others = st.one_of(
     st.builds(SetHttpOptions, options=st.sampled_from([{"request_timeout_s": 5}, {"body_bytes_max": 9}, {}])),
     st.builds(DrainHost, host_id=st.sampled_from(["host-1", "host-2"])),
     st.builds(UndrainHost, host_id=st.sampled_from(["host-1", "host-2"])),
-    st.just(Shutdown()),
+    st.just(Shutdown(confirm="everything")),
 )
 commands = st.one_of(deploys, others)
 operations = st.one_of(

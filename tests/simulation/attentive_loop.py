@@ -16,6 +16,7 @@ from serve_controller.shell.hearing import Hearing
 from tests.simulation.closed_loop import Loop
 from tests.simulation.promises import check_plan
 from tests.simulation.pure_host import PureHost
+from tests.simulation.sim_controller import no_refusal
 
 ROUNDS_MAX = 30
 
@@ -31,7 +32,7 @@ class AttentiveLoop(Loop):
         self._hear_anew()
 
     def _hear_anew(self) -> None:
-        self.hearing = Hearing(self.now)
+        self.hearing = Hearing(self.now, no_refusal)
         self._hear_whole_bucket()
 
     def _hear_whole_bucket(self) -> None:

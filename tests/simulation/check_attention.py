@@ -43,6 +43,7 @@ class AttentionMissesNothing:
             or hearing._inbox
             or not term._is_checkpoint_certain
             or self.world.time - self.world.checks.bucket_lost_at < BUCKET_READ_S
+            or (self.world.checks.is_bucket_lost and self.world.bus.is_hanging)
             or (at is not None and at <= self.world.time)
         ):
             return False

@@ -81,7 +81,7 @@ STORY: Final = [
     Step(c.DeleteBackend(backend_tag="x", force_kill=True), ends=GOOD),
     Step(c.DeleteApplication(name="shop"), ends=GOOD),
     Step(deploy("a", "v2", num=1, request_id="r9", config=1), ends=GOOD),
-    Step(c.Shutdown(), ends=GOOD),
+    Step(c.Shutdown(confirm="everything"), ends=GOOD),
 ]
 
 PAIR_STORY: Final = [
@@ -98,7 +98,7 @@ GROUP_STORY: Final = [
     Step(application("v3", "cache", request_id="r3"), ends=GOOD),
     Step(c.CreateEndpoint(endpoint="e", traffic={"shop/cache": 1.0}, route="/e"), ends=GOOD),
     Step(c.DrainHost(host_id="host-1"), ends=GOOD),
-    Step(c.Shutdown(), ends=GOOD),
+    Step(c.Shutdown(confirm="everything"), ends=GOOD),
 ]
 
 

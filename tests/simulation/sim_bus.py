@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from serve_common.errors import BusUnavailable
 from serve_common.names import BackendTag
@@ -11,6 +11,7 @@ from serve_common.subjects import backend_key
 from serve_common.wires.host import HostGoal
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_common.wires.views import EventView
+from tests.simulation.kernel import sleep
 
 if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+T = TypeVar("T")
+
+ACKNOWLEDGED_WITHIN_S: Final = 2.0
+BURST_S: Final = 0.2
 LITTER: Final = BackendTag("gone/long-ago")
 
 
@@ -30,6 +35,10 @@ class SimBus:
         self.bucket: dict[str, tuple[int, Snapshot]] = {}
         """Revision and value by key."""
         self.revision = 0
+        self.is_hanging = False
+        """Nothing comes through, and nobody is told: no connection breaks."""
+        self._held: list[tuple[bool, Callable[[], object]]] = []
+        """What came meanwhile, and whether it is of an ordered channel."""
         self._connection = 0
         """Counts how often it came back: what was under way on an older one is lost."""
 
@@ -49,23 +58,57 @@ class SimBus:
         """See `Publisher.publish`."""
         self._reach()
         self.world.checks.on_publish(key, snapshot)
-        self.revision += 1
-        self.bucket[key] = (self.revision, snapshot)
-        self._tell_watchers(key)
-        return self.revision
+
+        def put() -> int:
+            self.revision += 1
+            self.bucket[key] = (self.revision, snapshot)
+            self._tell_watchers(key)
+            return self.revision
+
+        return await self._acknowledged(put)
 
     async def retract(self, key: str, revision: int) -> None:
         """See `Publisher.retract`."""
         self._reach()
-        held, _ = self.bucket.get(key, (0, None))
-        if revision not in (0, held):
-            raise BusUnavailable(f"{key} has revision {held}, not {revision}")
         self.world.check(
             key not in self.world.store.checkpoint.snapshots, f"{key} was retracted and is recorded"
         )
-        self.revision += 1
-        self.bucket.pop(key, None)
-        self._tell_watchers(key)
+
+        def delete() -> bool:
+            held, _ = self.bucket.get(key, (0, None))
+            if revision not in (0, held):
+                return False
+            self.revision += 1
+            self.bucket.pop(key, None)
+            self._tell_watchers(key)
+            return True
+
+        if not await self._acknowledged(delete):
+            raise BusUnavailable(f"{key} has another revision than {revision}")
+
+    async def _acknowledged(self, write: Callable[[], T]) -> T:
+        """What a write to the bucket came to. While the bus hangs it waits there, and may be made late."""
+        done: list[T] = []
+        self.carry(lambda: done.append(write()), is_ordered=True)
+        give_up_at = self.world.time + ACKNOWLEDGED_WITHIN_S
+        while not done:
+            if self.world.time >= give_up_at:
+                raise BusUnavailable("no acknowledgement from the bucket")
+            await sleep(0.05)
+        return done[0]
+
+    def round_trip(self, answer: Callable[[], object]) -> None:
+        """Ask the bus for a sign of life; while it is away there is none."""
+        if not self.available:
+            return
+        connection, faults, dice = self._connection, self.world.weather.faults, self.world.dice
+        delay_s = dice.uniform(faults.delay_min_s, faults.delay_max_s)
+
+        def come() -> None:
+            if self._connection == connection:
+                answer()
+
+        self.carry(lambda: self.world.after(delay_s, lambda: self.carry(come)))
 
     def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
         """Nothing depends on events."""
@@ -108,6 +151,9 @@ class SimBus:
         if not self.available:
             return  # it opens the watch once the bus is there: see `come`
         life = proxy.lives
+        if self.is_hanging:
+            self.carry(lambda: self.open_watch(proxy) if proxy.lives == life else None)
+            return
         whole = {key: snapshot for key, (_, snapshot) in self.bucket.items()}
 
         def tell() -> None:
@@ -121,6 +167,9 @@ class SimBus:
         if not self.available:
             return
         term = controller.term
+        if self.is_hanging:
+            self.carry(lambda: self.open_term_watch(controller) if controller.term is term else None)
+            return
         entries: dict[str, tuple[int, int | None]] = {
             key: (revision, snapshot.snapshot_id) for key, (revision, snapshot) in self.bucket.items()
         }
@@ -141,11 +190,40 @@ class SimBus:
             watcher, lambda: tell() if self._connection == connection else None, extra_s=extra_s
         )
 
+    # -- hanging -------------------------------------------------------------------------------------------------------
+
+    def carry(self, event: Callable[[], object], *, is_ordered: bool = False) -> None:
+        """Let ``event`` happen now, or when the bus goes on."""
+        if self.is_hanging:
+            self._held.append((is_ordered, event))
+        else:
+            event()
+
+    def hang(self) -> None:
+        """As after SIGSTOP: what is sent and what is under way stays where it is."""
+        if self.available:
+            self.is_hanging = True
+            self.world.trace("the bus hangs")
+
+    def thaw(self) -> None:
+        """It goes on: everything that was held comes in a burst, and not in the order in which it was sent."""
+        if not self.is_hanging:
+            return
+        self.is_hanging = False
+        self.world.checks.led_since = self.world.time
+        if self.world.checks.is_bucket_lost:
+            self.world.checks.bucket_lost_at = self.world.time
+        held, self._held = self._held, []
+        self.world.trace(f"the bus goes on with {len(held)} messages")
+        for is_ordered, event in held:
+            self.world.after(0.0 if is_ordered else self.world.dice.uniform(0.0, BURST_S), event)
+
     # -- failing -------------------------------------------------------------------------------------------------------
 
     def go(self) -> None:
-        """The bus is away; its clients notice."""
-        self.available = False
+        """The bus is away; its clients notice, and what it held is lost."""
+        self.available = self.is_hanging = False
+        self._held.clear()
         self._connection += 1
         for controller in self.world.controllers:
             controller.notice_bus()

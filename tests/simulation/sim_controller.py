@@ -15,6 +15,7 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.boundary import LeadersBoundary
+from serve_controller.shell.bus_liveness import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness
 from serve_controller.shell.leadership import LEASE_TTL_S, RENEW_EVERY_S, STANDBY_POLL_S, STORE_RETRY_S
 from serve_controller.shell.service import CYCLE_GAP_S, IDLE_WAIT_S
 from serve_controller.shell.term import Term
@@ -32,12 +33,20 @@ Answer = Callable[[bytes | ServeError | None], None]
 """Takes the reply, an error, or None when the process died on the way."""
 
 
+def no_refusal(kind: str, sender: str, error: Exception) -> None:
+    """For reports that are all sound."""
+    raise AssertionError(f"the {kind} of {sender} was refused") from error
+
+
 class SilentTelemetry:
     """Measures nothing."""
 
     def effect_performed(self, effect: str, seconds: float, error: str | None) -> None: ...
 
     def plan_made(self, seconds: float) -> None: ...
+
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        no_refusal(kind, sender, error)
 
 
 class SimController:
@@ -61,12 +70,15 @@ class SimController:
             SimBoundary(self.world.crashes, self._effect_delay, self._trace), lambda: self.is_sure
         )
         self.admin = Admin(self.controller_id, self.world, self.boundary, self._leading_term)
-        self._is_bus_away = not self.world.bus.available
+        self.liveness = BusLiveness(self.world.time)
+        if not self.world.bus.available:
+            self.liveness.went()
         self._beat_at, self._is_in_doubt = float("-inf"), False
         self._newest_epoch = 0
         self._claims: dict[int, str] = {}
         """What is wrong with the answer to a command, by the identity of its payload; empty when nothing is."""
         self._after(0.0, self._try_to_lead)
+        self._after(0.0, self._ping)
 
     def crash(self) -> None:
         """The process dies; something starts it again."""
@@ -144,7 +156,7 @@ class SimController:
         self._wake_at: float | None = None
         self._cycle_number: int | None = None
         self._is_woken = False
-        if self._is_bus_away:
+        if self.liveness.is_away:
             term.bus_went()
         self._after(RENEW_EVERY_S, lambda: self._renew(term))
         self._begin_term(term)
@@ -287,15 +299,49 @@ class SimController:
         """The connection to the bus broke, or is there again."""
 
         def notice() -> None:
-            self._is_bus_away = not self.world.bus.available
-            if self.term is not None:
-                if self._is_bus_away:
-                    self.term.bus_went()
-                else:
-                    self.term.bus_came()
+            if self.world.bus.available:
+                self._bus_came()
+            else:
+                self._bus_went()
 
         if self.is_up:
             self.process.when_running(notice)
+
+    def _bus_went(self) -> None:
+        self.liveness.went()
+        if self.term is not None:
+            self.term.bus_went()
+
+    def _bus_came(self) -> None:
+        self.liveness.came(self.world.time)
+        if self.term is not None:
+            self.term.bus_came()
+
+    def _ping(self) -> None:
+        """See `ControllerService._watch_bus`."""
+        begun_at, life, over = self.world.time, self.lives, []
+
+        def end(take: Callable[[], None]) -> None:
+            if self.is_up and self.lives == life and not over:
+                over.append(True)
+                take()
+                self._after(max(0.05, begun_at + PING_EVERY_S - self.world.time), self._ping)
+
+        def unanswered() -> None:
+            if self.liveness.unanswered(begun_at):
+                self._bus_went()
+
+        def answered() -> None:
+            was_away = self.liveness.answered(self.world.time)
+            if was_away:
+                self._bus_came()
+            if self.term is not None:
+                self.term.hear_round_trip(begun_at)
+                if was_away:
+                    self.world.tell_leader(self, self.term.epoch)
+
+        self.world.bus.round_trip(lambda: self.process.when_running(lambda: end(answered)))
+        self._after(ANSWER_WITHIN_S, lambda: end(unanswered))
 
     def call(self, verb: str, payload: bytes, answer: Answer) -> None:
         """A command comes; ``answer`` is called when there is one to give."""

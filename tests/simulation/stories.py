@@ -201,7 +201,7 @@ COMMANDS: Final[dict[str, tuple[int, Draw]]] = {
     "set_http_options": (5, lambda d, _: c.SetHttpOptions(options=_http(d))),
     "drain_host": (5, lambda d, _: c.DrainHost(host_id=d.choice(["host-1", "host-2", "host-9"]))),
     "undrain_host": (4, lambda d, _: c.UndrainHost(host_id=d.choice(["host-1", "host-2"]))),
-    "shutdown": (1, lambda d, _: c.Shutdown()),
+    "shutdown": (1, lambda d, _: c.Shutdown(confirm="everything")),
 }
 
 

@@ -36,6 +36,7 @@ from serve_controller.core.rollout import reconfiguring, starting, stopping
 from serve_controller.core.rollout.standing import old_replicas
 from serve_controller.shell import hearing, term
 from serve_controller.shell.boundary import LeadersBoundary
+from serve_controller.shell.bus_liveness import BusLiveness
 from serve_controller.shell.term import Term
 from tests.simulation.runs import run_seed
 from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_stall, run_story, run_stuck
@@ -151,6 +152,10 @@ def _never_lost(state: Any, host_id: Any, now: float, _real: Any = observed.host
     return observed.HostStatus.SUSPECT if status is observed.HostStatus.LOST else status
 
 
+def _by_the_clock(_state: Any, at: float, now: float) -> bool:
+    return now >= at
+
+
 def _stays_unhealthy(draft: Draft, replica: Any, report: Any, now: float) -> None:
     replica_reports.with_event(draft, replica, replica_reports.Event.HEARD_UNHEALTHY, now)
 
@@ -228,6 +233,12 @@ MUTANTS: dict[str, list[Patch]] = {
     "a replica that vanished is not noticed": [(replica_reports, "_follow_absence", lambda *_: None)],
     "a lost host's replicas are not replaced": [
         (replica_reports, "host_status", _never_lost),
+    ],
+    "silence counts although the bus hangs": [
+        (observed, "has_come", _by_the_clock),
+        (attention, "has_come", _by_the_clock),
+        (BusLiveness, "unanswered", lambda *_: False),
+        (BusLiveness, "answered", lambda *_: False),
     ],
     "an unhealthy replica is not replaced": [(replica_reports, "_follow_unhealthy", _stays_unhealthy)],
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],

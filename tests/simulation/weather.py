@@ -84,6 +84,14 @@ def brew(world: World, dice: random.Random, until_s: float) -> list[str]:
     return names
 
 
+def brew_hang(world: World, dice: random.Random, until_s: float) -> float:
+    """Let the bus hang once; returns when the storm may end at the earliest."""
+    begin_s, length_s = dice.uniform(0.1, until_s * 0.8), dice.choice(HANGS_S)
+    world.after(begin_s, world.bus.hang)
+    world.after(begin_s + length_s, world.bus.thaw)
+    return max(until_s, begin_s + length_s)
+
+
 def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     host = dice.choice(world.hosts)
     world.after(at_s, lambda: _stop_host(world, host))
@@ -204,6 +212,7 @@ def move_load(world: World, dice: random.Random, until_s: float) -> None:
         world.after(dice.uniform(0.0, until_s), scale)
 
 
+HANGS_S: Final = (0.5, 1.5, 4.0, 12.0, 25.0)
 SCALED: Final = ("default/a", "default/b", "shop/web", "shop/model", "default/x", "default/y")
 
 Mishap = Callable[["World", random.Random, float, float], None]

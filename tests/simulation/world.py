@@ -106,7 +106,8 @@ class World(Kernel):
             return
         copies = 2 if faults.doubling and self.dice.random() < faults.doubling else 1
         for _ in range(copies):
-            self.after(self.dice.uniform(faults.delay_min_s, faults.delay_max_s), deliver)
+            delay_s = self.dice.uniform(faults.delay_min_s, faults.delay_max_s)
+            self.bus.carry(lambda delay_s=delay_s: self.after(delay_s, lambda: self.bus.carry(deliver)))
 
     def in_order(self, channel: str, deliver: Callable[[], object], *, extra_s: float = 0.0) -> None:
         """A message of an ordered channel: late perhaps, never lost. It takes ``extra_s`` longer than others."""
@@ -114,7 +115,7 @@ class World(Kernel):
         at = self.time + extra_s + self.dice.uniform(faults.delay_min_s, faults.delay_max_s)
         at = max(at, self._ordered_at.get(channel, 0.0))
         self._ordered_at[channel] = at
-        self.at(at, deliver)
+        self.at(at, lambda: self.bus.carry(deliver, is_ordered=True))
 
     def tell_controllers(self, report: HostReport | ProxyReport) -> None:
         """A report for all controllers."""
@@ -139,6 +140,7 @@ class World(Kernel):
         self.trace("calm")
         self.weather.calm()
         self.store.available, self.store.loses_answers, self.store.late_writes_s = True, False, None
+        self.bus.thaw()
         self.bus.come()
         for host in self.hosts:
             host.is_isolated = False

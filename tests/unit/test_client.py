@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
@@ -234,6 +234,8 @@ def sample(kind: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return next(iter(kind))
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return inner[0]
     if origin is list:
         return [sample(inner[0])]
     if origin is dict:

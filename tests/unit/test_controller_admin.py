@@ -44,6 +44,7 @@ V1 = version_of()
 PENDING = goal_of(status=v.GoalStatus.PENDING)
 NEEDED = {
     "name": "a",
+    "confirm": "everything",
     "goal_id": "g1",
     "replica_config": {"import_path": "m:C"},
     "backend_tag": "a",
@@ -215,6 +216,26 @@ async def test_every_command_is_executed_as_sent_and_its_reply_crosses_the_bound
     assert isinstance(command, VERBS[verb][0])
     assert (msgspec.json.decode(payload), who) == (fields, "me")
     assert desk.boundary.crossed == ["reply"]
+
+
+@pytest.mark.parametrize("payload", [b"", b" \n"])
+@pytest.mark.parametrize("verb", sorted(COMMANDS))
+async def test_a_command_without_a_content_is_refused_and_told_what_it_needs(
+    desk: Desk, verb: str, payload: bytes
+) -> None:
+    """What publishes on others' behalf can send an empty message to any subject."""
+    with pytest.raises(BadField, match=f"request: is empty; {verb} needs a JSON object with ") as refused:
+        await desk.admin.answer(verb, payload, "deputy")
+    for field in msgspec.structs.fields(VERBS[verb][0]):
+        assert not field.required or field.name in str(refused.value)
+    assert desk.led.executed == []
+
+
+@pytest.mark.parametrize("payload", [b"{}", b'{"confirm":"yes"}', b'{"confirm":true}', b'{"confirm":""}'])
+async def test_a_shutdown_must_be_confirmed(desk: Desk, payload: bytes) -> None:
+    with pytest.raises(BadField, match=r"^confirm: "):
+        await desk.admin.answer("shutdown", payload, "me")
+    assert desk.led.executed == []
 
 
 async def test_who_is_cut(desk: Desk) -> None:

@@ -38,6 +38,7 @@ from serve_controller.shell.hearing import SWEEP_S, TIDY_EVERY_S, Hearing
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost
+from tests.simulation.sim_controller import no_refusal
 from tests.unit.controller_parts import NOW, TAG, backend_of, checkpoint_of, replica_of, version_of
 
 HOST, PROXY = HostId("host-1"), ProxyId("proxy-1")
@@ -207,11 +208,11 @@ def test_attention_is_gathered_until_a_plan_takes_it() -> None:
 
 
 def test_the_first_plan_of_a_term_looks_at_everything() -> None:
-    assert Hearing(NOW).fold(Checkpoint(), NOW).is_everything
+    assert Hearing(NOW, no_refusal).fold(Checkpoint(), NOW).is_everything
 
 
 def test_the_bus_going_and_coming_makes_everything_worth_a_look() -> None:
-    hearing = Hearing(NOW)
+    hearing = Hearing(NOW, no_refusal)
     hearing.fold(Checkpoint(), NOW)
     hearing.hear_break(None)
     assert hearing.fold(Checkpoint(), NOW).is_everything
@@ -221,7 +222,7 @@ def test_the_bus_going_and_coming_makes_everything_worth_a_look() -> None:
 
 
 def test_of_the_buckets_news_late_ones_change_nothing() -> None:
-    hearing = Hearing(NOW)
+    hearing = Hearing(NOW, no_refusal)
     hearing.hear_bucket({"k": (5, 50)}, whole=False)
     assert hearing.observed.bucket is None, "nothing is known before the whole was read"
     hearing.hear_bucket({"k": (5, 50), "l": (6, 60)}, whole=True)
@@ -234,7 +235,7 @@ def test_of_the_buckets_news_late_ones_change_nothing() -> None:
 
 
 def test_what_is_due_is_looked_at_when_its_time_comes() -> None:
-    hearing = Hearing(NOW)
+    hearing = Hearing(NOW, no_refusal)
     hearing.fold(Checkpoint(), NOW)
     hearing.due([DueTime(NOW + 0.5, ("backend", TAG)), DueTime(NOW + 0.7, ("host_goal", HOST))])
     assert hearing.next_at() == NOW + 0.5
@@ -246,7 +247,7 @@ def test_what_is_due_is_looked_at_when_its_time_comes() -> None:
 def test_everything_is_looked_at_in_turn_whatever_is_heard_and_what_is_over_is_forgotten() -> None:
     backends = [backend_of(V1, BackendTag(f"default/b{number}")) for number in range(300)]
     checkpoint = checkpoint_of(*backends)
-    hearing = Hearing(NOW)
+    hearing = Hearing(NOW, no_refusal)
     hearing.fold(checkpoint, NOW)
     seen: list[BackendTag] = []
     tidied = 0

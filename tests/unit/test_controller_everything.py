@@ -118,7 +118,7 @@ def everything() -> Loop:
 
 
 def shut_down(loop: Loop) -> ShutdownReply:
-    reply = loop.command(Shutdown()).reply
+    reply = loop.command(Shutdown(confirm="everything")).reply
     assert isinstance(reply, ShutdownReply)
     return reply
 
@@ -144,7 +144,7 @@ def test_shutdown_empties_everything_and_answers_the_goals_that_do_it() -> None:
 
 def test_shutdown_of_nothing_has_no_goals() -> None:
     loop = Loop()
-    accepted = loop.command(Shutdown())
+    accepted = loop.command(Shutdown(confirm="everything"))
     assert accepted.reply == ShutdownReply(goal_ids=[])
     assert not accepted.changes
 
@@ -155,7 +155,7 @@ def test_shutdown_again_answers_the_goals_that_are_under_way() -> None:
     again = shut_down(loop)
     assert set(again.goal_ids) <= set(first.goal_ids)
     loop.settle()
-    assert not loop.command(Shutdown()).changes
+    assert not loop.command(Shutdown(confirm="everything")).changes
 
 
 def test_shutdown_supersedes_what_is_pending() -> None:

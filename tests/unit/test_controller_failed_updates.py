@@ -183,3 +183,19 @@ def test_a_constructor_that_fails_now_and_then_does_not_fail_the_goal() -> None:
     loop.settle()
     assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED
     assert loop.states() == [ReplicaState.RUNNING]
+
+
+def test_a_start_with_the_former_configuration_that_fails_does_not_fail_the_change_that_mends_it() -> None:
+    loop = Loop(PureHost("host-1", cpus=8))
+    loop.hosts[0].hangs_in_starting = True
+    loop.command(deploy(config="bad", retries=1))
+    loop.steps(2)
+    assert loop.states() == [ReplicaState.STARTING]
+    goal_id = loop.command(deploy(config="good", retries=1)).goal_id
+    loop.step()
+    loop.hosts[0].hangs_in_starting = False
+    for tag in loop.replicas():
+        loop.hosts[0].kill(tag)
+    loop.settle()
+    assert loop.goal_status(goal_id) is GoalStatus.SUCCEEDED, loop.goal(goal_id).error
+    assert loop.user_configs() == ["good"]

@@ -187,7 +187,7 @@ def test_shutdown_answers_goals_that_all_succeed_also_while_an_application_is_pe
     loop.done(deploy("a"))
     loop.ask(application(spec("x", version="v2"), spec("y"), spec("z")))
     loop.ask(DeleteDeployment(name="app/z"))
-    reply = loop.command(Shutdown()).reply
+    reply = loop.command(Shutdown(confirm="everything")).reply
     assert isinstance(reply, ShutdownReply)
     loop.settle()
     assert {loop.goal_status(g) for g in reply.goal_ids} == {GoalStatus.SUCCEEDED}

@@ -42,6 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leadership, "STANDBY_POLL_S", 0.01)
     monkeypatch.setattr(leadership, "STORE_RETRY_S", 0.01)
     monkeypatch.setattr(service, "IDLE_WAIT_S", 0.05)
+    monkeypatch.setattr(service, "PING_EVERY_S", 0.01)
     monkeypatch.setattr("serve_controller.shell.term.STORE_RETRY_S", 0.01)
     monkeypatch.setattr("serve_controller.shell.performing.BUS_RETRY_S", 0.01)
 
@@ -71,6 +72,18 @@ class FakeBus:
         """What the stream still has of earlier terms."""
         self.swallows_cancellation = asyncio.Event()
         self.is_publishing = asyncio.Event()
+        self.answers = asyncio.Event()
+        """Cleared while it hangs."""
+        self.answers.set()
+        self.round_trips = 0
+
+    async def announce(self, notice: LeaderNotice) -> None:
+        self.notices.append(notice)
+
+    async def round_trip(self, within_s: float) -> None:
+        if not self.answers.is_set():
+            raise BusUnavailable("it hangs")
+        self.round_trips += 1
 
     async def begin_term(self, notice: LeaderNotice) -> None:
         self.notices.append(notice)
@@ -147,6 +160,10 @@ class World:
         reply = await self.service.admin.answer("wait_for_goal", request)
         return GoalStatus(msgspec.json.decode(reply)["status"])
 
+    def replica_keys(self) -> set[tuple[str, str]]:
+        """Of the recorded replicas."""
+        return {key for key in self.store.rows if key[0] == "replica"}
+
     def lose(self) -> None:
         """Another controller leads from now on."""
         self.store.controller_id, self.store.epoch = ControllerId("other"), self.store.epoch + 1
@@ -181,6 +198,14 @@ async def test_a_deploy_is_recorded_before_it_is_answered_and_then_published() -
         assert [entry.verb for entry in world.store.history] == ["deploy"]
         assert await world.wait_for(goal_id) is GoalStatus.SUCCEEDED
         assert set(world.bus.bucket) == {"backends.default.a", "endpoints.default.a"}
+
+
+async def test_a_command_that_came_without_a_content_is_recorded_all_the_same() -> None:
+    """The database takes JSON only, and would refuse the whole change for its history."""
+    async with running() as world:
+        assert world.service.term is not None
+        await world.service.term.execute(deploy("a", num=0), b"", "me")
+        assert world.store.history[-1].request == "{}"
 
 
 async def test_who_cannot_reach_the_store_is_not_ready_whether_it_leads_or_not() -> None:
@@ -235,6 +260,62 @@ async def test_a_term_that_begins_while_the_bus_is_away_takes_nobodys_silence_fo
         world.service.hear(host.report())
         await world.until(lambda: world.bus.goals[-1].epoch >= 3)
         assert {g.replica_tag for g in world.bus.goals[-1].replicas} == host.running()
+
+
+@asynccontextmanager
+async def with_two_replicas() -> AsyncIterator[tuple[World, PureHost, set[tuple[str, str]]]]:
+    """A leader, a host that runs two replicas, and their recorded keys."""
+    host = PureHost("host-1")
+    async with running() as world:
+        world.service.hear(host.report())
+        await world.deploy(num=2)
+        await world.until(lambda: world.bus.goals and len(world.bus.goals[-1].replicas) == 2)
+        host.hear(world.bus.goals[-1])
+        world.service.hear(host.report())
+        yield world, host, world.replica_keys()
+
+
+async def test_a_bus_that_hangs_makes_nobody_silent() -> None:
+    """It resets no connection, so nothing tells of it but what is not answered."""
+    async with with_two_replicas() as (world, host, keys):
+        world.bus.answers.clear()
+        world.clock.ahead_s += 3 * HOST_LOST_AFTER_S
+        await world.until(lambda: "NATS does not answer" in (world.service.why_not_ready() or ""))
+        await asyncio.sleep(0.2)  # some cycles
+        assert world.replica_keys() == keys
+
+        world.bus.answers.set()
+        await world.until(lambda: world.service.why_not_ready() is None)
+        assert len(world.bus.notices) == 2, "everybody is asked to report anew"
+        world.clock.ahead_s += HOST_LOST_AFTER_S / 2
+        await asyncio.sleep(0.2)
+        assert world.replica_keys() == keys, "the host has as long as ever to be heard again"
+        world.service.hear(host.report())
+        assert world.replica_keys() == keys
+
+
+async def test_silence_counts_while_the_bus_answers() -> None:
+    async with with_two_replicas() as (world, _, keys):
+        gone = world.bus.round_trips
+        while world.replica_keys() == keys:
+            # In steps: a clock that leaps is a process that stood still, and then silence begins anew.
+            world.clock.ahead_s += HOST_LOST_AFTER_S / 8
+            await world.until(lambda gone=gone: world.bus.round_trips > gone)
+            gone = world.bus.round_trips
+            await asyncio.sleep(2 * service.IDLE_WAIT_S)  # a cycle or two
+            assert world.clock.ahead_s < 3 * HOST_LOST_AFTER_S, "a host that is really gone must be lost"
+        assert len(world.bus.goals) > 3, "it was asked before it counted as lost"
+
+
+async def test_a_controller_that_stood_still_takes_nobody_for_lost() -> None:
+    async with with_two_replicas() as (world, host, keys):
+        for _ in range(5):
+            world.clock.ahead_s += 2 * HOST_LOST_AFTER_S
+            gone = world.bus.round_trips
+            await world.until(lambda gone=gone: world.bus.round_trips > gone + 1)
+            await asyncio.sleep(0.05)
+            assert world.replica_keys() == keys
+            world.service.hear(host.report())
 
 
 async def test_who_waits_for_a_goal_is_sent_on_as_soon_as_the_term_ends() -> None:

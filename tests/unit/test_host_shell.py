@@ -82,6 +82,7 @@ class Metrics:
         self.retired: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.starts: list[tuple[str, bool]] = []
         self.failures: list[tuple[str, ReplicaStatus]] = []
+        self.refused: list[str] = []
 
     def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
         assert seconds >= 0
@@ -92,6 +93,9 @@ class Metrics:
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
         self.shown = dict(counts)
+
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        self.refused.append(kind)
 
     def retire_process(self, process: str) -> None:
         self.retired.put(process)
@@ -184,13 +188,12 @@ async def test_reports_have_rising_sequences_and_a_leader_gets_one_at_once(world
     assert world.reports.all[-1].generation == 0
 
 
-async def test_messages_that_cannot_be_read_are_logged_and_change_nothing(world: World) -> None:
-    with capture_logs() as logs:
-        for payload in (b"", b"{}", b"[1", b"\xff", b'{"host_id":1}'):
-            world.shell.take_goal(payload)
-            world.shell.take_leader(payload)
+async def test_messages_that_cannot_be_read_are_counted_and_change_nothing(world: World) -> None:
+    for payload in (b"", b"{}", b"[1", b"\xff", b'{"host_id":1}'):
+        world.shell.take_goal(payload)
+        world.shell.take_leader(payload)
 
-    assert len(logs) == 10
+    assert sorted(world.metrics.refused) == ["host_goal"] * 5 + ["leader_notice"] * 5
     world.want(generation=1)
     await world.reports.until(lambda r: r.generation == 1)
 

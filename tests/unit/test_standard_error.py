@@ -18,6 +18,7 @@ from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.logs import standard_error
 from serve_common.logs.standard_error import DISK_FULL, StandardError, dropped_lines
 from serve_common.loop_lag import LoopLag
+from serve_common.refused_messages import RefusedMessages
 
 CLOCK = SimpleNamespace(now=lambda: 1_700_000_000.0)
 
@@ -57,7 +58,7 @@ def test_lines_that_a_full_disk_did_not_take_are_counted_and_told_once_there_is_
     assert fields["reason"] == "No space left on device"
     assert dropped_lines.by_reason()[DISK_FULL] == before + 3
     registry = CollectorRegistry()
-    register_process_metrics(registry, LoopLag(), {})
+    register_process_metrics(registry, LoopLag(), {}, RefusedMessages(lambda: 0.0))
     expected = f'serve_log_lines_dropped_total{{reason="disk_full"}} {before + 3:.1f}'
     assert expected in generate_latest(registry).decode().splitlines()
 

@@ -80,6 +80,19 @@ _BUS: Final = Row(
             ),
         ),
         Panel(
+            title="Messages that were refused",
+            description="That a service could not read or take in, in each minute, by kind. Anything above 0 is a "
+            "sender of another version, or one that is up to no good: the log line message_refused names it.",
+            unit="none",
+            steps=common.RED_FROM_ONE,
+            queries=(
+                Query(
+                    expr=increase("serve_messages_refused_total", OF_INSTANCE, by="instance, message"),
+                    legend="{{instance}} {{message}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Replicas connected to NATS",
             description="Whose data connection is up, by host.",
             unit="none",

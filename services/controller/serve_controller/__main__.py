@@ -16,21 +16,25 @@ from serve_controller.wiring import run
 
 
 def main() -> int:
-    """Run until told to stop; the exit code is 0 then, and 1 when it could not run."""
+    """Run until told to stop; the exit code is 0 then, and 1, after a line of log that says why, in any other case."""
     logs = configure_logs("controller")
     failed = False
     try:
         settings = read_settings(Environment())
         structlog.contextvars.bind_contextvars(controller_id=settings.controller_id)
         uvloop.run(run(settings, logs))
-    except* ServeError as group:
+    except* Exception as group:  # noqa: BLE001 - no end may be silent
         for error in _leaves(group):
-            structlog.get_logger().error("controller_failed", error=str(error))
+            # What is no fault of ours is told by its text; of the rest it must be known where it was raised.
+            where = None if isinstance(error, ServeError) else error
+            structlog.get_logger().critical(
+                "controller_failed", error=str(error) or repr(error), exc_info=where
+            )
         failed = True
     return 1 if failed else 0
 
 
-def _leaves(group: BaseExceptionGroup[ServeError]) -> Iterator[ServeError]:
+def _leaves(group: BaseExceptionGroup[Exception]) -> Iterator[Exception]:
     """The errors themselves: task groups within task groups wrap them more than once."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):

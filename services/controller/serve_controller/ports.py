@@ -170,6 +170,17 @@ class Bus(HostLink, Publisher, EventSink, Protocol):
         """Answer the admin verbs, tell hosts and proxies who leads, and report the bucket's whole content."""
         ...
 
+    async def announce(self, notice: LeaderNotice) -> None:
+        """Tell hosts and proxies who leads, so that all of them report at once. May be lost; never raises."""
+        ...
+
+    async def round_trip(self, within_s: float) -> None:
+        """Return once the bus has answered: what was sent to this process before that has been read.
+
+        Raises `BusUnavailable` when it has not ``within_s`` seconds later, or is not connected.
+        """
+        ...
+
     async def end_term(self) -> None:
         """Stop answering the admin verbs, so that callers reach the next leader."""
         ...

@@ -18,9 +18,11 @@ from serve_common.adapters.otlp import open_tracing
 from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.adapters.trace_metrics import register_trace_metrics
+from serve_common.errors import BusUnavailable
 from serve_common.health import BusPulse
 from serve_common.logs.relay import LogRelay
 from serve_common.loop_lag import LoopLag
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_controller.adapters.autoscaling_metrics import AutoscalingCollector
@@ -47,7 +49,7 @@ _TRACING_CLOSE_S = 2.0
 
 
 async def run(settings: ControllerSettings, logs: LogRelay) -> None:
-    """Run one controller until SIGTERM or SIGINT; ``logs`` are published."""
+    """Run one controller until SIGTERM or SIGINT; ``logs`` are published. Whatever else ends it is raised."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,7 +59,7 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     register_trace_metrics(registry, tracing)
     try:
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(settings, stop, logs, registry), name="serve")
+            serving = tasks.create_task(_serve(settings, logs, registry), name="serve")
             await stop.wait()
             serving.cancel()
     finally:
@@ -66,21 +68,22 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     _log.info("controller_stopped")
 
 
-async def _serve(
-    settings: ControllerSettings, stop: asyncio.Event, logs: LogRelay, registry: CollectorRegistry
-) -> None:
+async def _serve(settings: ControllerSettings, logs: LogRelay, registry: CollectorRegistry) -> None:
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None
+    refused, closed = RefusedMessages(time.monotonic), asyncio.Event()
     metrics = ControllerMetrics(
-        registry, lambda: None if service is None else service.term, SystemClock().now
+        registry, lambda: None if service is None else service.term, SystemClock().now, refused
     )
     registry.register(AutoscalingCollector(lambda: service, SystemClock()))
     nats_servers = _nats_servers(
         settings, registry, leads=lambda: service is not None and service.term is not None
     )
     lag = LoopLag()
-    register_process_metrics(registry, lag, {"control": lambda: bus is not None and bus.is_connected})
+    register_process_metrics(
+        registry, lag, {"control": lambda: bus is not None and bus.is_connected}, refused
+    )
 
     def why_not_ready() -> str | None:
         if bus is None or not bus.is_connected:
@@ -116,12 +119,12 @@ async def _serve(
         deadline_s=_START_DEADLINE_S,
         on_disconnect=disconnected,
         on_reconnect=reconnected,
-        on_closed=stop.set,
+        on_closed=closed.set,
     )
     store = PostgresStore(
         settings.postgres_dsn, settings.postgres_password, application_name=f"muster-{settings.controller_id}"
     )
-    bus = NatsBus(client, subjects, VERSION, metrics.dropped_calls.inc)
+    bus = NatsBus(client, subjects, VERSION, refused, metrics.dropped_calls.inc)
     scaling, close_scaling = _open_scaling(settings)
     boundary: Boundary = OpenBoundary(metrics, time.monotonic)
     if settings.crash_mode is not None:
@@ -143,7 +146,7 @@ async def _serve(
         watching.start(lag.run(), "loop_lag")
         watching.start(nats_servers.run(), "nats_monitors")
         await bus.start(service, service.admin)
-        await service.run()
+        await _run_until_closed(service, closed)
     finally:
         await watching.close(timeout_s=1.0)
         await bus.close()
@@ -152,6 +155,21 @@ async def _serve(
         await store.close()
         await close_scaling()
         await operations.close()
+
+
+async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -> None:
+    """Run until cancelled. Raises BusUnavailable when the library has closed the connection for good.
+
+    It does so by itself when NATS refuses it; only a new process may mend that.
+    """
+
+    async def fail_when_closed() -> None:
+        await closed.wait()
+        raise BusUnavailable("the connection to NATS was closed for good")
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(fail_when_closed(), name="fail_when_closed")
+        await service.run()
 
 
 def _nats_servers(

@@ -78,7 +78,7 @@ def _spare_the_collector() -> None:
 
 
 def main() -> int:
-    """Read the settings and run; the exit code."""
+    """Read the settings and run. The exit code: 0 after an ordered stop, 2 for bad settings, else 1 with a log line."""
     try:
         settings = read_settings(Environment())
     except BadField as error:
@@ -93,7 +93,9 @@ def main() -> int:
         return uvloop.run(_run(settings, logs) if settings.processes == 1 else run_processes(settings))
     except OSError as error:
         _log.critical("cannot_listen", reason=str(error))
-        return 1
+    except Exception:  # noqa: BLE001 - no end may be silent
+        _log.critical("proxy_failed", exc_info=True)
+    return 1
 
 
 if __name__ == "__main__":

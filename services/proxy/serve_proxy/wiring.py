@@ -31,6 +31,7 @@ from serve_common.health import BusPulse, first_reason
 from serve_common.logs.bus_outlet import BusLogOutlet
 from serve_common.logs.relay import LogRelay
 from serve_common.loop_lag import LoopLag
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.access_writer import AccessWriter
@@ -106,12 +107,14 @@ class Proxy:
             on_applied=self._applied,
             bus_wait_s=settings.bus_wait_s,
         )
+        refused = RefusedMessages(asyncio.get_running_loop().time)
         self._control_plane = NatsControlPlane(
             settings.bus,
             name=f"proxy {settings.proxy_id}",
             listener=self._ingress,
             on_leader=lambda: self._reports.wake(),  # noqa: PLW0108 - the two know each other
             on_closed=on_failure,
+            refused=refused,
         )
         self._reports = Reports(
             self._control_plane,
@@ -170,6 +173,7 @@ class Proxy:
                 "data": lambda: self._bus.is_connected,
                 "control": lambda: self._control_plane.is_connected,
             },
+            refused,
         )
         silent_after_s = settings.operations.unhealthy_after_s
         self._pulses = (

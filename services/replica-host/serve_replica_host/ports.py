@@ -76,6 +76,10 @@ class HostMetrics(Protocol):
         """A replica failed and is now FAILED, DEAD or UNHEALTHY."""
         ...
 
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        """A message could not be taken in; ``kind`` as of `RefusedMessages`."""
+        ...
+
     def retire_process(self, process: str) -> None:
         """Keep the totals of an ended replica process without keeping its files. Blocks on files.
 

@@ -19,7 +19,6 @@ from serve_common.adapters.metrics_address import metrics_url
 from serve_common.adapters.nats_logs import NatsLogOutlet
 from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.system_clock import SystemClock
-from serve_common.errors import ServeError
 from serve_common.health import BusPulse
 from serve_common.logs.relay import LogRelay
 from serve_common.loop_lag import LoopLag
@@ -119,9 +118,9 @@ async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, 
         tasks.start(lag.run(), "loop_lag")
         tasks.start(_leave_when(stop, shell, settings.drain_timeout_s), "leave")
         await _run_with(runtime, shell)
-    except (ServeError, OSError) as error:
-        _log.error("host_failed", exc_info=error)
-        failures.append(str(error))
+    except Exception as error:  # noqa: BLE001 - no end may be silent
+        _log.critical("host_failed", exc_info=error)
+        failures.append(str(error) or repr(error))
     finally:
         await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would connect again
         await bus.close()

@@ -179,7 +179,7 @@ COMMAND_LINES: list[tuple[str, Request, str]] = [
         SetHttpOptions(options={"access_log": False}),
         "options of all proxies are changed",
     ),
-    ("shutdown --yes", Shutdown(), "everything is deleted"),
+    ("shutdown --yes", Shutdown(confirm="everything"), "everything is deleted"),
 ]
 EACH = pytest.mark.parametrize("line", [line for line, *_ in COMMAND_LINES])
 

@@ -26,7 +26,7 @@ def shutdown(
     Asks first. Requests in flight finish. The stack itself stays up.
     """
     return Intent(
-        command=Shutdown(),
+        command=Shutdown(confirm="everything"),
         what="everything",
         done="is deleted",
         already="is deleted; there is nothing",

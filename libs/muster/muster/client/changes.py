@@ -123,5 +123,5 @@ class Changes(Asking):
 
     async def shutdown(self, request: Shutdown | None = None) -> ShutdownReply:
         """Delete every application, deployment, endpoint and backend."""
-        reply: ShutdownReply = await self._asker.ask(request or Shutdown())
+        reply: ShutdownReply = await self._asker.ask(request or Shutdown(confirm="everything"))
         return reply

@@ -6,6 +6,7 @@ help.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Final, final
 
@@ -16,6 +17,7 @@ from serve_common.adapters.bucket_watch import SnapshotWatch
 from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
+from serve_common.refused_messages import RefusedMessages
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 
@@ -37,8 +39,10 @@ class BucketConnection:
         listener: SnapshotListener,
         on_closed: Callable[[], None],
         on_reconnect: Callable[[], None] | None = None,
+        refused: RefusedMessages | None = None,
     ) -> None:
-        """``on_closed``: the connection is gone for good."""
+        """``on_closed``: the connection is gone for good. ``refused`` counts snapshots that cannot be read."""
+        self._refused = RefusedMessages(asyncio.get_running_loop().time) if refused is None else refused
         self.client: Client | None = None
         """None until it is connected for the first time."""
         self.reconnects = 0
@@ -64,7 +68,7 @@ class BucketConnection:
             except BusUnavailable as error:
                 _log.warning("nats_unavailable", reason=str(error))
         subjects = Subjects(self._settings.subject_prefix)
-        self._watch = SnapshotWatch(self.client, subjects, self._listener)
+        self._watch = SnapshotWatch(self.client, subjects, self._listener, self._refused)
         self._watch.start()
         return self.client
 

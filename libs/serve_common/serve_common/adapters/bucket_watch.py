@@ -25,6 +25,7 @@ from nats.errors import Error as NatsError
 
 from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_common.wires.snapshots import Snapshot
@@ -341,8 +342,11 @@ class BucketWatch:
 class SnapshotWatch:
     """A `BucketWatch` whose values are snapshots; a value that cannot be understood is left out and logged."""
 
-    def __init__(self, client: Client, subjects: Subjects, listener: SnapshotListener) -> None:
+    def __init__(
+        self, client: Client, subjects: Subjects, listener: SnapshotListener, refused: RefusedMessages
+    ) -> None:
         self._listener = listener
+        self._refused = refused
         self._watch = BucketWatch(client, subjects, self._hear)
         self._decoder = msgspec.json.Decoder(Snapshot)
 
@@ -366,6 +370,6 @@ class SnapshotWatch:
                 continue
             try:
                 snapshots[key] = self._decoder.decode(value)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                _log.error("snapshot_unreadable", key=key, error=str(error))
+            except UNREADABLE as error:
+                self._refused.refuse("snapshot", key, error)
         self._listener.on_snapshots(snapshots, whole=whole)

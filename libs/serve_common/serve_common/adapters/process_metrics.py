@@ -17,16 +17,25 @@ from serve_common.logs.standard_error import dropped_lines
 from serve_common.loop_lag import LoopLag
 from serve_common.measures import Observations
 from serve_common.metrics_catalogue import MetricKind, MetricSpec
-from serve_common.metrics_catalogue.everywhere import BUS_CONNECTED, LOG_LINES_DROPPED, LOOP_LAG
+from serve_common.metrics_catalogue.everywhere import (
+    BUS_CONNECTED,
+    LOG_LINES_DROPPED,
+    LOOP_LAG,
+    REFUSED_MESSAGES,
+)
+from serve_common.refused_messages import RefusedMessages
 
 
 def register_process_metrics(
-    registry: CollectorRegistry, lag: LoopLag, connections: Mapping[str, Callable[[], bool]]
+    registry: CollectorRegistry,
+    lag: LoopLag,
+    connections: Mapping[str, Callable[[], bool]],
+    refused: RefusedMessages,
 ) -> None:
     """Make ``registry`` show them; ``connections`` tell whether they are up, by the label's value."""
     # Those are one more series for each counter, which says when it began and nothing else.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    registry.register(_ProcessCollector(lag, connections))
+    registry.register(_ProcessCollector(lag, connections, refused))
     ProcessCollector(registry=registry)
     GCCollector(registry=registry)
 
@@ -56,7 +65,10 @@ def add_observations(
 
 @final
 class _ProcessCollector(Collector):
-    def __init__(self, lag: LoopLag, connections: Mapping[str, Callable[[], bool]]) -> None:
+    def __init__(
+        self, lag: LoopLag, connections: Mapping[str, Callable[[], bool]], refused: RefusedMessages
+    ) -> None:
+        self._refused = refused
         self._lag = lag
         self._connections = connections
 
@@ -70,6 +82,10 @@ class _ProcessCollector(Collector):
         for reason, lines in dropped_lines.by_reason().items():
             dropped.add_metric([reason], float(lines))
         yield dropped
+        messages = family_of(REFUSED_MESSAGES)
+        for kind, count in self._refused.counts.items():
+            messages.add_metric([kind], count)
+        yield messages
 
 
 def _lag_family(observations: Observations) -> Metric:

@@ -61,6 +61,16 @@ LOG_LINES_DROPPED: Final = MetricSpec(
     exporters=_SERVICES,
 )
 
+REFUSED_MESSAGES: Final = MetricSpec(
+    name="serve_messages_refused_total",
+    kind=MetricKind.COUNTER,
+    text="Messages from other services that could not be read, broke a bound or could not be taken in, by kind. "
+    "What was heard of the sender before stays in force; the log line message_refused names the sender.",
+    unit="messages",
+    labels=("message",),
+    exporters=_SERVICES,
+)
+
 EVERYWHERE_METRICS: Final = (
     LOOP_LAG,
     BUS_CONNECTED,
@@ -68,6 +78,7 @@ EVERYWHERE_METRICS: Final = (
     PERMISSION_VIOLATIONS,
     SPANS_DROPPED,
     LOG_LINES_DROPPED,
+    REFUSED_MESSAGES,
 )
 
 LIBRARY_GROUPS: Final = {

@@ -51,6 +51,11 @@ LABELS: Final = {
         "written).",
         bound="Words of the code.",
     ),
+    "message": LabelSpec(
+        meaning="The kind of a message between services: `host_report`, `proxy_report`, `leader_notice`, `wake`, "
+        "`host_goal` or `snapshot`.",
+        bound="Words of the code.",
+    ),
     "status": LabelSpec(
         meaning="Of a replica on its host, a goal, a host or a proxy, as `muster status` shows it.",
         bound="Words of the code.",

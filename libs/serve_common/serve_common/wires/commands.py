@@ -6,7 +6,7 @@ must not be silently ignored. Every command is idempotent: sent again, it comes 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -219,6 +219,9 @@ class UndrainHost(Command, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Shutdown(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Delete every application, deployment, endpoint and backend."""
+
+    confirm: Literal["everything"]
+    """What is to go away, in so many words: this command must not come about by accident."""
 
 
 class ShutdownReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,10 +24,12 @@ direction with a window of its own of `WINDOW_MESSAGES` frames, until one side s
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
+from serve_common.wires.bounds import Count, Seconds
 from serve_common.wires.unreadable import UNREADABLE
 
 FRAME_BODY_BYTES_MAX: Final = 128 * 1024
@@ -45,6 +47,10 @@ UNKNOWN_BYTES: Final = -1
 
 Headers = list[tuple[bytes, bytes]]
 """Names in lower case, as HTTP/2 and ASGI have them; values as they were sent. Repeats are kept, in order."""
+
+
+Status = Annotated[int, Meta(ge=100, le=999)]
+"""Of HTTP: three digits."""
 
 
 class Kind(IntEnum):
@@ -80,9 +86,9 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     """The prefix that matched; ASGI's root_path."""
     query: str
     headers: Headers
-    timeout_s: float
+    timeout_s: Seconds
     """What is left of the deadline, for the answer to begin, when the frame is sent."""
-    body_bytes: int
+    body_bytes: Annotated[int, Meta(ge=UNKNOWN_BYTES, le=2**53)]
     """Of the whole body, or `UNKNOWN_BYTES`: then it ends with the frame that says so."""
     endpoint_tag: str
     request_id: str
@@ -99,7 +105,7 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
 class BodyHead(msgspec.Struct, frozen=True, array_like=True, tag="B"):
     """A further piece of a body, in either direction; ``sequence`` counts from 1 (the first piece is 0)."""
 
-    sequence: int
+    sequence: Count
     last: bool
 
 
@@ -116,7 +122,7 @@ class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):
 class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Do you still know this request?"""
 
-    age_s: float = 0.0
+    age_s: Seconds = 0.0
     """How long ago it was sent; 0 does not say."""
     wants_sign: bool = False
     """A replica that knows it should say `AliveHead`; routers of former versions do not know that one."""
@@ -129,7 +135,7 @@ class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
     """Opens the answer. ``last`` says that the body in this frame is the whole body."""
 
-    status: int
+    status: Status
     headers: Headers
     last: bool
     in_flight: int
@@ -148,7 +154,7 @@ class ErrorHead(msgspec.Struct, frozen=True, array_like=True, tag="E"):
     """The request failed; ``error_code`` is one of serve_common.errors, ``status`` its HTTP status."""
 
     error_code: str
-    status: int
+    status: Status
     message: str
     in_flight: int
 
@@ -165,7 +171,7 @@ class Raised(msgspec.Struct, frozen=True, array_like=True):
 class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):
     """A WebSocket message, or a piece of one; ``sequence`` counts a direction's frames from 1."""
 
-    sequence: int
+    sequence: Count
     is_text: bool
     last: bool
     """This frame ends the message."""
@@ -174,7 +180,7 @@ class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):
 class CloseHead(msgspec.Struct, frozen=True, array_like=True, tag="W"):
     """Ends a WebSocket: with the peer's close code (RFC 6455, 7.4) and reason."""
 
-    code: int
+    code: Annotated[int, Meta(ge=0, le=65_535)]
     reason: str
 
 

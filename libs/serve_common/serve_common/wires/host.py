@@ -7,12 +7,18 @@ that it runs. A lost or doubled message then costs time and never correctness.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from serve_common.names import BackendTag, HostId, ReplicaTag
 from serve_common.values.replica_config import ReplicaConfig
+from serve_common.wires.bounds import Address, Amount, Count, Label, Moment, Seconds, Text
+
+REPLICAS_MAX = 50_000
+"""Of one host, in a message; far more than fit into what NATS carries."""
+_RESOURCES_MAX = 1_000
 
 
 class ReplicaStatus(Enum):
@@ -35,21 +41,21 @@ class ReplicaStatus(Enum):
 class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     """One replica that a host should run."""
 
-    replica_tag: ReplicaTag
-    backend_tag: BackendTag
+    replica_tag: Annotated[ReplicaTag, Meta(max_length=256)]
+    backend_tag: Annotated[BackendTag, Meta(max_length=256)]
     replica_config: ReplicaConfig
-    config_version: int
+    config_version: Count
     """Rises with every change of the fields below; the host reconfigures in place when it does."""
     user_config: Any = None
-    max_concurrent_queries: int
-    graceful_shutdown_timeout_s: float
-    health_check_period_s: float
-    health_check_timeout_s: float
-    start_timeout_s: float
-    health_check_failure_threshold: int = 3
-    code_version: int = 0
+    max_concurrent_queries: Count
+    graceful_shutdown_timeout_s: Seconds
+    health_check_period_s: Seconds
+    health_check_timeout_s: Seconds
+    start_timeout_s: Seconds
+    health_check_failure_threshold: Count = 3
+    code_version: Count = 0
     """The version of the code, as the backend counts them."""
-    companions: dict[BackendTag, int] = {}
+    companions: dict[BackendTag, Count] = {}
     """Code versions of the same application's other backends when this replica was decided: its requests prefer
     replicas of these, so that a chain keeps to one version of the application during an update."""
 
@@ -57,27 +63,27 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
 class HostGoal(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one host should run; what is not in it is drained and stopped."""
 
-    host_id: HostId
-    epoch: int
-    generation: int
+    host_id: Annotated[HostId, Meta(max_length=256)]
+    epoch: Count
+    generation: Count
     """Rises with every change of this host's goal. A lower (epoch, generation) is refused by the host."""
-    replicas: list[ReplicaGoal]
-    kill: list[ReplicaTag] = []
+    replicas: Annotated[list[ReplicaGoal], Meta(max_length=REPLICAS_MAX)]
+    kill: Annotated[list[ReplicaTag], Meta(max_length=REPLICAS_MAX)] = []
     """Of those that are not in ``replicas``: to be ended without draining."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One replica as its host sees it."""
 
-    replica_tag: ReplicaTag
+    replica_tag: Annotated[ReplicaTag, Meta(max_length=256)]
     status: ReplicaStatus
-    config_version: int = 0
+    config_version: Count = 0
     """The newest configuration that was applied; 0 before the first."""
-    config_error_version: int = 0
+    config_error_version: Count = 0
     """The configuration that ``reconfigure`` raised at; 0 for none."""
-    error: str = ""
+    error: Text = ""
     """The user's traceback, or why the process ended; at most `ERROR_LENGTH_MAX` characters, the end is kept."""
-    pid: int = 0
+    pid: Count = 0
 
 
 ERROR_LENGTH_MAX = 8_000
@@ -86,20 +92,20 @@ ERROR_LENGTH_MAX = 8_000
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole inventory of one host, sent about every second and at once on change."""
 
-    host_id: HostId
-    incarnation: str
+    host_id: Annotated[HostId, Meta(max_length=256)]
+    incarnation: Label
     """Differs in each life of the host process; in a new one nothing of the old life runs."""
-    sequence: int
+    sequence: Count
     """Rises within an incarnation; a report with a lower one came late and is dropped."""
-    started_at: float
+    started_at: Moment
     """When this incarnation began, seconds since 1970 by the host's clock; tells which incarnation is newer."""
-    epoch: int
-    generation: int
+    epoch: Count
+    generation: Count
     """Of the goal that this report already obeys; both 0 before the first."""
-    resources: dict[str, float]
+    resources: Annotated[dict[Label, Amount], Meta(max_length=_RESOURCES_MAX)]
     """Whole resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
-    replicas: list[ReplicaReport]
-    metrics_url: str = ""
+    replicas: Annotated[list[ReplicaReport], Meta(max_length=REPLICAS_MAX)]
+    metrics_url: Address = ""
     """As in `ProxyReport`: its own and its replicas' metrics."""
     leaving: bool = False
     """The host was asked to stop and drains everything by itself."""

@@ -7,10 +7,12 @@ holds one or more lines, each ended by a newline.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
+from serve_common.wires.bounds import Count, Label
 from serve_common.wires.unreadable import UNREADABLE
 
 KINDS: Final = ("controller", "proxy", "host", "replica")
@@ -43,13 +45,13 @@ def kind_of(line: Mapping[str, Any], told_by: str) -> str:
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Which lines are wanted; what is empty restricts nothing."""
 
-    kinds: tuple[str, ...] = ()
+    kinds: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()
     """Of `KINDS`."""
-    backend_tag: str = ""
-    host_id: str = ""
-    level: str = ""
+    backend_tag: Label = ""
+    host_id: Label = ""
+    level: Label = ""
     """This one and graver ones."""
-    request_id: str = ""
+    request_id: Label = ""
 
     def matches(self, kind: str, line: Mapping[str, Any]) -> bool:
         """Whether ``line``, of a process of ``kind``, is wanted."""
@@ -68,7 +70,7 @@ class RecallLogs(msgspec.Struct, frozen=True, kw_only=True):
     They answer by publishing on the subject of `Subjects.recalled_log`; who has none says nothing.
     """
 
-    token: str
+    token: Label
     """Chosen by the asker; one token of a subject."""
-    limit: int = RECALL_LINES_MAX
+    limit: Count = RECALL_LINES_MAX
     filter: LogFilter = LogFilter()

@@ -5,28 +5,32 @@ Why it matters: a goal that changes routing succeeds only when every live proxy 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from serve_common.names import ProxyId
+from serve_common.wires.bounds import Address, Count, Label, Moment, Text
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """One proxy's state, sent about every second and at once on change."""
 
-    proxy_id: ProxyId
-    sequence: int
+    proxy_id: Annotated[ProxyId, Meta(max_length=256)]
+    sequence: Count
     """Rises within a life of the process."""
-    started_at: float
+    started_at: Moment
     """When this life began, seconds since 1970."""
-    applied_snapshot_id: int
+    applied_snapshot_id: Count
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
-    address: str = ""
+    address: Address = ""
     """Where it listens, as host:port."""
-    http_error: str = ""
+    http_error: Text = ""
     """Why the newest `HttpSnapshot` is not in force (a middleware cannot be imported); empty when it is."""
-    http_error_snapshot_id: int = 0
+    http_error_snapshot_id: Count = 0
     """Of that snapshot; 0 for none."""
-    metrics_url: str = ""
+    metrics_url: Address = ""
     """Where the controller scrapes it when there is no Prometheus, such as ``http://10.0.0.7:9102/metrics``; proxies
     that share a port tell the same. Empty: it cannot be scraped."""
     leaving: bool = False
@@ -36,5 +40,5 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):
     """Published by a controller that begins to lead."""
 
-    controller_id: str
-    epoch: int
+    controller_id: Label
+    epoch: Count

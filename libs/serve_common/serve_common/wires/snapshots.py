@@ -6,7 +6,10 @@ exist. The bucket is a cache; Postgres holds the same values and refills it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.values.backend_config import (
@@ -17,6 +20,10 @@ from serve_common.values.backend_config import (
 )
 from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.values.http_options import HttpOptions
+from serve_common.wires.bounds import Amount, Count
+
+_REPLICAS_MAX = 100_000
+_BACKENDS_MAX = 10_000
 
 
 class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):
@@ -26,9 +33,9 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     route: str | None
     """Path prefix without a slash at its end (except ``/``); None is headless."""
     methods: list[str]
-    traffic: dict[BackendTag, float]
+    traffic: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)]
     """Weight of each backend; the sum is 1."""
-    shadows: dict[BackendTag, float] = {}
+    shadows: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)] = {}
     """Proportion of requests, 0 to 1, that is copied to each of these backends; their answers are dropped."""
     options: EndpointOptions = EndpointOptions()
 
@@ -37,10 +44,10 @@ class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """How routers choose among a backend's replicas and what they do when it fails; fields as in `BackendConfig`."""
 
     replica_policy: ReplicaPolicyName = ReplicaPolicyName.POWER_OF_TWO_CHOICES
-    packing_num: int = 3
+    packing_num: Count = 3
     backpressure_config: BackpressureConfig = BackpressureConfig()
     outlier_ejection: OutlierEjection = OutlierEjection()
-    retry_budget_percent: float = 20.0
+    retry_budget_percent: Amount = 20.0
     circuit_breaker: CircuitBreaker = CircuitBreaker()
 
 
@@ -48,18 +55,18 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
     """Which replicas serve a backend, and its limits."""
 
     backend_tag: BackendTag
-    replicas: list[ReplicaTag]
+    replicas: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
     """May be sent new requests."""
-    draining: list[ReplicaTag]
+    draining: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
     """Still answer what they have, take nothing new. A replica in neither list is dead or gone."""
-    max_concurrent_queries: int
-    max_queued_requests: int
+    max_concurrent_queries: Count
+    max_queued_requests: Count
     protection: BackendProtection = BackendProtection()
     can_wake: bool = False
     """It was scaled to zero: a request that waits for it should wake it (`wires.wake`)."""
     is_stopped: bool = False
     """A user wants no replica, so nobody will answer until that changes: requests are refused at once."""
-    code_versions: dict[ReplicaTag, int] = {}
+    code_versions: dict[ReplicaTag, Count] = {}
     """Of each replica while more than one version runs; empty when all run the same one."""
 
 
@@ -75,9 +82,9 @@ SnapshotContent = EndpointSnapshot | BackendSnapshot | HttpSnapshot
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One key's value with its place in the order of all changes."""
 
-    snapshot_id: int
+    snapshot_id: Count
     """Durable, rises with every change of any key."""
-    epoch: int
+    epoch: Count
     """Of the leader that recorded it. A router refuses a value whose snapshot_id is lower than it has."""
     content: SnapshotContent | None
     """None: the endpoint or backend is gone. Kept in the bucket, so that a late value cannot revive it."""

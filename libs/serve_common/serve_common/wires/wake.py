@@ -10,12 +10,14 @@ from typing import Final
 
 import msgspec
 
+from serve_common.wires.bounds import Count, Label
+
 AGAIN_S: Final = 1.0
 
 
 class Wake(msgspec.Struct, frozen=True, kw_only=True):
     """Requests wait for a backend without replicas."""
 
-    backend_tag: str
-    waiting: int
+    backend_tag: Label
+    waiting: Count
     """So many, at this router."""

@@ -31,6 +31,7 @@ from serve_common.metrics_catalogue.controllers import (
 )
 from serve_common.metrics_catalogue.values import MetricSpec
 from serve_common.names import ProxyId
+from serve_common.refused_messages import RefusedMessages
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Goal
@@ -45,9 +46,14 @@ class ControllerMetrics:
     """Implements `shell.boundary.Telemetry`; everything about the state itself is read when it is scraped."""
 
     def __init__(
-        self, registry: CollectorRegistry, current_term: Callable[[], Term | None], now: Callable[[], float]
+        self,
+        registry: CollectorRegistry,
+        current_term: Callable[[], Term | None],
+        now: Callable[[], float],
+        refused: RefusedMessages,
     ) -> None:
-        """``now`` gives seconds since 1970."""
+        """``now`` gives seconds since 1970; ``refused`` is shown by `register_process_metrics`."""
+        self._refused = refused
         self._reconcile_seconds = _histogram(RECONCILE_SECONDS, registry)
         self._checkpoint_seconds = _histogram(CHECKPOINT_SECONDS, registry)
         self._effects = Counter(EFFECTS.family, EFFECTS.text, EFFECTS.labels, registry=registry)
@@ -66,6 +72,10 @@ class ControllerMetrics:
     def plan_made(self, seconds: float) -> None:
         """See `Telemetry.plan_made`."""
         self._reconcile_seconds.observe(seconds)
+
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        """See `Telemetry.message_refused`."""
+        self._refused.refuse(kind, sender, error)
 
 
 class _TermCollector(Collector):

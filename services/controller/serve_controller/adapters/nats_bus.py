@@ -16,8 +16,10 @@ from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError
 
+from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BadField, BusUnavailable, LimitReached
 from serve_common.names import check_name
+from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
@@ -62,13 +64,16 @@ class NatsBus:
         client: Client,
         subjects: Subjects,
         version: str,
+        refused: RefusedMessages,
         on_dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """``version`` is shown by ``nats micro info``; ``on_dropped`` as of `AdminService`."""
+        """``version`` is shown by ``nats micro info``; ``refused`` counts messages that cannot be read;
+        ``on_dropped`` as of `AdminService`."""
         self._client = client
         self._on_dropped = on_dropped
         self._subjects = subjects
         self._version = version
+        self._refused = refused
         self._bucket = SnapshotBucket(client, subjects, self._hear_bucket)
         self._service: AdminService | None = None
         self._listener: Listener | None = None
@@ -106,13 +111,14 @@ class NatsBus:
 
     def _report_handler(self, report_type: type[HostReport | ProxyReport]) -> Callable[[Msg], Any]:
         decoder = msgspec.json.Decoder(report_type)
+        kind = "host_report" if report_type is HostReport else "proxy_report"
 
         async def handle(message: Msg) -> None:
             try:
                 report = decoder.decode(message.data)
                 _check_sender(report, message.subject)
             except (*UNREADABLE, BadField) as error:
-                _log.error("report_unreadable", subject=message.subject, error=str(error))
+                self._refused.refuse(kind, message.subject, error)
                 return
             if self._listener is not None:
                 self._listener.hear(report)
@@ -123,7 +129,7 @@ class NatsBus:
         try:
             notice = msgspec.json.decode(message.data, type=LeaderNotice)
         except UNREADABLE as error:
-            _log.error("leader_notice_unreadable", error=str(error))
+            self._refused.refuse("leader_notice", message.subject, error)
             return
         if self._listener is not None:
             self._listener.hear_leader(notice)
@@ -133,7 +139,7 @@ class NatsBus:
             wake = msgspec.json.decode(message.data, type=Wake)
             _check_woken(wake, self._subjects.backend_of_wake(message.subject))
         except (*UNREADABLE, BadField) as error:
-            _log.error("wake_unreadable", subject=message.subject, error=str(error))
+            self._refused.refuse("wake", message.subject, error)
             return
         if self._listener is not None:
             self._listener.hear_wake(wake)
@@ -158,6 +164,20 @@ class NatsBus:
                 _log.warning("term_not_announced", error=repr(error))
                 await self._service.withdraw()
                 await asyncio.sleep(0.5)
+
+    async def announce(self, notice: LeaderNotice) -> None:
+        """See `ports.Bus.announce`."""
+        try:
+            async with asyncio.timeout(_ANNOUNCE_TIMEOUT_S):
+                await self._client.publish(self._subjects.leader, msgspec.json.encode(notice))
+        except (NatsError, OSError, TimeoutError) as error:
+            _log.warning("leader_not_announced", error=repr(error))
+
+    async def round_trip(self, within_s: float) -> None:
+        """See `ports.Bus.round_trip`."""
+        if not self._client.is_connected:
+            raise BusUnavailable("NATS is not connected")
+        await ping_nats(self._client, within_s)
 
     async def end_term(self) -> None:
         """See `ports.Bus.end_term`."""

@@ -32,6 +32,7 @@ from serve_controller.core.observed import (
     HostObserved,
     ObservedState,
     ProxyObserved,
+    has_come,
     host_status,
     is_proxy_live,
     silent_at,
@@ -168,6 +169,8 @@ class Silence:
     def __init__(self) -> None:
         self._hosts: dict[HostId, object] = {}
         self._proxies: dict[ProxyId, bool] = {}
+        self._doubtful: set[Subject] = set()
+        """Silent for so long that they should be judged, which must wait for a round trip over the bus."""
 
     def of_host(self, observed: ObservedState, host_id: HostId, now: float, agenda: Agenda) -> Attention:
         """Look at one host now, and plan the next look."""
@@ -175,8 +178,8 @@ class Silence:
         known = observed.hosts.get(host_id)
         for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S):
             at = silent_at(observed, known, after_s)
-            if at is not None and at > now:
-                agenda.add(at, ("host", host_id))
+            if at is not None and not has_come(observed, at, now):
+                self._look_at(at, ("host", host_id), now, agenda)
                 break
         if self._hosts.get(host_id) is status:
             return NOTHING
@@ -187,12 +190,23 @@ class Silence:
         """Look at one proxy now, and plan the next look."""
         is_live = is_proxy_live(observed, proxy_id, now)
         at = silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S)
-        if at is not None and at > now:
-            agenda.add(at, ("proxy", proxy_id))
+        if at is not None and not has_come(observed, at, now):
+            self._look_at(at, ("proxy", proxy_id), now, agenda)
         if self._proxies.get(proxy_id) is is_live:
             return NOTHING
         self._proxies[proxy_id] = is_live
         return Attention(proxies=frozenset({proxy_id}), goals=True)
+
+    def take_doubtful(self) -> set[Subject]:
+        """Who is to be looked at now that a round trip over the bus was answered; begins anew."""
+        doubtful, self._doubtful = self._doubtful, set()
+        return doubtful
+
+    def _look_at(self, at: float, subject: Subject, now: float, agenda: Agenda) -> None:
+        if at > now:
+            agenda.add(at, subject)
+        else:
+            self._doubtful.add(subject)
 
     def forget(self, host_ids: set[HostId], proxy_ids: set[ProxyId]) -> None:
         """Keep only these."""

@@ -40,7 +40,11 @@ class DueTime(msgspec.Struct, frozen=True):
 def send_host_goals(
     checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, host_ids: Iterable[HostId]
 ) -> tuple[list[SendHostGoal], list[DueTime], list[Fault]]:
-    """Goals for those of the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`."""
+    """Goals for those of the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`.
+
+    A host that has fallen silent is sent its goal again too: it answers each with a report, so it is asked several
+    times before it counts as lost.
+    """
     if observed.bucket is None:
         # Routers must leave a replica before its host drains it, and nothing can be published yet.
         return [], [], []
@@ -49,10 +53,11 @@ def send_host_goals(
     faults: list[Fault] = []
     for host_id in sorted(host_ids):
         host, record = observed.hosts.get(host_id), checkpoint.hosts.get(host_id)
-        if host is None or record is None or host_status(observed, host_id, now) is HostStatus.LOST:
+        status = host_status(observed, host_id, now)
+        if host is None or record is None or status is HostStatus.LOST:
             continue
         wanted = (epoch, record.generation)
-        if (host.report.epoch, host.report.generation) == wanted:
+        if (host.report.epoch, host.report.generation) == wanted and status is not HostStatus.SUSPECT:
             continue
         resend_at = host.sent_at + GOAL_RESEND_AFTER_S
         if host.sent == wanted and now < resend_at:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from math import inf
 
 import msgspec
 from immutables import Map
@@ -66,6 +67,9 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None
     """Since when this leader hears without a break: silence from before says nothing about anybody. None while the
     bus is away, when everybody is silent and nobody is lost."""
+    heard_to: float = inf
+    """Whatever was sent before this moment has been heard: the newest round trip over the bus that was answered began
+    then. Silence counts up to here, so a bus that hangs makes nobody silent. Infinite where nothing can be late."""
     hosts: Map[HostId, HostObserved] = Map()
     proxies: Map[ProxyId, ProxyObserved] = Map()
     bucket: Map[str, int] | None = None
@@ -159,12 +163,22 @@ def observe_break(observed: ObservedState, since: float | None) -> ObservedState
     return msgspec.structs.replace(observed, since=since)
 
 
+def observe_round_trip(observed: ObservedState, begun_at: float) -> ObservedState:
+    """Remember that the bus answered what this leader asked at ``begun_at``."""
+    return msgspec.structs.replace(observed, heard_to=begun_at)
+
+
+def has_come(observed: ObservedState, at: float, now: float) -> bool:
+    """Whether ``at`` is over and everything that was sent before it has been heard."""
+    return min(now, observed.heard_to) >= at
+
+
 def _is_silent(
     observed: ObservedState, known: HostObserved | ProxyObserved | None, after_s: float, now: float
 ) -> bool:
     """Whether `silent_at` is over: by the same sum, for one that rounds otherwise would miss its own due time."""
     at = silent_at(observed, known, after_s)
-    return at is not None and now >= at
+    return at is not None and has_come(observed, at, now)
 
 
 def silent_at(
@@ -190,4 +204,9 @@ def is_proxy_live(observed: ObservedState, proxy_id: ProxyId, now: float) -> boo
     """Whether goals wait for the proxy. One not heard of by this leader counts as live until it must be lost."""
     proxy = observed.proxies.get(proxy_id)
     is_leaving = proxy is not None and proxy.report.leaving
-    return not _is_silent(observed, proxy, PROXY_LOST_AFTER_S, now) and not is_leaving
+    return not is_proxy_silent(observed, proxy, now) and not is_leaving
+
+
+def is_proxy_silent(observed: ObservedState, proxy: ProxyObserved | None, now: float) -> bool:
+    """Whether a proxy counts as lost."""
+    return _is_silent(observed, proxy, PROXY_LOST_AFTER_S, now)

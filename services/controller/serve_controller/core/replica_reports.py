@@ -194,9 +194,10 @@ def _follow_end(
 
 
 def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, had_run: bool = False) -> None:
-    """A start that failed delays the next one; that of another code version than the target's does not matter."""
+    """A start that failed delays the next one; that of another version than the target's says nothing about it."""
     backend = draft.backends[replica.backend_tag]
-    if replica.code_version != backend.target.code_version:
+    target = backend.target
+    if (replica.code_version, replica.config_version) != (target.code_version, target.config_version):
         return
     failures = backend.start_failures + 1
     draft.put(

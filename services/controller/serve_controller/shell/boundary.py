@@ -44,6 +44,10 @@ class Telemetry(Protocol):
         """A plan was made by the core."""
         ...
 
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        """A report could not be taken in; ``kind`` as of `RefusedMessages`."""
+        ...
+
 
 class OpenBoundary:
     """The boundary of production: performs, measures and reports, also as spans of the operation under way."""

@@ -7,7 +7,7 @@ whoever brings news, and none of it is ever recorded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from immutables import Map
@@ -17,6 +17,7 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.core.attention import (
     EVERYTHING,
+    NOTHING,
     Agenda,
     Attending,
     Attention,
@@ -33,6 +34,7 @@ from serve_controller.core.observed import (
     observe_bucket,
     observe_host,
     observe_proxy,
+    observe_round_trip,
     observe_sent,
 )
 
@@ -47,8 +49,9 @@ SWEEP_STEP_S: Final = 1.0
 class Hearing:
     """Soft knowledge of one term."""
 
-    def __init__(self, now: float) -> None:
-        """Begins with a look at everything, for nothing is known."""
+    def __init__(self, now: float, on_refused: Callable[[str, str, Exception], None]) -> None:
+        """Begins with a look at everything, for nothing is known. ``on_refused`` as `Telemetry.message_refused`."""
+        self._on_refused = on_refused
         self.observed = ObservedState(since=now)
         self.attending = Attending()
         self.attending.add(EVERYTHING)
@@ -69,6 +72,14 @@ class Hearing:
         """The bus went away (None) or came back at ``since``."""
         self.observed = observe_break(self.observed, since)
         self.attending.add(EVERYTHING)
+
+    def hear_round_trip(self, begun_at: float, now: float) -> bool:
+        """The bus answered what was asked at ``begun_at``; True when somebody must be looked at for that."""
+        self.observed = observe_round_trip(self.observed, begun_at)
+        doubtful = self._silence.take_doubtful()
+        for subject in doubtful:
+            self._agenda.add(now, subject)
+        return bool(doubtful)
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """Take in what the bucket holds: revision and snapshot id by key (None: the key is gone).
@@ -126,13 +137,21 @@ class Hearing:
         proxies: set[ProxyId] = set()
         while self._inbox:
             heard_at, report = self._inbox.popleft()
-            match report:
-                case HostReport():
-                    self._fold_host(report, heard_at)
-                    hosts.add(report.host_id)
-                case ProxyReport():
-                    self._fold_proxy(report, heard_at)
-                    proxies.add(report.proxy_id)
+            try:
+                match report:
+                    case HostReport():
+                        self._fold_host(report, heard_at)
+                        hosts.add(report.host_id)
+                    case ProxyReport():
+                        self._fold_proxy(report, heard_at)
+                        proxies.add(report.proxy_id)
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
+                kind, sender = (
+                    ("host_report", report.host_id)
+                    if isinstance(report, HostReport)
+                    else ("proxy_report", report.proxy_id)
+                )
+                self._on_refused(kind, sender, error)
         self._take_due(hosts, proxies, now)
         if now >= self._tidy_at:
             self._tidy(checkpoint, now)
@@ -153,17 +172,19 @@ class Hearing:
 
     def _fold_host(self, report: HostReport, heard_at: float) -> None:
         before = self.observed.hosts.get(report.host_id)
-        self.observed = observe_host(self.observed, report, heard_at)
-        after = self.observed.hosts[report.host_id]
-        if after is not before:
-            self.attending.add(of_host_report(before, after))
+        observed = observe_host(self.observed, report, heard_at)
+        after = observed.hosts[report.host_id]
+        attention = NOTHING if after is before else of_host_report(before, after)
+        self.observed = observed
+        self.attending.add(attention)
 
     def _fold_proxy(self, report: ProxyReport, heard_at: float) -> None:
         before = self.observed.proxies.get(report.proxy_id)
-        self.observed = observe_proxy(self.observed, report, heard_at)
-        after = self.observed.proxies[report.proxy_id]
-        if after is not before:
-            self.attending.add(of_proxy_report(before, after))
+        observed = observe_proxy(self.observed, report, heard_at)
+        after = observed.proxies[report.proxy_id]
+        attention = NOTHING if after is before else of_proxy_report(before, after)
+        self.observed = observed
+        self.attending.add(attention)
 
     def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
         for kind, name in self._agenda.pop_due(now):

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from serve_common.errors import BadField, ServeError
-from serve_common.wires.admin import VERBS, ErrorView
+from serve_common.wires.admin import COMMANDS, VERBS, ErrorView
 from serve_common.wires.commands import Request
 from serve_common.wires.unreadable import UNREADABLE
 
@@ -22,8 +22,14 @@ _OF_FIELD: Final = re.compile(
 
 
 def parse_request(verb: str, payload: bytes) -> Request:
-    """The request in ``payload``; empty means ``{}``. Raises `BadField` with the path of what is wrong."""
+    """The request in ``payload``. Raises `BadField` with the path of what is wrong.
+
+    An empty payload means ``{}`` for queries only. Who may not send a command could have one sent without a content,
+    by what publishes on others' behalf (JetStream does), so a command must say what it is about.
+    """
     request_type, _reply_type = VERBS[verb]
+    if not payload.strip() and verb in COMMANDS:
+        raise BadField("request", f"is empty; {verb} needs a JSON object{_required(request_type)}")
     try:
         return msgspec.json.decode(payload or b"{}", type=request_type)
     except msgspec.ValidationError as error:
@@ -37,6 +43,11 @@ def parse_request(verb: str, payload: bytes) -> Request:
         raise BadField(".".join(path)[:200] or "request", text[:300]) from error
     except UNREADABLE as error:
         raise BadField("request", f"is not JSON: {error}") from error
+
+
+def _required(request_type: type[Request]) -> str:
+    names = [field.encode_name for field in msgspec.structs.fields(request_type) if field.required]
+    return f" with {', '.join(names)}" if names else ""
 
 
 def error_view(error: ServeError) -> ErrorView:

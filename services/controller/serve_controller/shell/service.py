@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
-from serve_common.errors import FencedOut
+from serve_common.errors import BusUnavailable, FencedOut
 from serve_common.names import ControllerId
 from serve_common.ports import Clock
 from serve_common.tasks import TaskOwner, raise_if_cancelled
@@ -24,6 +24,7 @@ from serve_controller.ports import Bus, LoadSource, PolicyRunner, Store
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
+from serve_controller.shell.bus_liveness import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness
 from serve_controller.shell.leadership import Leadership
 from serve_controller.shell.queries import ReadLoad
 from serve_controller.shell.telling import EVENTS_MAX
@@ -79,17 +80,21 @@ class ControllerService:
         self._telemetry = telemetry
         self._wake = asyncio.Event()
         self._newest_epoch = 0
-        self._is_bus_away = False
-        """Remembered between terms: one that begins while the bus is away must not take silence for death."""
+        self._liveness = BusLiveness(clock.now())
+        """Kept between terms: one that begins while the bus is away must not take silence for death."""
         self._leadership = Leadership(controller_id, store, self._lead)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
-        await self._leadership.run()
+        """Serve until cancelled. Raises what no retry can help against."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_bus(), name="watch_bus")
+            await self._leadership.run()
 
     def why_not_ready(self) -> str | None:
         """Why this controller neither leads well nor could take over; None when it does, or could."""
         term = self.term
+        if self._liveness.is_away:
+            return "NATS does not answer"
         if term is not None and not term.is_store_available:
             return "this controller leads, but Postgres is away: it answers queries and refuses commands"
         if term is None and self._leadership.is_store_away:
@@ -112,13 +117,13 @@ class ControllerService:
 
     def bus_went(self) -> None:
         """See `Term.bus_went`."""
-        self._is_bus_away = True
+        self._liveness.went()
         if self.term is not None:
             self.term.bus_went()
 
     def bus_came(self) -> None:
         """See `Term.bus_came`."""
-        self._is_bus_away = False
+        self._liveness.came(self._clock.now())
         if self.term is not None:
             self.term.bus_came()
 
@@ -150,7 +155,7 @@ class ControllerService:
         term.on_change = self._wake.set
         term.on_goals = self.admin.on_goals
         term.on_reload = self.admin.on_term_end
-        if self._is_bus_away:
+        if self._liveness.is_away:
             term.bus_went()
         self.term = term
         beside = TaskOwner("term")
@@ -173,6 +178,31 @@ class ControllerService:
             self.admin.on_term_end()  # who waits for a goal must ask the next leader
             await beside.close(timeout_s=0.1)
             await self._bus.end_term()
+
+    async def _watch_bus(self) -> None:
+        """Ask the bus again and again, so that silence counts only while it answers."""
+        while True:
+            raise_if_cancelled()
+            begun_at = self._clock.now()
+            try:
+                await self._bus.round_trip(ANSWER_WITHIN_S)
+            except BusUnavailable as error:
+                if self._liveness.unanswered(begun_at):
+                    _log.warning("bus_silent", reason=str(error))
+                    self.bus_went()
+            else:
+                await self._hear_round_trip(begun_at)
+            await asyncio.sleep(min(max(0.05, begun_at + PING_EVERY_S - self._clock.now()), PING_EVERY_S))
+
+    async def _hear_round_trip(self, begun_at: float) -> None:
+        was_away, term = self._liveness.answered(self._clock.now()), self.term
+        if was_away:
+            _log.warning("bus_answers_again")
+            self.bus_came()
+        if term is not None:
+            term.hear_round_trip(begun_at)
+            if was_away:  # everybody's silence counts anew, and they are asked to end it
+                await self._bus.announce(LeaderNotice(controller_id=self._controller_id, epoch=term.epoch))
 
     async def _recall_events(self, term: Term) -> None:
         """Beside the loop: a slow stream must not delay the first plan."""

@@ -77,7 +77,8 @@ class Term:
         """Called when goals were recorded, for those who wait for them."""
         self.on_reload: Callable[[], None] = lambda: None
         """Called when the checkpoint was read anew: any goal may have ended."""
-        self._hearing = Hearing(clock.now())
+        self._hearing = Hearing(clock.now(), telemetry.message_refused)
+        self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
         self._telling = Telling(events)
         self._performing = Performing(
@@ -129,6 +130,11 @@ class Term:
         """The bus is back: from now on silence counts again."""
         self._hearing.hear_break(self._clock.now())
         self.on_change()
+
+    def hear_round_trip(self, begun_at: float) -> None:
+        """The bus answered what this process asked it at ``begun_at``: silence counts up to then."""
+        if self._hearing.hear_round_trip(begun_at, self._clock.now()):
+            self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         """See `Hearing.hear_bucket`."""
@@ -186,7 +192,8 @@ class Term:
             verb=_verb(command),
             subject=accepted.subject,
             goal_id=accepted.goal_id,
-            request=request.decode("utf-8", "replace"),
+            # Always JSON, or the database would refuse the change with it.
+            request=request.decode("utf-8", "replace") if request.strip() else "{}",
             old=None if old is None else msgspec.json.encode(old).decode(),
             new=None if new is None else msgspec.json.encode(new).decode(),
         )

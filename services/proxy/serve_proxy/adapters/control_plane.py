@@ -14,6 +14,7 @@ from serve_common.adapters.metrics_address import local_host_of
 from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
+from serve_common.refused_messages import RefusedMessages
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.wires.proxy import ProxyReport
@@ -31,8 +32,12 @@ class NatsControlPlane:
         listener: SnapshotListener,
         on_leader: Callable[[], None],
         on_closed: Callable[[], None],
+        refused: RefusedMessages,
     ) -> None:
-        """``on_leader``: a controller began to lead. ``on_closed``: the connection is gone for good."""
+        """``on_leader``: a controller began to lead. ``on_closed``: the connection is gone for good.
+
+        ``refused`` counts snapshots that cannot be read.
+        """
         self._subjects = Subjects(settings.subject_prefix)
         self._on_leader = on_leader
         self._connection = BucketConnection(
@@ -41,6 +46,7 @@ class NatsControlPlane:
             listener=listener,
             on_closed=on_closed,
             on_reconnect=on_leader,  # whoever leads may have missed reports
+            refused=refused,
         )
 
     @property

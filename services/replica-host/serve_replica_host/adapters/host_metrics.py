@@ -5,6 +5,7 @@ Why in memory and not in the replicas' files: it is one process, and what it say
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar, final
 
@@ -29,6 +30,7 @@ from serve_common.metrics_catalogue.hosts import (
     START_SECONDS,
 )
 from serve_common.names import BackendTag, HostId
+from serve_common.refused_messages import RefusedMessages
 from serve_common.wires.host import ReplicaStatus
 from serve_replica_host.adapters.metrics_files import BACKENDS_MAX, MetricsFiles
 
@@ -61,7 +63,8 @@ class PrometheusHostMetrics:
         """What the operations port serves."""
         self.registry.register(files)  # first: what was left out is counted after it
         self.registry.register(self._counts)
-        register_process_metrics(self.registry, lag, connections)
+        self._refused = RefusedMessages(time.monotonic)
+        register_process_metrics(self.registry, lag, connections, self._refused)
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
         """As `ports.HostMetrics`."""
@@ -84,6 +87,10 @@ class PrometheusHostMetrics:
     def count_reconnect(self) -> None:
         """The host's connection came back."""
         self._counts.reconnects += 1
+
+    def message_refused(self, kind: str, sender: str, error: Exception) -> None:
+        """As `ports.HostMetrics`."""
+        self._refused.refuse(kind, sender, error)
 
     def retire_process(self, process: str) -> None:
         """As `ports.HostMetrics`."""

@@ -19,6 +19,7 @@ from serve_common.names import HostId
 from serve_common.tasks import TaskOwner
 from serve_common.wires.host import HostGoal, HostReport
 from serve_common.wires.proxy import LeaderNotice
+from serve_common.wires.unreadable import UNREADABLE
 from serve_replica_host.core.events import (
     HealthChecked,
     HealthCheckSent,
@@ -114,22 +115,22 @@ class HostShell:
     # -- inputs; called on the loop -------------------------------------------------------------------------------
 
     def take_goal(self, payload: bytes) -> None:
-        """A `HostGoal` as JSON; what cannot be read is logged and dropped."""
+        """A `HostGoal` as JSON; what cannot be read is counted, logged and dropped."""
         if self._is_inbox_full("goal"):
             return
         try:
             self._put(msgspec.json.decode(payload, type=HostGoal))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _log.error("goal_unreadable", error=str(error), goal_bytes=len(payload))
+        except UNREADABLE as error:
+            self._metrics.message_refused("host_goal", f"{len(payload)} bytes", error)
 
     def take_leader(self, payload: bytes) -> None:
-        """A `LeaderNotice` as JSON; what cannot be read is logged and dropped."""
+        """A `LeaderNotice` as JSON; what cannot be read is counted, logged and dropped."""
         if self._is_inbox_full("leader notice"):
             return
         try:
             self._put(msgspec.json.decode(payload, type=LeaderNotice))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _log.error("leader_notice_unreadable", error=str(error))
+        except UNREADABLE as error:
+            self._metrics.message_refused("leader_notice", f"{len(payload)} bytes", error)
 
     def take_event(self, event: ReplicaEvent) -> None:
         """Something from the runtime."""

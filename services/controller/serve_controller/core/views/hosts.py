@@ -7,7 +7,7 @@ from immutables import Map
 from serve_common.wires.queries import PagedQuery
 from serve_common.wires.views import HostView, ProxyView
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.observed import PROXY_LOST_AFTER_S, ObservedState, host_status
+from serve_controller.core.observed import ObservedState, host_status, is_proxy_silent
 from serve_controller.core.views.paging import ALL, page_of
 
 
@@ -36,13 +36,13 @@ def view_proxies(observed: ObservedState, now: float, query: PagedQuery = ALL) -
     views = []
     for proxy_id in page_of(observed.proxies, query):
         proxy = observed.proxies[proxy_id]
-        silent_s = now - proxy.heard_at
-        status = "lost" if silent_s >= PROXY_LOST_AFTER_S else "leaving" if proxy.report.leaving else "live"
+        is_lost = is_proxy_silent(observed, proxy, now)
+        status = "lost" if is_lost else "leaving" if proxy.report.leaving else "live"
         views.append(
             ProxyView(
                 proxy_id=proxy_id,
                 status=status,
-                report_age_s=round(silent_s, 3),
+                report_age_s=round(now - proxy.heard_at, 3),
                 address=proxy.report.address,
                 applied_snapshot_id=proxy.report.applied_snapshot_id,
             )

@@ -1,0 +1,172 @@
+"""What comes over the wires is bounded on decoding, and one message that is refused costs itself only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+
+from serve_common.names import HostId
+from serve_common.refused_messages import KINDS, RefusedMessages
+from serve_common.wires.frames import (
+    CloseHead,
+    FrameUnreadable,
+    Kind,
+    ProbeHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+    encode_frame,
+)
+from serve_common.wires.host import HostGoal, HostReport
+from serve_common.wires.logs import RecallLogs
+from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.unreadable import UNREADABLE
+from serve_common.wires.wake import Wake
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.shell import hearing
+from serve_controller.shell.hearing import Hearing
+from tests.simulation.pure_host import PureHost
+
+HUGE = 10**30
+LONG = "x" * 100_000
+HOST: dict[str, Any] = {
+    "host_id": "h",
+    "incarnation": "i",
+    "sequence": 1,
+    "started_at": 1.0,
+    "epoch": 1,
+    "generation": 1,
+    "resources": {"CPU": 4.0},
+    "replicas": [],
+}
+PROXY: dict[str, Any] = {"proxy_id": "p", "sequence": 1, "started_at": 1.0, "applied_snapshot_id": 1}
+REPLICA: dict[str, Any] = {"replica_tag": "default/a#1", "status": "running"}
+GOAL: dict[str, Any] = {"host_id": "h", "epoch": 1, "generation": 1, "replicas": []}
+REPLICA_GOAL: dict[str, Any] = {
+    "replica_tag": "default/a#1",
+    "backend_tag": "default/a",
+    "replica_config": {"import_path": "a:b"},
+    "config_version": 1,
+    "max_concurrent_queries": 1,
+    "graceful_shutdown_timeout_s": 1.0,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 1.0,
+    "start_timeout_s": 1.0,
+}
+BACKEND: dict[str, Any] = {
+    "type": "backend",
+    "backend_tag": "default/a",
+    "replicas": [],
+    "draining": [],
+    "max_concurrent_queries": 1,
+    "max_queued_requests": 1,
+}
+SOUND: list[tuple[Any, dict[str, Any]]] = [
+    (HostReport, {**HOST, "replicas": [REPLICA]}),
+    (ProxyReport, PROXY),
+    (HostGoal, {**GOAL, "replicas": [REPLICA_GOAL]}),
+    (LeaderNotice, {"controller_id": "c", "epoch": 1}),
+    (Wake, {"backend_tag": "default/a", "waiting": 1}),
+    (RecallLogs, {"token": "t"}),
+    (Snapshot, {"snapshot_id": 1, "epoch": 1, "content": BACKEND}),
+]
+UNSOUND: list[tuple[Any, dict[str, Any]]] = [
+    *((HostReport, {**HOST, "resources": {"CPU": amount}}) for amount in (1e308, -1.0, "4", None)),
+    (HostReport, {**HOST, "resources": {LONG: 1.0}}),
+    (HostReport, {**HOST, "resources": {f"r{n}": 1.0 for n in range(1_001)}}),
+    *((HostReport, {**HOST, name: HUGE}) for name in ("sequence", "epoch", "generation", "started_at")),
+    *((HostReport, {**HOST, name: -1}) for name in ("sequence", "epoch", "generation", "started_at")),
+    *((HostReport, {**HOST, name: LONG}) for name in ("host_id", "incarnation", "metrics_url")),
+    *((HostReport, {**HOST, "replicas": [{**REPLICA, name: HUGE}]}) for name in ("pid", "config_version")),
+    *((HostReport, {**HOST, "replicas": [{**REPLICA, name: LONG}]}) for name in ("replica_tag", "error")),
+    *((ProxyReport, {**PROXY, name: HUGE}) for name in ("sequence", "applied_snapshot_id", "started_at")),
+    *((ProxyReport, {**PROXY, name: LONG}) for name in ("proxy_id", "address", "http_error", "metrics_url")),
+    *((HostGoal, {**GOAL, name: HUGE}) for name in ("epoch", "generation")),
+    *(
+        (HostGoal, {**GOAL, "replicas": [{**REPLICA_GOAL, name: 1e300}]})
+        for name in REPLICA_GOAL
+        if "_s" in name
+    ),
+    (LeaderNotice, {"controller_id": "c", "epoch": HUGE}),
+    (LeaderNotice, {"controller_id": LONG, "epoch": 1}),
+    (Wake, {"backend_tag": "default/a", "waiting": HUGE}),
+    (Wake, {"backend_tag": LONG, "waiting": 1}),
+    (RecallLogs, {"token": LONG}),
+    (RecallLogs, {"token": "t", "limit": HUGE}),
+    (Snapshot, {"snapshot_id": HUGE, "epoch": 1, "content": None}),
+    (Snapshot, {"snapshot_id": 1, "epoch": -1, "content": None}),
+    (Snapshot, {"snapshot_id": 1, "epoch": 1, "content": {**BACKEND, "max_queued_requests": HUGE}}),
+]
+
+
+@pytest.mark.parametrize(("message", "fields"), SOUND, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_is_sound_is_read(message: Any, fields: dict[str, Any]) -> None:
+    value = msgspec.json.decode(json.dumps(fields), type=message)
+    assert msgspec.json.decode(msgspec.json.encode(value), type=message) == value
+
+
+@pytest.mark.parametrize(("message", "fields"), UNSOUND, ids=lambda x: getattr(x, "__name__", ""))
+def test_what_breaks_a_bound_is_refused(message: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(UNREADABLE):
+        msgspec.json.decode(json.dumps(fields), type=message)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], float("inf"), 0, "e", "r"),
+        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], float("nan"), 0, "e", "r"),
+        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], 1.0, -2, "e", "r"),
+        ProbeHead(1e300),
+        ResponseHead(70_000, [], last=True, in_flight=0),
+        ResponseHead(-1, [], last=True, in_flight=0),
+        CloseHead(70_000, ""),
+    ],
+    ids=repr,
+)
+def test_a_frame_that_breaks_a_bound_is_no_frame(head: Any) -> None:
+    with pytest.raises(FrameUnreadable):
+        decode_frame(encode_frame(head))
+
+
+def test_a_report_that_cannot_be_taken_in_costs_that_report_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is about one that nobody thought of: the others are heard, and what was heard before stays."""
+    bad, good = PureHost("bad"), PureHost("good")
+    refused: list[tuple[str, str, str]] = []
+    heard = Hearing(100.0, lambda kind, sender, error: refused.append((kind, sender, repr(error))))
+    heard.hear(bad.report(), 100.0)
+    heard.fold(Checkpoint(), 100.0)
+    before = heard.observed.hosts[HostId("bad")]
+    observe = hearing.observe_host
+
+    def fails_at_one(observed: Any, report: HostReport, now: float) -> Any:
+        if report.host_id == "bad":
+            raise OverflowError("cannot convert float infinity to integer")
+        return observe(observed, report, now)
+
+    monkeypatch.setattr(hearing, "observe_host", fails_at_one)
+    heard.hear(bad.report(), 101.0)
+    heard.hear(good.report(), 101.0)
+    heard.fold(Checkpoint(), 101.0)
+    assert [(kind, sender) for kind, sender, _ in refused] == [("host_report", "bad")]
+    assert "OverflowError" in refused[0][2]
+    assert heard.observed.hosts[HostId("bad")] is before
+    assert HostId("good") in heard.observed.hosts
+
+
+def test_refused_messages_are_all_counted_and_seldom_logged() -> None:
+    now = [0.0]
+    refused = RefusedMessages(lambda: now[0])
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(1_000):
+            now[0] += 0.001
+            refused.refuse("host_report", "serve.report.host.h", ValueError(LONG))
+            refused.refuse("wake", "\x1b[2J", ValueError("no"))
+    assert refused.counts == {**dict.fromkeys(KINDS, 0), "host_report": 1_000, "wake": 1_000}
+    assert len(lines) <= 4
+    assert all(len(repr(line)) < 2_000 and "\x1b" not in repr(line) for line in lines)
