@@ -124,6 +124,8 @@ def difference(pipeline: Pipeline, reference: Reading, seen: list[Message], clie
         return f"saw {seen[common:]} besides ({reference.end})"
     if pipeline.is_cut_off:
         return None  # who leaves is owed nothing
+    if len(seen) < pipeline.good:
+        return f"dropped good requests: {len(seen)} of {pipeline.good} are left"
     refused = bool(client.statuses) and client.statuses[-1] >= 400
     if len(seen) < len(expected):
         if refused or client.says_close or (client.is_ended and not client.statuses):

@@ -55,6 +55,8 @@ class Pipeline(NamedTuple):
     """Paths of requests that a server may refuse for another reason than their form: their own upgrade."""
     keeps_alive: bool = False
     """There is one in HTTP/1.0 that asks for the connection to stay, which a server may grant."""
+    good: int = 0
+    """So many at its beginning are beyond doubt."""
 
 
 # -- the generator --
@@ -331,6 +333,7 @@ def draw(seed: int, number: int) -> Pipeline:
     rng = random.Random(f"{seed}/{number}")
     writer = Writer(rng, number)
     kinds = [rng.choice(GOOD) for _ in range(rng.choice((0, 0, 1, 1, 2, 3)))]
+    good = len(kinds)
     if rng.random() < 0.85:
         kinds.append(rng.choice(BAD))
     kinds += [rng.choice(GOOD) for _ in range(rng.choice((0, 0, 1)))]
@@ -343,7 +346,7 @@ def draw(seed: int, number: int) -> Pipeline:
     many = rng.choice((0, 0, 1, 3, 8))
     cuts = tuple(sorted(rng.randrange(len(sent)) for _ in range(many))) if sent else ()
     return Pipeline(
-        number, sent, cuts, is_cut_off, tuple(kinds), frozenset(writer.optional), writer.keeps_alive
+        number, sent, cuts, is_cut_off, tuple(kinds), frozenset(writer.optional), writer.keeps_alive, good
     )
 
 

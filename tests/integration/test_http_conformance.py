@@ -417,6 +417,21 @@ async def test_requests_before_one_that_is_not_understood_are_answered_in_order(
     assert await world.seen_since(count) == ["GET /echo/first", *["POST /echo/case"] * (len(good) - 1)]
 
 
+@pytest.mark.parametrize("at", range(1, 6))
+async def test_a_request_whose_end_comes_apart_is_answered_before_one_that_is_not_understood(
+    world: World, at: int
+) -> None:
+    sent = post(b"Content-Length: 2\r\n", b"hi")
+    async with world.client() as client:
+        client.writer.write(get() + sent[:-at])
+        assert (await client.answer()) is not None  # so that the rest comes by itself
+        client.writer.write(sent[-at:] + b"\0")
+        answers = [await client.answer(), await client.answer()]
+    assert [(answer.status, answer.body) for answer in answers[:1] if answer] == [(200, b"hi")]
+    assert answers[1] is not None
+    assert answers[1].status == 400
+
+
 async def test_what_looks_like_the_end_of_many_heads_is_a_body_all_the_same(world: World) -> None:
     body = b"\r\n\r\n" * 50_000
     async with world.client() as client:

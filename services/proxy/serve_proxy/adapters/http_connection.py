@@ -81,7 +81,16 @@ class HttpConnection(web.RequestHandler):
     message, and gets everything that must take the long way.
     """
 
-    __slots__ = ("_fast", "_head_timer", "_http", "_last_payload", "_peer", "_stream_task", "_unparsed")
+    __slots__ = (
+        "_fast",
+        "_head_timer",
+        "_http",
+        "_last_bytes",
+        "_last_payload",
+        "_peer",
+        "_stream_task",
+        "_unparsed",
+    )
 
     def __init__(self, manager: web.Server, owner: ConnectionOwner, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -93,6 +102,8 @@ class HttpConnection(web.RequestHandler):
         self._last_payload: StreamReader = EMPTY_PAYLOAD
         self._head_timer: asyncio.TimerHandle | None = None
         """Runs while the head of a request has come in part."""
+        self._last_bytes = b""
+        """Of what came last, when it may be a part of a head's end."""
         self._unparsed = b""
         """What has come behind as many requests as may wait."""
 
@@ -158,17 +169,20 @@ class HttpConnection(web.RequestHandler):
         assert parser is not None, "it lives as long as the connection"
         if self._unparsed:
             data, self._unparsed = self._unparsed + data, b""
+        end = self._end_begun_before(data)
         messages: list[Any] = []
         found: Sequence[Any]
         at, barren, whole = 0, 0, len(data)
         try:
             while True:
-                end = data.find(_HEAD_END, at) + len(_HEAD_END) if barren < _BARREN_MAX else whole
-                if end < len(_HEAD_END) or end >= whole:
+                if not end:
+                    found_at = data.find(_HEAD_END, at) if barren < _BARREN_MAX else -1
+                    end = found_at + len(_HEAD_END) if found_at >= 0 else whole
+                if end >= whole:
                     found, upgraded, tail = parser.feed_data(data[at:] if at else data)
                     return [*messages, *found] if messages else found, upgraded, tail, True
                 found, upgraded, tail = parser.feed_data(data[at:end])
-                at = end
+                at, end = end, 0
                 if upgraded:
                     return [*messages, *found], True, tail + data[at:], True
                 if found:
@@ -184,6 +198,15 @@ class HttpConnection(web.RequestHandler):
                 self._last_payload.set_exception(web.RequestPayloadError(error.message))
             messages.append((_ErrInfo(status=400, exc=error, message=error.message), EMPTY_PAYLOAD))
             return messages, False, b"", False
+
+    def _end_begun_before(self, data: bytes) -> int:
+        """Where in ``data`` that ends which may be the end of a head and has come in part before; 0 when nowhere."""
+        last = self._last_bytes
+        self._last_bytes = (last + data)[1 - len(_HEAD_END) :] if data.endswith((b"\r", b"\n")) else b""
+        if not last or not data:
+            return 0
+        begun_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
+        return begun_at + len(_HEAD_END) - len(last) if begun_at >= 0 else 0
 
     def finish_fast(self, answer: bytes, *, closes: bool) -> None:
         """See `http_fast.Connection`."""
