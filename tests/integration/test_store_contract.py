@@ -48,6 +48,9 @@ class World(Protocol):
 
     async def expire_lease(self) -> None: ...
 
+    async def go_back(self) -> None:
+        """As where a dump was restored that was made one write ago, in the same term."""
+
     async def row_versions(self) -> dict[tuple[str, str], object]:
         """Something per row that changes whenever the row is written."""
 
@@ -74,6 +77,9 @@ class MemoryWorld:
 
     async def expire_lease(self) -> None:
         self.time += TTL_S
+
+    async def go_back(self) -> None:
+        self.store.writes -= 1
 
     async def row_versions(self) -> dict[tuple[str, str], object]:
         return {key: id(row) for key, row in self.store.rows.items()}
@@ -113,6 +119,9 @@ class PostgresWorld:
 
     async def expire_lease(self) -> None:
         await self.sql("UPDATE leader SET lease_expires_at = clock_timestamp()")
+
+    async def go_back(self) -> None:
+        await self.sql("UPDATE leader SET writes = writes - 1")
 
     async def row_versions(self) -> dict[tuple[str, str], object]:
         rows = await self.sql("SELECT kind, key, xmin::text FROM checkpoint_rows")
@@ -435,6 +444,29 @@ async def test_a_second_controller_waits_until_the_lease_is_over(world: World):
     second = await lead(other, B)
     assert second > first
     assert await world.store.acquire_leadership(A, TTL_S) is None
+
+
+async def test_an_epoch_can_be_asked_to_be_above_what_others_have_seen(world: World):
+    first = await lead(world.store)
+    second = await world.store.acquire_leadership(A, TTL_S, 1000)
+    assert second == 1001
+    assert await world.store.acquire_leadership(A, TTL_S, first) == 1002
+
+
+async def test_a_leader_whose_last_write_is_not_there_any_more_leads_no_more(world: World):
+    epoch = await lead(world.store)
+    await world.store.record(epoch, put(goal(1)))
+    await world.store.renew_leadership(A, epoch, TTL_S)
+    await world.go_back()
+    with pytest.raises(FencedOut):
+        await world.store.renew_leadership(A, epoch, TTL_S)
+    before = await world.row_versions()
+    with pytest.raises(FencedOut):
+        await world.store.record(epoch, put(goal(2)))
+    assert await world.row_versions() == before
+    again = await lead(world.store)
+    await world.store.record(again, put(goal(2)))
+    await world.store.renew_leadership(A, again, TTL_S)
 
 
 async def test_of_many_that_want_to_lead_exactly_one_does(world: World):

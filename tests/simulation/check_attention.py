@@ -85,6 +85,8 @@ class VisibleIsDurable:
         store = self.world.store
         if term.epoch != store.epoch or not term._is_checkpoint_certain:
             return
+        if controller.store.writes != store.writes:
+            return  # it has yet to notice that the store was restored
         for name in term.checkpoint.__slots__:
             self.world.check(
                 getattr(term.checkpoint, name) == getattr(store.checkpoint, name),

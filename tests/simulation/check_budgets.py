@@ -25,6 +25,8 @@ STUCK_S = 21.0
 """Beyond the timeout itself: what the host is given, and a few cycles."""
 WANTED = (S.SHOULD_START, S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY)
 SERVING = (S.RUNNING, S.UPDATING)
+BEGINS = (S.SHOULD_START, S.STARTING)
+"""One that is first recorded in another state is adopted: a goal that a restored store lost had started it."""
 
 
 def share(config: BackendConfig, percent: float) -> int:
@@ -54,7 +56,11 @@ class Surge:
     ) -> None:
         begun: dict[BackendTag, int] = {}
         for value in changes.puts:
-            if isinstance(value, Replica) and value.replica_tag not in before.replicas_of(value.backend_tag):
+            if (
+                isinstance(value, Replica)
+                and value.replica_tag not in before.replicas_of(value.backend_tag)
+                and value.state in BEGINS
+            ):
                 begun[value.backend_tag] = begun.get(value.backend_tag, 0) + 1
         for tag, number in begun.items():
             backend, was = after.backends[tag], before.backends.get(tag)
@@ -157,6 +163,12 @@ class ForceKillIsForced:
         self.world = world
         self.forced: dict[str, float] = {}
 
+    def save(self) -> dict[str, float]:
+        return dict(self.forced)
+
+    def go_back(self, saved: dict[str, float], _: int) -> None:
+        self.forced = dict(saved)
+
     def on_commit(
         self,
         writer: Writer,
@@ -221,6 +233,8 @@ class RoomOfHosts:
             if not isinstance(value, Replica) or value.host_id is None:
                 continue
             was = before.replicas_of(value.backend_tag).get(value.replica_tag)
+            if was is None and value.state not in BEGINS:
+                continue
             if was is not None and was.host_id is not None:
                 self.world.check(was.host_id == value.host_id, f"{value.replica_tag} moved between hosts")
                 continue

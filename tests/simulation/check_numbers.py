@@ -11,6 +11,7 @@ from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Goal, HostRecord, Replica, SnapshotRecord
 from serve_controller.ports import HistoryEntry
+from tests.simulation.check_budgets import BEGINS
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
@@ -23,6 +24,9 @@ class OneWriter:
     def __init__(self, world: World) -> None:
         self.world = world
         self.owners: dict[int, Writer] = {}
+
+    def go_back(self, _: object, epoch: int) -> None:
+        self.owners = {e: owner for e, owner in self.owners.items() if e <= epoch}
 
     def on_epoch(self, epoch: int, writer: Writer) -> None:
         self.world.check(epoch not in self.owners, f"epoch {epoch} was given twice")
@@ -57,7 +61,8 @@ class NumbersRise:
         for value in changes.puts:
             match value:
                 case Replica():
-                    if value.replica_tag not in before.replicas_of(value.backend_tag):
+                    is_new = value.replica_tag not in before.replicas_of(value.backend_tag)
+                    if is_new and value.state in BEGINS:
                         check(value.replica_tag not in self.tags, f"{value.replica_tag} was given again")
                         self.tags.add(value.replica_tag)
                 case SnapshotRecord():
@@ -80,6 +85,14 @@ class GoalsEndOnce:
     def __init__(self, world: World) -> None:
         self.world = world
         self.requests: dict[str, GoalId] = {}
+        self.given: set[GoalId] = set()
+        """Also those that a restored store lost."""
+
+    def save(self) -> dict[str, GoalId]:
+        return dict(self.requests)
+
+    def go_back(self, saved: dict[str, GoalId], _: int) -> None:
+        self.requests = dict(saved)
 
     def on_commit(
         self,
@@ -96,6 +109,8 @@ class GoalsEndOnce:
                 continue
             known = before.goals.get(value.goal_id)
             if known is None:
+                check(value.goal_id not in self.given, f"{value.goal_id} was given again")
+                self.given.add(value.goal_id)
                 check(value.status is GoalStatus.PENDING, f"{value.goal_id} began as {value.status}")
                 if value.request_id is not None:
                     first = self.requests.setdefault(value.request_id, value.goal_id)

@@ -11,7 +11,7 @@ from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Replica, SnapshotRecord
-from tests.simulation.check_budgets import SERVING
+from tests.simulation.check_budgets import BEGINS, SERVING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,6 +40,10 @@ class HostGoalsAreRecorded:
         for value in changes.puts:
             if isinstance(value, Replica):
                 self.recorded[value.replica_tag] = value.host_id
+                known = before.replicas_of(value.backend_tag).get(value.replica_tag)
+                if known is None and value.state not in BEGINS:
+                    # All that is known of what a lost goal told it is that it runs.
+                    self.companions.pop(value.replica_tag, None)
 
     def on_goal_sent(self, goal: HostGoal) -> None:
         for replica in goal.replicas:
@@ -95,7 +99,11 @@ class SnapshotsAreTrue:
         for value in changes.puts:
             match value:
                 case SnapshotRecord():
-                    self.recorded[value.key, value.snapshot.snapshot_id] = value.snapshot
+                    number = (value.key, value.snapshot.snapshot_id)
+                    self.world.check(
+                        self.recorded.setdefault(number, value.snapshot) == value.snapshot,
+                        f"{number} was given again, to another snapshot",
+                    )
                 case Replica():
                     touched.add(value.backend_tag)
         if history:
@@ -131,7 +139,7 @@ class DroppedIsNotRouted:
         applied, recorded = proxy.applied, self.world.store.checkpoint.snapshots
         for tag, backend in proxy.backends.items():
             record = recorded.get(backend_key(tag))
-            if record is None or record.snapshot.snapshot_id > applied:
+            if record is None or record.snapshot.snapshot_id > applied or applied <= self.world.lost_snapshot:
                 continue
             dropped = set(backend.replicas) - _routed(record.snapshot)
             self.world.check(
@@ -169,6 +177,9 @@ class RoutesAreLeftFirst:
 
     def on_drain(self, host: SimHost, tag: ReplicaTag) -> None:
         if host.state.is_leaving or tag not in host.serving:
+            return
+        if host.state.goal_epoch <= self.world.lost_epoch:
+            self.world.checks.not_well.add(tag)  # by a goal that a restored store lost
             return
         replica = self.world.store.checkpoint.replicas_of(backend_tag_of(tag)).get(tag)
         self.world.check(

@@ -98,6 +98,16 @@ class Checks:
             hook: [getattr(check, hook) for check in self.all if hasattr(check, hook)] for hook in HOOKS
         }
 
+    def save(self) -> list[Any]:
+        """What each promise knows of the store's content, for when that goes back in time."""
+        return [check.save() if hasattr(check, "save") else None for check in self.all]
+
+    def go_back(self, saved: list[Any], epoch: int) -> None:
+        """The store is as it was when this was saved; its epoch is given."""
+        for check, known in zip(self.all, saved, strict=True):
+            if hasattr(check, "go_back"):
+                check.go_back(known, epoch)
+
     def on_commit(
         self,
         writer: Writer,

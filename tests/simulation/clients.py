@@ -52,6 +52,10 @@ class Client:
         """Whether every step was answered, and waited for."""
         return self._at >= len(self.steps)
 
+    def lose(self, goal_ids: set[GoalId]) -> None:
+        """The store that had acknowledged these went back in time."""
+        self.acknowledged = [goal_id for goal_id in self.acknowledged if goal_id not in goal_ids]
+
     def _next(self) -> None:
         if not self.is_done:
             self.world.after(self.steps[self._at].think_s, self._send)
@@ -106,6 +110,7 @@ class Client:
                 goal_ids = reply.goal_ids
             case ChangeReply() if reply.goal_id is not None:
                 goal_ids = [reply.goal_id]
+        goal_ids = [goal_id for goal_id in goal_ids if goal_id not in self.world.lost_goals]
         self.acknowledged += goal_ids
         if step.waits and goal_ids:
             self._wait(step, goal_ids, self.world.time + WAIT_S)
@@ -114,6 +119,7 @@ class Client:
 
     def _wait(self, step: Step, goal_ids: list[GoalId], until: float) -> None:
         goals = self.world.store.checkpoint.goals
+        goal_ids = [goal_id for goal_id in goal_ids if goal_id not in self.world.lost_goals]
         for goal_id in goal_ids:
             self.world.check(goal_id in goals, f"{goal_id} was acknowledged and is lost")
         if any(goals[g].status is GoalStatus.PENDING for g in goal_ids) and self.world.time < until:

@@ -6,6 +6,7 @@ what last succeeded, all or nothing. After every command and every end of a goal
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,14 @@ class Reference:
         self.alone: dict[str, set[str]] = {}
         """What the newest goals about an endpoint alone set of it."""
 
+    def save(self) -> tuple[Any, ...]:
+        """For when the store goes back in time."""
+        return copy.deepcopy((self.now, self.good, self.successes, self.requests, self.alone))
+
+    def go_back(self, saved: tuple[Any, ...], _: int) -> None:
+        """The store holds again what it held then, and so does this."""
+        self.now, self.good, self.successes, self.requests, self.alone = copy.deepcopy(saved)
+
     # -- hearing -------------------------------------------------------------------------------------------------------
 
     def on_commit(
@@ -102,13 +111,14 @@ class Reference:
         goals = self.world.store.checkpoint.goals
         goal_ids = reply.goal_ids if isinstance(reply, c.ShutdownReply) else [reply.goal_id]
         for goal_id in goal_ids:
-            if goal_id is not None and goal_id not in goals:
+            # A leader that has yet to notice that the store went back answers a retry from what it knows.
+            if goal_id is not None and goal_id not in goals and goal_id not in self.world.lost_goals:
                 return f"{goal_id} is acknowledged and not recorded"
         request_id = getattr(command, "request_id", None)
         is_retry = request_id is not None and isinstance(reply, c.ChangeReply) and reply.goal_id is not None
         if isinstance(command, c.Rollback) or is_retry or getattr(command, "version", "") is None:
             return ""
-        if self.world.store.late_writes_s is not None:
+        if self.world.store.late_writes_s is not None or self.world.is_restore_unnoticed:
             return ""
         then = self.now.copy()
         apply(then, self.good.copy(), command)

@@ -13,6 +13,7 @@ from serve_common.names import ControllerId
 from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
+from serve_controller.core.restored import NO_CLAIMS
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.bus_liveness import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness
@@ -75,6 +76,7 @@ class SimController:
             self.liveness.went()
         self._beat_at, self._is_in_doubt = float("-inf"), False
         self._newest_epoch = 0
+        self._known_claims = NO_CLAIMS
         self._claims: dict[int, str] = {}
         """What is wrong with the answer to a command, by the identity of its payload; empty when nothing is."""
         self._after(0.0, self._try_to_lead)
@@ -147,6 +149,7 @@ class SimController:
             boundary=self.boundary,
             telemetry=SilentTelemetry(),
             regain=self._regain,
+            claims=self._known_claims,
         )
         term._turn = SimLock()  # type: ignore[assignment]
         term.execute = self._watched(term.execute)  # type: ignore[method-assign]
@@ -180,8 +183,8 @@ class SimController:
 
         return watched
 
-    async def _regain(self) -> int:
-        epoch = await self.store.acquire_leadership(self.controller_id, LEASE_TTL_S)
+    async def _regain(self, above: int) -> int:
+        epoch = await self.store.acquire_leadership(self.controller_id, LEASE_TTL_S, above)
         if epoch is None:
             raise FencedOut("another controller leads")
         self._know()
@@ -218,6 +221,7 @@ class SimController:
             return
         self.world.trace(f"{self.controller_id} leads no more")
         self.term = None
+        self._known_claims = term.claims
         if self._cycle_number is not None:
             self.process.cancel(self._cycle_number)
         term.end()

@@ -182,6 +182,19 @@ def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) ->
     world.after(min(at_s + dice.choice([0.2, 3.0, 10.0]), until_s), world.bus.come)
 
 
+def _store_goes_back(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    back_s, is_away = min(at_s + dice.choice([0.5, 2.0, 5.0, 10.0]), until_s), dice.random() < 0.5
+
+    def save() -> None:
+        restore = world.save_store()
+        world.after(back_s - at_s, restore)
+        if is_away:  # Postgres is stopped for it
+            world.after(max(0.0, back_s - at_s - 0.3), lambda: setattr(world.store, "available", False))
+            world.after(back_s - at_s, lambda: setattr(world.store, "available", True))
+
+    world.after(at_s, save)
+
+
 def _lose_bucket(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     world.checks.is_bucket_lost = True
     world.after(at_s, world.bus.lose_bucket)
@@ -231,6 +244,7 @@ MISHAPS: dict[str, Mishap] = {
     "controller dies": _kill_controller,
     "controller stands still": _stall_controller,
     "store is away": _store_away,
+    "store goes back": _store_goes_back,
     "bus is away": _bus_away,
     "bucket is lost": _lose_bucket,
     "bucket is littered": _litter,

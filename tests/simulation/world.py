@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from serve_common.names import GoalId
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.shell.term import Term
@@ -53,6 +54,9 @@ class World(Kernel):
         self.term_class = term_class
         self.cpus = cpus
         self.violations: list[str] = []
+        self.lost_epoch = self.lost_snapshot = 0
+        """The highest numbers that were given in what a restored store lost."""
+        self.lost_goals: set[GoalId] = set()
         self.traced: list[str] = []
         self._ordered_at: dict[str, float] = {}
         self.hosts: list[SimHost] = []
@@ -81,6 +85,33 @@ class World(Kernel):
     def add_proxy(self) -> None:
         """One more proxy."""
         self.proxies.append(SimProxy(self, f"proxy-{len(self.proxies) + 1}"))
+
+    # -- a store that goes back in time --------------------------------------------------------------------------------
+
+    @property
+    def is_restore_unnoticed(self) -> bool:
+        """Whether some controller still takes the store for what it was before it went back."""
+        return any(x.is_up and x.store.writes > self.store.writes for x in self.controllers)
+
+    def save_store(self) -> Callable[[], None]:
+        """Dump the store; what is returned restores it."""
+        saved, judged = self.store.save(), self.checks.save()
+        self.trace("the store is saved")
+
+        def restore() -> None:
+            lost = self.store.checkpoint
+            self.trace(f"the store goes back: {lost.counters} was epoch {self.store.epoch}")
+            self.lost_epoch = max(self.lost_epoch, self.store.epoch)
+            self.lost_snapshot = max(self.lost_snapshot, lost.counters.snapshot)
+            self.store.restore(saved)
+            self.lost_goals |= {
+                goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals
+            }
+            self.checks.go_back(judged, self.store.epoch)
+            for client in self.clients:
+                client.lose(self.lost_goals)
+
+        return restore
 
     # -- judging -------------------------------------------------------------------------------------------------------
 

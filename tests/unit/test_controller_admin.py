@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,10 +16,19 @@ from serve_common.names import BackendTag, GoalId, HostId
 from serve_common.wires import queries as q
 from serve_common.wires import views as v
 from serve_common.wires.admin import COMMANDS, QUERIES, VERBS
-from serve_common.wires.commands import AnyCommand, ChangeReply, CommandReply, DeleteDeployment, Deploy
+from serve_common.wires.commands import (
+    AnyCommand,
+    ChangeReply,
+    CommandReply,
+    DeleteDeployment,
+    Deploy,
+    RestoreReply,
+)
+from serve_controller.adapters.backup_file import BackupFiles
 from serve_controller.core.autoscaling.values import ScalingStatus, Targets
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import audit_event
 from serve_controller.core.objects import CheckpointObject, HostRecord
 from serve_controller.core.observed import ObservedState
@@ -59,6 +69,10 @@ NEEDED = {
     "host_id": "h",
     "verb": "delete_deployment",
     "num_replicas": 2,
+    "upload_id": "u",
+    "page": 0,
+    "pages": 1,
+    "data": "",
 }
 
 
@@ -120,7 +134,9 @@ class Desk:
         self.term: FakeTerm | None = FakeTerm(checkpoint_of(*values))
         self.led = self.term
         self.boundary = FakeBoundary()
-        self.admin = Admin("controller-1", FakeClock(), self.boundary, lambda: self.term, read_load)
+        self.admin = Admin(
+            "controller-1", FakeClock(), self.boundary, lambda: self.term, read_load, backups=BackupFiles()
+        )
 
     async def ask(self, verb: str, /, **fields: object) -> object:
         reply = await self.admin.answer(verb, msgspec.json.encode(fields), "me")
@@ -206,7 +222,7 @@ def test_an_error_tells_its_code_and_field() -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", sorted(COMMANDS.keys() - {"shutdown"}))
+@pytest.mark.parametrize("verb", sorted(COMMANDS.keys() - {"shutdown", "restore"}))
 async def test_every_command_is_executed_as_sent_and_its_reply_crosses_the_boundary(
     desk: Desk, verb: str
 ) -> None:
@@ -236,6 +252,29 @@ async def test_a_shutdown_must_be_confirmed(desk: Desk, payload: bytes) -> None:
     with pytest.raises(BadField, match=r"^confirm: "):
         await desk.admin.answer("shutdown", payload, "me")
     assert desk.led.executed == []
+
+
+async def test_a_backup_is_checked_before_and_restored_as_one_command(desk: Desk) -> None:
+    page = await desk.ask("get_backup")
+    assert isinstance(page, v.BackupPage)
+    assert page.pages == 1
+    data = base64.b64encode(page.data).decode()
+    fields = {"upload_id": "u", "page": 0, "pages": 1, "data": data}
+    checked = await desk.ask("restore", **fields)
+    assert isinstance(checked, RestoreReply)
+    assert "1 deployments" in checked.summary
+    assert desk.led.executed == []
+    with pytest.raises(BadField, match=r"checksum|gzip|missing"):
+        await desk.ask(
+            "restore", **{**fields, "data": base64.b64encode(page.data[:-30]).decode()}, confirm=True
+        )
+    assert desk.led.executed == []
+    await desk.admin.answer("restore", msgspec.json.encode({**fields, "confirm": True}), "me")
+    ((command, payload, who),) = desk.led.executed
+    assert isinstance(command, RestoreFrom)
+    assert TAG in command.saved.backends
+    assert who == "me"
+    assert len(payload) < 500, "the file itself is no part of the audit log"
 
 
 async def test_who_is_cut(desk: Desk) -> None:

@@ -37,9 +37,11 @@ class CountingStore(MemoryStore):
         if self.is_too_new:
             raise PermanentError("the database is newer")
 
-    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+    async def acquire_leadership(
+        self, controller_id: ControllerId, ttl_s: float, above: int = 0
+    ) -> int | None:
         self.acquisitions += 1
-        return await super().acquire_leadership(controller_id, ttl_s)
+        return await super().acquire_leadership(controller_id, ttl_s, above)
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         self.renewals += 1

@@ -20,6 +20,7 @@ from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 
 __all__ = [
+    "Backups",
     "Bus",
     "EventSink",
     "HistoryEntry",
@@ -74,16 +75,18 @@ class Store(Protocol):
         """Bring the schema up to this version, once, whoever calls it how often."""
         ...
 
-    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+    async def acquire_leadership(
+        self, controller_id: ControllerId, ttl_s: float, above: int = 0
+    ) -> int | None:
         """Become the leader for ``ttl_s`` seconds if the lease is free, over, or this controller's own.
 
-        Returns the new epoch (always higher than any before), or None while another one leads. Judged by the
-        database's clock.
+        Returns the new epoch (always higher than any before, and than ``above``), or None while another one leads.
+        Judged by the database's clock.
         """
         ...
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
-        """Keep the lease. Raises `FencedOut` when another epoch has begun."""
+        """Keep the lease. Raises `FencedOut` when another epoch has begun or the store lacks what was recorded."""
         ...
 
     async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
@@ -97,6 +100,7 @@ class Store(Protocol):
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         """Write ``changes`` in one transaction that is refused unless ``epoch`` still leads.
 
+        Refused also where the store is not as the leader's last write left it: it was restored to an earlier state.
         Raises `FencedOut` (nothing was written) or `StoreUnavailable` (it may or may not have been written).
         """
         ...
@@ -127,6 +131,18 @@ class Publisher(Protocol):
 
     async def retract(self, key: str, revision: int) -> None:
         """Remove a key that the checkpoint does not know, unless it has another revision than this by now."""
+        ...
+
+
+class Backups(Protocol):
+    """The form of a backup."""
+
+    def write(self, checkpoint: Checkpoint, epoch: int, taken_at: float) -> bytes:
+        """The file that holds what is deployed by ``checkpoint``; may be called in another thread."""
+        ...
+
+    def read(self, data: bytes) -> tuple[float, Checkpoint]:
+        """When a backup was taken, and what it holds. Raises `BadField` that says what is wrong with the file."""
         ...
 
 

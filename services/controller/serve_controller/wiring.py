@@ -26,6 +26,7 @@ from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_controller.adapters.autoscaling_metrics import AutoscalingCollector
+from serve_controller.adapters.backup_file import BackupFiles
 from serve_controller.adapters.load_scrape import LoadScrape
 from serve_controller.adapters.load_sources import LoadSources
 from serve_controller.adapters.metrics import ControllerMetrics
@@ -137,6 +138,7 @@ async def _serve(settings: ControllerSettings, logs: LogRelay, registry: Collect
         boundary=boundary,
         telemetry=metrics,
         scaling=scaling,
+        backups=BackupFiles(),
     )
     watching = TaskOwner("controller")
     log_outlet = NatsLogOutlet(logs, subjects, "controller", settings.controller_id)

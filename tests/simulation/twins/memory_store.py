@@ -46,6 +46,10 @@ class MemoryStore:
         self.controller_id: ControllerId | None = None
         self.epoch = 0
         self.lease_expires_at = float("-inf")
+        self.writes = 0
+        """Counts the changes; see `Store.record`."""
+        self._left: dict[int, int] = {}
+        """The number of its last change as the leader of each epoch knows it: not part of the database."""
         self._history_id = 0
         self._upgraded: tuple[CheckpointObject, ...] = ()
 
@@ -54,21 +58,24 @@ class MemoryStore:
         self._begin()
         self._end()
 
-    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+    async def acquire_leadership(
+        self, controller_id: ControllerId, ttl_s: float, above: int = 0
+    ) -> int | None:
         self._begin()
         if controller_id != self.controller_id and self.now() < self.lease_expires_at:
             self._end()
             return None
         self.controller_id = controller_id
-        self.epoch += 1
+        self.epoch = max(self.epoch, above) + 1
+        self._left[self.epoch] = self.writes
         self.lease_expires_at = self.now() + ttl_s
         self._end()
         return self.epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         self._begin()
-        if not self._is_term(controller_id, epoch):
-            raise FencedOut(f"epoch {self.epoch} began after {epoch}")
+        if not self._is_term(controller_id, epoch) or self.writes < self._left.get(epoch, 0):
+            raise FencedOut(f"epoch {self.epoch} began after {epoch}, or the database was restored")
         self.lease_expires_at = self.now() + ttl_s
         self._end()
 
@@ -87,8 +94,10 @@ class MemoryStore:
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         self._begin()
-        if epoch != self.epoch:
-            raise FencedOut(f"epoch {self.epoch} began after {epoch}")
+        if epoch != self.epoch or self._left.get(epoch, self.writes) != self.writes:
+            raise FencedOut(f"epoch {self.epoch} began after {epoch}, or the database was restored")
+        self.writes += 1
+        self._left[epoch] = self.writes
         rows = dump_changes(changes, self._upgraded)
         self._upgraded = ()
         self.rows.update({(row.kind, row.key): row for row in rows.puts})

@@ -22,6 +22,9 @@ Writer = tuple[ControllerId, int]
 OnCommit = Callable[[Writer, int, Checkpoint, Checkpoint, Changes, Sequence[HistoryEntry]], None]
 """Gets writer, epoch, the checkpoint before and after, what was written, and the history with it."""
 
+Saved = tuple[Checkpoint, int, int, ControllerId | None, float]
+"""Everything of a database: checkpoint, epoch, number of writes, who leads until when."""
+
 ROUND_TRIP_EVERY = 16
 
 
@@ -47,14 +50,15 @@ class WorldStore(MemoryStore):
         return loaded
 
     async def record_as(
-        self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]
+        self, writer: Writer, epoch: int, writes: int, changes: Changes, history: Sequence[HistoryEntry]
     ) -> None:
-        """See `Store.record`."""
+        """See `Store.record`; ``writes`` is the number of the last write that the writer knows."""
         self._begin()
         if self.late_writes_s is not None:
-            self._later(self.late_writes_s, lambda: self._write_late(writer, epoch, changes, history))
+            self._later(self.late_writes_s, lambda: self._write_late(writer, epoch, writes, changes, history))
             raise StoreUnavailable("the simulated connection broke while the write was under way")
         self.fence(epoch)
+        self.fence_writes(writes)
         self._commit(writer, epoch, changes, history)
         self._end()
 
@@ -63,17 +67,34 @@ class WorldStore(MemoryStore):
         if epoch != self.epoch:
             raise FencedOut(f"epoch {self.epoch} began after {epoch}")
 
+    def fence_writes(self, writes: int) -> None:
+        """Refuse a write onto another state than its writer left."""
+        if writes != self.writes:
+            raise FencedOut(f"write {self.writes} was the last, not {writes}: the database was restored")
+
+    # -- going back ----------------------------------------------------------------------------------------------------
+
+    def save(self) -> Saved:
+        """All of it, as a dump would have it."""
+        return (self.checkpoint, self.epoch, self.writes, self.controller_id, self.lease_expires_at)
+
+    def restore(self, saved: Saved) -> None:
+        """Be as it was then."""
+        self.checkpoint, self.epoch, self.writes, self.controller_id, self.lease_expires_at = saved
+
     def _write_late(
-        self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]
+        self, writer: Writer, epoch: int, writes: int, changes: Changes, history: Sequence[HistoryEntry]
     ) -> None:
         try:
             self.fence(epoch)
+            self.fence_writes(writes)
         except FencedOut:
             return
         self._commit(writer, epoch, changes, history)
 
     def _commit(self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]) -> None:
         before = self.checkpoint
+        self.writes += 1
         self._commits += 1
         if self._commits % ROUND_TRIP_EVERY == 0:
             for value in changes.puts:
@@ -88,18 +109,27 @@ class StoreOf:
 
     def __init__(self, store: WorldStore, writer: Writer) -> None:
         self._store, self._writer = store, writer
+        self.writes = store.writes
+        """The number of the last write that this controller knows."""
 
     async def migrate(self) -> None:
         """See `Store.migrate`."""
         await self._store.migrate()
 
-    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+    async def acquire_leadership(
+        self, controller_id: ControllerId, ttl_s: float, above: int = 0
+    ) -> int | None:
         """See `Store.acquire_leadership`."""
-        return await self._store.acquire_leadership(controller_id, ttl_s)
+        epoch = await self._store.acquire_leadership(controller_id, ttl_s, above)
+        if epoch is not None:
+            self.writes = self._store.writes
+        return epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         """See `Store.renew_leadership`."""
         await self._store.renew_leadership(controller_id, epoch, ttl_s)
+        if self._store.writes < self.writes:
+            raise FencedOut("the database was restored")
 
     async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
         """See `Store.release_leadership`."""
@@ -111,7 +141,8 @@ class StoreOf:
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         """See `Store.record`."""
-        await self._store.record_as(self._writer, epoch, changes, history)
+        await self._store.record_as(self._writer, epoch, self.writes, changes, history)
+        self.writes = self._store.writes
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """See `Store.read_history`."""

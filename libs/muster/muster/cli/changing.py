@@ -57,7 +57,8 @@ def changing(
                 if dry_run:
                     _show_plan(asyncio.run(_plan(session, address, intent)), intent, as_json=as_json)
                     return
-                _confirm(intent)
+                if intent.question:
+                    confirm(intent.question)
             goes_on = f"stopped waiting; the change goes on: '{intent.look}'"
             with session.reporting(as_json=as_json, interrupted=goes_on):
                 outcome = asyncio.run(
@@ -93,11 +94,10 @@ async def _perform(
             )
 
 
-def _confirm(intent: Intent) -> None:
-    if not intent.question:
-        return
+def confirm(question: str) -> None:
+    """Ask a person; whoever says no ends the program. Raises `BadField` where nobody answers."""
     try:
-        is_sure = typer.confirm(intent.question, err=True)
+        is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:
         output.complain("")
         raise BadField("--yes", "is needed where nobody answers; nothing was changed") from error

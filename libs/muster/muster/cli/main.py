@@ -22,6 +22,8 @@ from muster.cli import (
     proxies,
     traffic,
 )
+from muster.cli.backup import backup as back_up
+from muster.cli.backup import restore
 from muster.cli.call import call
 from muster.cli.connection import StackChoice
 from muster.cli.deploy import deploy
@@ -73,7 +75,8 @@ for _name, _group, _panel in (
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)
 app.command(rich_help_panel=_DEPLOY, context_settings=ANY_ARGUMENTS)(plan)
-app.command(rich_help_panel=_OPERATE)(shutdown)
+for _command in (back_up, restore, shutdown):
+    app.command(_command.__name__, rich_help_panel=_OPERATE)(_command)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -14,7 +14,7 @@ from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
 from serve_common.names import GoalId
 from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import Change, ChangeReply, Shutdown, ShutdownReply
+from serve_common.wires.commands import Change, ChangeReply, RestoreReply, Shutdown, ShutdownReply
 from serve_common.wires.queries import (
     GetBackendConfig,
     GetDeploymentInfo,
@@ -53,6 +53,14 @@ class AdminPort(Protocol):
 
     async def shutdown(self, request: Shutdown) -> ShutdownReply:
         """See `AdminClient.shutdown`."""
+        ...
+
+    async def fetch_backup(self) -> bytes:
+        """See `AdminClient.fetch_backup`."""
+        ...
+
+    async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
+        """See `AdminClient.send_backup`."""
         ...
 
     async def plan(self, request: Change | Shutdown) -> PlanView:

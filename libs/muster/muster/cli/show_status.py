@@ -30,6 +30,11 @@ def show_status(view: StatusView) -> None:
     """The whole system."""
     if not view.store_available:
         output.complain("warning: Postgres does not answer; what runs goes on, changes are refused")
+    if view.store_restored_at is not None:
+        when = moment(view.store_restored_at)
+        output.say(
+            f"Postgres was found restored to an earlier state at {when}: what had been decided since is lost"
+        )
     if view.deployments:
         print_table("Deployments", _deployments(view.deployments))
     else:

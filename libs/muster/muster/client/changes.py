@@ -5,8 +5,12 @@ A reply means that the change is recorded, not that it is done; `AdminClient.wai
 
 from __future__ import annotations
 
+import uuid
+from typing import Final
+
 from muster.client.asking import Asking
 from serve_common.wires.commands import (
+    BACKUP_PAGE_BYTES_MAX,
     Change,
     ChangeReply,
     CreateBackend,
@@ -19,6 +23,8 @@ from serve_common.wires.commands import (
     DeployApplication,
     DrainHost,
     PauseAutoscaling,
+    Restore,
+    RestoreReply,
     ResumeAutoscaling,
     Rollback,
     Scale,
@@ -31,6 +37,9 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
+
+RESTORE_ATTEMPT_S: Final = 30.0
+"""The whole file is checked with its last page."""
 
 
 class Changes(Asking):
@@ -120,6 +129,32 @@ class Changes(Asking):
     async def undrain_host(self, request: UndrainHost) -> ChangeReply:
         """Place replicas on a host again. One that is not drained is a success."""
         return await self.change(request)
+
+    async def restore(self, request: Restore) -> RestoreReply:
+        """Send a page of a backup; with the last one everything becomes what the backup says. See `send_backup`."""
+        reply: RestoreReply = await self._asker.ask(request, attempt_s=RESTORE_ATTEMPT_S)
+        return reply
+
+    async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
+        """Restore from the file of a backup or, without ``confirm``, only have it checked.
+
+        Raises `BadField` that says what is wrong with the file; nothing is changed then.
+        """
+        upload_id, size = uuid.uuid4().hex, BACKUP_PAGE_BYTES_MAX
+        parts = [data[at : at + size] for at in range(0, len(data), size)] or [b""]
+        reply = RestoreReply()
+        for number, part in enumerate(parts):
+            is_last = number == len(parts) - 1
+            reply = await self.restore(
+                Restore(
+                    upload_id=upload_id,
+                    page=number,
+                    pages=len(parts),
+                    data=part,
+                    confirm=confirm and is_last,
+                )
+            )
+        return reply
 
     async def shutdown(self, request: Shutdown | None = None) -> ShutdownReply:
         """Delete every application, deployment, endpoint and backend."""

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from muster.client.asking import VERB_OF, Asking, ignore
+from serve_common.errors import NotFound
 from serve_common.names import GoalId
 from serve_common.values.http_options import HttpOptions
 from serve_common.wires.commands import Change, Shutdown
@@ -18,6 +19,7 @@ from serve_common.wires.queries import (
     GetAllEndpoints,
     GetAutoscaling,
     GetBackendConfig,
+    GetBackup,
     GetDeploymentInfo,
     GetEvents,
     GetHistory,
@@ -37,6 +39,7 @@ from serve_common.wires.views import (
     AutoscalingView,
     BackendConfigView,
     BackendView,
+    BackupPage,
     DeploymentView,
     EndpointView,
     EventView,
@@ -55,6 +58,9 @@ from serve_common.wires.views import (
 WAIT_SLICE_S: Final = 1.0
 """How long the server holds one question for a goal, so that its progress is shown about every second."""
 SLICE_SLACK_S: Final = 2.0
+
+BACKUP_TRIES: Final = 3
+"""A change of leader between two pages means to begin anew."""
 
 
 class Queries(Asking):
@@ -133,6 +139,28 @@ class Queries(Asking):
         """What a deployment or backend was, the newest first; raises `NotFound`."""
         reply: list[RevisionView] = await self._asker.ask(request)
         return reply
+
+    async def get_backup(self, request: GetBackup | None = None) -> BackupPage:
+        """A page of a backup's file; raises `NotFound` for a backup that is no longer kept."""
+        reply: BackupPage = await self._asker.ask(request or GetBackup())
+        return reply
+
+    async def fetch_backup(self) -> bytes:
+        """The whole file of a new backup. Raises `NotFound` when the leader changed again and again meanwhile."""
+        for _ in range(BACKUP_TRIES - 1):
+            try:
+                return await self._fetch_backup()
+            except NotFound:
+                continue
+        return await self._fetch_backup()
+
+    async def _fetch_backup(self) -> bytes:
+        first = await self.get_backup()
+        pages = [first.data]
+        for number in range(1, first.pages):
+            page = await self.get_backup(GetBackup(backup_id=first.backup_id, page=number))
+            pages.append(page.data)
+        return b"".join(pages)
 
     async def plan(self, request: Plan | Change | Shutdown) -> PlanView:
         """What a command would do, without doing it; raises its refusal. The command itself will do."""

@@ -43,6 +43,12 @@ EPOCH: Final = _gauge(
     "serve_controller_epoch", "Epoch of this leader; rises with every change of leader.", "epoch"
 )
 STORE_AVAILABLE: Final = _gauge("serve_controller_store_available", "1 while Postgres answers.", "1")
+STORE_RESTORED: Final = _gauge(
+    "serve_controller_store_restored_timestamp_seconds",
+    "When a leader last found Postgres restored to an earlier state and raised all numbers above what is lost, since "
+    "1970; 0 for never.",
+    "seconds",
+)
 REPLICAS: Final = _gauge(
     "serve_controller_replicas", "Replicas by backend and state.", "replicas", ("backend_tag", "state")
 )
@@ -100,6 +106,7 @@ CONTROLLER_METRICS: Final = (
     LEADER,
     EPOCH,
     STORE_AVAILABLE,
+    STORE_RESTORED,
     REPLICAS,
     REPLICAS_WANTED,
     GOALS,

@@ -53,6 +53,7 @@ class SnapshotTable:
         self.is_filled = False
         """True once everything that the bucket holds was read."""
         self._seen_id: int = 0
+        self._void_below: int = 0
         self._unapplied: dict[str, int] = {}
         """Keys that were handed out as changed and not confirmed, with the id of the first such change."""
 
@@ -109,7 +110,7 @@ class SnapshotTable:
         backends: dict[BackendTag, BackendSnapshot | None] = {}
         http: HttpChange | None = None
         ignored: list[tuple[str, str]] = []
-        for key, snapshot in snapshots.items():
+        for key, snapshot in (*snapshots.items(), *self._voided(snapshots)):
             try:
                 kind, tag = parse_key(key)
                 _check_content(kind, tag, snapshot)
@@ -134,6 +135,15 @@ class SnapshotTable:
         self.is_filled = self.is_filled or whole
         return SnapshotChanges(endpoints=endpoints, backends=backends, http=http, ignored=ignored)
 
+    def _voided(self, snapshots: Mapping[str, Snapshot | None]) -> list[tuple[str, None]]:
+        """What is held and gone because one of these says so; see `Snapshot.voids_below`."""
+        below = max((s.voids_below for s in snapshots.values() if s is not None), default=0)
+        if below <= self._void_below:
+            return []
+        self._void_below = below
+        newest = {**self._snapshots, **{key: s for key, s in snapshots.items() if s is not None}}
+        return [(key, None) for key in self._snapshots if newest[key].snapshot_id < below]
+
     def _take_over(self, key: str, snapshot: Snapshot | None) -> bool:
         """Hold ``snapshot`` if it is new; True when somebody must hear of it."""
         held = self._snapshots.get(key)
@@ -142,6 +152,8 @@ class SnapshotTable:
             self._unapplied.pop(key, None)
             return held is not None
         self._seen_id = max(self._seen_id, snapshot.snapshot_id)
+        if snapshot.snapshot_id < self._void_below:
+            return False
         if held is not None and not self._is_news(key, held, snapshot):
             return False
         self._snapshots[key] = snapshot

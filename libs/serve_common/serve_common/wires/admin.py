@@ -37,6 +37,7 @@ COMMANDS: Final[Mapping[str, tuple[type[c.Command], Any]]] = {
     "drain_host": (c.DrainHost, c.ChangeReply),
     "undrain_host": (c.UndrainHost, c.ChangeReply),
     "shutdown": (c.Shutdown, c.ShutdownReply),
+    "restore": (c.Restore, c.RestoreReply),
 }
 """Every verb that changes state."""
 
@@ -57,6 +58,7 @@ QUERIES: Final[Mapping[str, tuple[type[q.Query], Any]]] = {
     "get_events": (q.GetEvents, list[v.EventView]),
     "get_history": (q.GetHistory, list[v.HistoryView]),
     "get_revisions": (q.GetRevisions, list[v.RevisionView]),
+    "get_backup": (q.GetBackup, v.BackupPage),
     "wait_for_goal": (q.WaitForGoal, v.GoalView),
     "plan": (q.Plan, v.PlanView),
 }

@@ -230,6 +230,37 @@ class ShutdownReply(msgspec.Struct, frozen=True, kw_only=True):
     goal_ids: list[GoalId]
 
 
+BACKUP_PAGE_BYTES_MAX = 512 * 1024
+"""Of a backup's file in one message, before its encoding in JSON adds a third."""
+
+
+class Restore(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Make everything be deployed as a backup says, in one change: all or nothing. What it does not have goes away.
+
+    The file comes in pages, sent in order under one ``upload_id``. With the last one the whole is checked; it is done
+    when that one is sent with ``confirm``.
+    """
+
+    upload_id: str
+    """Chosen by the client."""
+    page: int
+    """From 0."""
+    pages: int
+    data: bytes
+    """At most `BACKUP_PAGE_BYTES_MAX`."""
+    confirm: bool = False
+    """False with the last page: the file is checked, and nothing is changed."""
+
+
+class RestoreReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backup holds, and one goal for everything that it changes."""
+
+    summary: str = ""
+    """For people; empty while pages are missing."""
+    goal_ids: list[GoalId] = []
+    """Empty where nothing was done."""
+
+
 Change = (
     Deploy
     | DeleteDeployment
@@ -252,5 +283,5 @@ Change = (
     | UndrainHost
 )
 """Every command that answers with one goal: all but `Shutdown`."""
-AnyCommand = Change | Shutdown
-CommandReply = ChangeReply | ShutdownReply
+AnyCommand = Change | Shutdown | Restore
+CommandReply = ChangeReply | ShutdownReply | RestoreReply

@@ -118,6 +118,15 @@ class GetRevisions(Query, frozen=True, kw_only=True, forbid_unknown_fields=True)
     name: str
 
 
+class GetBackup(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A page of a backup's file: everything that is deployed, as it is at one moment."""
+
+    backup_id: str = ""
+    """As the first page told it; empty takes a new backup. One that nobody asked for in a minute is `not_found`, and so
+    is any after a change of leader: begin anew."""
+    page: int = 0
+
+
 WAIT_TIMEOUT_S_MAX = 30.0
 
 
@@ -155,6 +164,7 @@ AnyQuery = (
     | GetEvents
     | GetHistory
     | GetRevisions
+    | GetBackup
     | WaitForGoal
     | Plan
 )

@@ -88,3 +88,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Of the leader that recorded it. A router refuses a value whose snapshot_id is lower than it has."""
     content: SnapshotContent | None
     """None: the endpoint or backend is gone. Kept in the bucket, so that a late value cannot revive it."""
+    voids_below: int = 0
+    """Whatever a router holds with a lower snapshot_id is gone, though no tombstone says so: the store was restored to
+    an earlier state, and what is still there was published anew, before this. Said by the HTTP key."""

@@ -194,6 +194,17 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     proxies: list[ProxyView]
     autoscaling: list[AutoscalingView] = []
     """Of each backend that has one."""
+    store_restored_at: float | None = None
+    """When a leader last found Postgres restored to an earlier state, seconds since 1970; None for never."""
+
+
+class BackupPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a backup's file."""
+
+    backup_id: str
+    page: int
+    pages: int
+    data: bytes
 
 
 class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):

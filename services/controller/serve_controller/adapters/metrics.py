@@ -28,6 +28,7 @@ from serve_common.metrics_catalogue.controllers import (
     REPLICAS_WANTED,
     SNAPSHOT_ID,
     STORE_AVAILABLE,
+    STORE_RESTORED,
 )
 from serve_common.metrics_catalogue.values import MetricSpec
 from serve_common.names import ProxyId
@@ -91,6 +92,7 @@ class _TermCollector(Collector):
         now, checkpoint, observed = self._now(), term.checkpoint, term.observed
         yield _single(EPOCH, term.epoch)
         yield _single(STORE_AVAILABLE, float(term.is_store_available))
+        yield _single(STORE_RESTORED, checkpoint.counters.restored_at)
         yield _single(SNAPSHOT_ID, checkpoint.counters.snapshot)
         yield _replicas(checkpoint)
         yield _replicas_wanted(checkpoint)

@@ -6,6 +6,7 @@ Why one object for all of it: a term begins and ends on the whole bus at once, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -34,6 +35,8 @@ from serve_controller.adapters.snapshot_bucket import SnapshotBucket
 _log = structlog.get_logger()
 
 _ANNOUNCE_TIMEOUT_S = 4.0
+_BUCKET_TIMEOUT_S = 2.0
+"""Before the bucket is known commands are refused; after this time callers are told so."""
 
 
 class Listener(Protocol):
@@ -75,6 +78,7 @@ class NatsBus:
         self._version = version
         self._refused = refused
         self._bucket = SnapshotBucket(client, subjects, self._hear_bucket)
+        self._is_bucket_known = asyncio.Event()
         self._service: AdminService | None = None
         self._listener: Listener | None = None
         self._events: EventStream | None = None
@@ -145,6 +149,8 @@ class NatsBus:
             self._listener.hear_wake(wake)
 
     def _hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        if whole:
+            self._is_bucket_known.set()
         if self._listener is not None:
             self._listener.hear_bucket(entries, whole=whole)
 
@@ -153,11 +159,15 @@ class NatsBus:
         assert self._service is not None
         self._events = EventStream(self._client, self._subjects)
         self._events.start()
+        self._is_bucket_known.clear()
         self._bucket.watch()
         while True:
             try:
                 async with asyncio.timeout(_ANNOUNCE_TIMEOUT_S):
                     await self._client.publish(self._subjects.leader, msgspec.json.encode(notice))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_BUCKET_TIMEOUT_S):
+                            await self._is_bucket_known.wait()
                     await self._service.offer()
                 return
             except (NatsError, OSError, TimeoutError) as error:

@@ -72,6 +72,8 @@ class PostgresStore:
         self._migrations = migrations
         # The first record of a process trims, or else processes that die young would never do it.
         self._history_since_trim = HISTORY_TRIM_EVERY
+        self._writes: int | None = None
+        """The number of the last write as this controller knows it, since it leads; see `ports.Store.record`."""
         self._upgraded: tuple[CheckpointObject, ...] = ()
         """Of the last load, to be written with the next record; see `Loaded.upgraded`."""
 
@@ -94,16 +96,22 @@ class PostgresStore:
                     await session.execute(_NOTE_MIGRATION, migration.version, migration.name)
                 _log.info("schema_migrated", version=migration.version, name=migration.name)
 
-    async def acquire_leadership(self, controller_id: ControllerId, ttl_s: float) -> int | None:
+    async def acquire_leadership(
+        self, controller_id: ControllerId, ttl_s: float, above: int = 0
+    ) -> int | None:
         """Begin a new term if the lease is free, over or our own; None while another one leads."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            epoch: int | None = await connection.fetchval(_ACQUIRE, controller_id, ttl_s)
+            row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, above)
+        if row is None:
+            return None
+        self._writes = row["writes"]
+        epoch: int = row["epoch"]
         return epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         """Prolong our term, also after the lease ended, while nobody else began one. Raises `FencedOut`."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            renewed = await connection.fetchval(_RENEW, controller_id, epoch, ttl_s)
+            renewed = await connection.fetchval(_RENEW, controller_id, epoch, ttl_s, self._writes)
         if renewed is None:
             raise _fenced_out(epoch)
 
@@ -127,7 +135,7 @@ class PostgresStore:
         rows = dump_changes(changes, self._upgraded)
         trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY
         async with self._pool.connection() as connection:
-            leads = await connection.fetchval(
+            writes: int | None = await connection.fetchval(
                 _RECORD,
                 epoch,
                 [row.kind for row in rows.puts],
@@ -145,9 +153,12 @@ class PostgresStore:
                 [entry.old for entry in history],
                 [entry.new for entry in history],
                 HISTORY_ROWS_MAX if trims else None,
+                self._writes,
             )
-        if not leads:
+        if writes is None:
             raise _fenced_out(epoch)
+        if self._writes is not None:
+            self._writes = writes
         self._upgraded = ()
         self._history_since_trim = len(history) + (0 if trims else self._history_since_trim)
 
@@ -163,4 +174,4 @@ class PostgresStore:
 
 
 def _fenced_out(epoch: int) -> FencedOut:
-    return FencedOut(f"another controller began a later term than epoch {epoch}")
+    return FencedOut(f"another controller began a later term than epoch {epoch}, or Postgres was restored")

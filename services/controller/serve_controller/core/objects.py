@@ -296,6 +296,15 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
     ordinal: int = 0
     generation: int = 0
     snapshot: int = 0
+    restored_at: float = 0.0
+    """When they were last raised because the store had been restored to an earlier state (see `core.restored`), seconds
+    since 1970; 0 for never."""
+    restored_epoch: int = 0
+    """The first epoch after that: a host that obeys an older one has yet to hear of it."""
+    restored_ordinal: int = 0
+    """The last ordinal of the state that was restored: higher ones were given in what is lost."""
+    restored_snapshot: int = 0
+    """Snapshots up to this one are void."""
 
 
 CheckpointObject = (

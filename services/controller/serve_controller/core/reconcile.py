@@ -28,6 +28,7 @@ from serve_controller.core.objects import Backend, ProxyRecord
 from serve_controller.core.observed import ObservedState, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
+from serve_controller.core.restored import adopt_replicas
 from serve_controller.core.rollout import look_again_at, roll
 from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import renew_snapshots
@@ -127,6 +128,7 @@ def reconcile(
     for host_id in sorted(scope.hosts):
         if host_id in observed.hosts and host_id not in draft.hosts:
             draft.renew_host_goal(host_id)
+        scope.backends.update(adopt_replicas(draft, observed, host_id, now))
     _follow_proxies(draft, observed, scope, now)
     faults = _reconcile_backends(draft, observed, scope, due, epoch=epoch, now=now)
     _drop_deleted(draft, scope, now)

@@ -153,8 +153,10 @@ def _follow_report(
         _follow_unhealthy(draft, replica, report, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
         with_event(draft, replica, Event.HEARD_CONFIG, now)
-    elif status is ReplicaStatus.DRAINING and host.report.leaving:
-        # The host stops by itself: what it drains must be replaced elsewhere.
+    elif status is ReplicaStatus.DRAINING and (
+        host.report.leaving or host.report.epoch < draft.counters.restored_epoch
+    ):
+        # The host stops by itself, or obeys a goal that is lost: what it drains must be replaced.
         with_event(draft, replica, Event.UNWANTED, now)
 
 
@@ -199,6 +201,8 @@ def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, ha
     target = backend.target
     if (replica.code_version, replica.config_version) != (target.code_version, target.config_version):
         return
+    if replica.since <= draft.counters.restored_at:
+        return  # it is from before the store was restored, and may have run and ended since
     failures = backend.start_failures + 1
     draft.put(
         msgspec.structs.replace(

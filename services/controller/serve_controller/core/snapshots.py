@@ -143,5 +143,16 @@ def _renew(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) 
     known = draft.snapshots.get(key)
     if known is not None and known.snapshot.content == content:
         return
-    snapshot = Snapshot(snapshot_id=draft.next_snapshot_id(), epoch=epoch, content=content)
+    put_snapshot(draft, key, content, epoch)
+
+
+def put_snapshot(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) -> None:
+    """Record a snapshot with a new id, whatever the former one said."""
+    restored = draft.counters.restored_snapshot
+    snapshot = Snapshot(
+        snapshot_id=draft.next_snapshot_id(),
+        epoch=epoch,
+        content=content,
+        voids_below=restored + 1 if restored and key == HTTP_KEY else 0,
+    )
     draft.put(SnapshotRecord(key=key, snapshot=snapshot))

@@ -14,10 +14,14 @@ from serve_common.errors import BadField, FencedOut, NotLeading
 from serve_common.limits import shown
 from serve_common.names import GoalId
 from serve_common.ports import Clock
+from serve_common.wires import commands as c
 from serve_common.wires import queries as q
 from serve_common.wires.admin import WHO_LENGTH_MAX
 from serve_common.wires.commands import AnyCommand
 from serve_common.wires.views import GoalView
+from serve_controller.core.commands.restoring import RestoreFrom
+from serve_controller.ports import Backups
+from serve_controller.shell.backups import BackupDesk
 from serve_controller.shell.boundary import Boundary
 from serve_controller.shell.goal_waits import GoalViews, GoalWaits
 from serve_controller.shell.leading_term import LeadingTerm
@@ -35,11 +39,14 @@ class Admin:
         boundary: Boundary,
         current_term: Callable[[], LeadingTerm | None],
         read_load: ReadLoad | None = None,
+        *,
+        backups: Backups | None = None,
     ) -> None:
         """``current_term`` gives the term while this controller leads; replies to commands cross ``boundary``.
 
-        ``read_load`` scrapes all services; None: this controller cannot.
+        ``read_load`` scrapes all services, ``backups`` writes and reads files; None: this controller cannot.
         """
+        self._backups = None if backups is None else BackupDesk(backups, clock)
         self._boundary = boundary
         self._current_term = current_term
         self._queries = Queries(controller_id, clock, read_load)
@@ -63,6 +70,10 @@ class Admin:
         """
         request = parse_request(verb, payload)
         term = self._term()
+        if isinstance(request, c.Restore):
+            return await self._restore(term, request, who[:WHO_LENGTH_MAX])
+        if isinstance(request, q.GetBackup):
+            return msgspec.json.encode(await self._desk.page(term, request))
         if isinstance(request, AnyCommand):
             return await self._command(term, request, payload, who[:WHO_LENGTH_MAX])
         if isinstance(request, q.WaitForGoal):
@@ -75,7 +86,26 @@ class Admin:
             raise NotLeading("this controller does not lead; try again")
         return term
 
-    async def _command(self, term: LeadingTerm, command: AnyCommand, payload: bytes, who: str) -> bytes:
+    @property
+    def _desk(self) -> BackupDesk:
+        if self._backups is None:
+            raise NotLeading("this controller has no backups")
+        return self._backups
+
+    async def _restore(self, term: LeadingTerm, request: c.Restore, who: str) -> bytes:
+        taken = await self._desk.take(request)
+        if isinstance(taken, c.RestoreReply):
+            return msgspec.json.encode(taken)
+        summary, saved = taken
+        if not request.confirm:
+            return msgspec.json.encode(c.RestoreReply(summary=summary))
+        # The file itself is no part of the audit log.
+        payload = msgspec.json.encode({"upload_id": request.upload_id, "backup": summary})
+        return await self._command(term, RestoreFrom(saved=saved, summary=summary), payload, who)
+
+    async def _command(
+        self, term: LeadingTerm, command: AnyCommand | RestoreFrom, payload: bytes, who: str
+    ) -> bytes:
         async def encoded() -> bytes:
             return msgspec.json.encode(reply)
 

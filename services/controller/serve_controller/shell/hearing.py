@@ -12,6 +12,7 @@ from typing import Final
 
 from immutables import Map
 
+from serve_common.errors import BadField
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
@@ -37,6 +38,7 @@ from serve_controller.core.observed import (
     observe_round_trip,
     observe_sent,
 )
+from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, claims_of_report
 
 INBOX_MAX: Final = 50_000
 """Reports that wait to be folded in; beyond it the oldest are dropped, and the next reports say it again."""
@@ -49,8 +51,13 @@ SWEEP_STEP_S: Final = 1.0
 class Hearing:
     """Soft knowledge of one term."""
 
-    def __init__(self, now: float, on_refused: Callable[[str, str, Exception], None]) -> None:
-        """Begins with a look at everything, for nothing is known. ``on_refused`` as `Telemetry.message_refused`."""
+    def __init__(
+        self, now: float, on_refused: Callable[[str, str, Exception], None], claims: Claims = NO_CLAIMS
+    ) -> None:
+        """Begins with a look at everything, for nothing is known but the ``claims`` of this process's former terms.
+
+        ``on_refused`` as `Telemetry.message_refused`.
+        """
         self._on_refused = on_refused
         self.observed = ObservedState(since=now)
         self.attending = Attending()
@@ -63,6 +70,12 @@ class Hearing:
         self._tidy_at = now + TIDY_EVERY_S
         self._sweep_at = now + SWEEP_STEP_S
         self._to_sweep: deque[Attention] = deque()
+        self._heard_hosts: set[HostId] = set()
+        self._heard_proxies: set[ProxyId] = set()
+        self.claims = claims
+        """The highest numbers that anybody said were given."""
+        self.given = NO_CLAIMS
+        """What this leader has given, about: claims far ahead of it are refused."""
 
     def hear(self, report: HostReport | ProxyReport, now: float) -> None:
         """Take in a report; it is folded in by `fold`."""
@@ -99,6 +112,11 @@ class Hearing:
                 continue
             self._revisions = self._revisions.set(key, revision)
             if snapshot_id is not None:
+                try:
+                    self._believe(Claims(snapshot=snapshot_id))
+                except BadField as error:
+                    self._on_refused("snapshot", key, error)
+                    snapshot_id = 0  # noqa: PLW2901 - so that it is put right
                 bucket = bucket.set(key, snapshot_id)
             elif key in bucket:
                 bucket = bucket.delete(key)
@@ -131,20 +149,20 @@ class Hearing:
         at = self._agenda.next_at()
         return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
 
-    def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
-        """Fold in everything that came, and say what to look at now."""
-        hosts: set[HostId] = set()
-        proxies: set[ProxyId] = set()
+    def take_in(self) -> None:
+        """Fold in every report that came."""
         while self._inbox:
             heard_at, report = self._inbox.popleft()
             try:
                 match report:
                     case HostReport():
+                        self._believe(claims_of_report(report, self.observed.hosts.get(report.host_id)))
                         self._fold_host(report, heard_at)
-                        hosts.add(report.host_id)
+                        self._heard_hosts.add(report.host_id)
                     case ProxyReport():
+                        self._believe(claims_of_report(report))
                         self._fold_proxy(report, heard_at)
-                        proxies.add(report.proxy_id)
+                        self._heard_proxies.add(report.proxy_id)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
                 kind, sender = (
                     ("host_report", report.host_id)
@@ -152,6 +170,19 @@ class Hearing:
                     else ("proxy_report", report.proxy_id)
                 )
                 self._on_refused(kind, sender, error)
+
+    def _believe(self, claims: Claims) -> None:
+        """Remember what is claimed. Raises `BadField` for what cannot be: then nothing of that message counts."""
+        if claims.are_ahead_of(self.given, AHEAD_MAX):
+            raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
+        if claims.are_ahead_of(self.claims):
+            self.claims = self.claims.with_those(claims)
+
+    def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
+        """Fold in everything that came, and say what to look at now."""
+        self.take_in()
+        hosts, self._heard_hosts = self._heard_hosts, set()
+        proxies, self._heard_proxies = self._heard_proxies, set()
         self._take_due(hosts, proxies, now)
         if now >= self._tidy_at:
             self._tidy(checkpoint, now)

@@ -67,21 +67,21 @@ class Leadership:
             finally:
                 self.epoch = None
 
-    async def regain(self) -> int:
-        """Begin a new epoch within the term, so that a write of unknown fate can no longer be made.
+    async def regain(self, above: int = 0) -> int:
+        """Begin a new epoch, higher than ``above``, within the term: no write of unknown fate can be made any more.
 
         Raises `FencedOut` when another controller took over, `StoreUnavailable` when the store is away.
         """
         async with self._lease:
-            epoch = await self._acquire()
+            epoch = await self._acquire(above)
             if epoch is None:
                 raise FencedOut("another controller leads")
             self.epoch = epoch
             return epoch
 
-    async def _acquire(self) -> int | None:
+    async def _acquire(self, above: int = 0) -> int | None:
         begun = asyncio.get_running_loop().time()
-        epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S)
+        epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S, above)
         if epoch is not None:
             self._know_from(begun)
         return epoch

@@ -13,6 +13,7 @@ from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_common.wires.views import EventView, HistoryView
 from serve_controller.core.autoscaling.values import ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.observed import ObservedState
 
 
@@ -49,7 +50,7 @@ class LeadingTerm(Protocol):
         """What happened lately, the newest last."""
         ...
 
-    async def execute(self, command: AnyCommand, request: bytes, who: str) -> CommandReply:
+    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str) -> CommandReply:
         """Decide and record a command."""
         ...
 

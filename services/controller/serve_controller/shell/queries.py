@@ -89,6 +89,7 @@ class Queries:
             epoch=term.epoch,
             store_available=term.is_store_available,
             snapshot_id=checkpoint.counters.snapshot,
+            store_restored_at=checkpoint.counters.restored_at or None,
             deployments=views.view_deployments(checkpoint, with_replicas=query.replicas)
             if query.deployments
             else [],

@@ -20,7 +20,8 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import LeaderNotice, ProxyReport
 from serve_common.wires.wake import Wake
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.ports import Bus, LoadSource, PolicyRunner, Store
+from serve_controller.core.restored import NO_CLAIMS
+from serve_controller.ports import Backups, Bus, LoadSource, PolicyRunner, Store
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
@@ -59,8 +60,9 @@ class ControllerService:
         boundary: Boundary,
         telemetry: Telemetry,
         scaling: ScalingParts | None = None,
+        backups: Backups | None = None,
     ) -> None:
-        """``scaling`` None: nothing is autoscaled by this controller."""
+        """``scaling`` None: nothing is autoscaled by this controller; ``backups`` None: nothing is backed up by it."""
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
         """Of the present term."""
@@ -70,6 +72,7 @@ class ControllerService:
             boundary,
             self._leading_term,
             read_load=None if scaling is None else scaling.read_load,
+            backups=backups,
         )
         self._scaling = scaling
         self._controller_id = controller_id
@@ -82,6 +85,8 @@ class ControllerService:
         self._newest_epoch = 0
         self._liveness = BusLiveness(clock.now())
         """Kept between terms: one that begins while the bus is away must not take silence for death."""
+        self._claims = NO_CLAIMS
+        """What former terms of this process gave: should the store lack it, it was restored to an earlier state."""
         self._leadership = Leadership(controller_id, store, self._lead)
 
     async def run(self) -> None:
@@ -150,6 +155,7 @@ class ControllerService:
             boundary=LeadersBoundary(self._boundary, lambda: self._leadership.is_sure),
             telemetry=self._telemetry,
             regain=self._leadership.regain,
+            claims=self._claims,
         )
         self._newest_epoch = 0  # the store has just said that this epoch is the newest
         term.on_change = self._wake.set
@@ -174,6 +180,7 @@ class ControllerService:
                 await self._wait_until(look_again_at)
         finally:
             self.term = self.autoscaler = None
+            self._claims = term.claims
             term.end()
             self.admin.on_term_end()  # who waits for a goal must ask the next leader
             await beside.close(timeout_s=0.1)

@@ -8,6 +8,7 @@ leader begins from what was recorded.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Reversible, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from typing import Final, TypeVar
 import msgspec
 import structlog
 
-from serve_common.errors import FencedOut, StoreUnavailable
+from serve_common.errors import FencedOut, NotLeading, StoreUnavailable
 from serve_common.names import BackendTag, GoalId
 from serve_common.ports import Clock
 from serve_common.tracing.operations import current_ref, note, operation
@@ -32,11 +33,21 @@ from serve_controller.core.autoscaling.values import ScalingDecision, ScalingSta
 from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import audit_event, events_of
 from serve_controller.core.host_goals import SendHostGoal
 from serve_controller.core.objects import Goal
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.reconcile import Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.restored import (
+    EPOCH_MARGIN,
+    NO_CLAIMS,
+    Claims,
+    claims_of_leader,
+    overtake,
+    restored_event,
+    roll_call_over_at,
+)
 from serve_controller.core.scaling import scaling_events
 from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
@@ -65,9 +76,13 @@ class Term:
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
-        regain: Callable[[], Awaitable[int]],
+        regain: Callable[[int], Awaitable[int]],
+        claims: Claims = NO_CLAIMS,
     ) -> None:
-        """``checkpoint`` was loaded after leadership of ``epoch`` was gained; ``regain`` begins a new epoch."""
+        """``checkpoint`` was loaded after leadership of ``epoch`` was gained.
+
+        ``regain`` begins a new epoch above a number, ``claims`` are those of this process's former terms.
+        """
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.is_store_available = True
@@ -77,7 +92,7 @@ class Term:
         """Called when goals were recorded, for those who wait for them."""
         self.on_reload: Callable[[], None] = lambda: None
         """Called when the checkpoint was read anew: any goal may have ended."""
-        self._hearing = Hearing(clock.now(), telemetry.message_refused)
+        self._hearing = Hearing(clock.now(), telemetry.message_refused, claims)
         self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
         self._telling = Telling(events)
@@ -98,7 +113,14 @@ class Term:
         """The span of the first command since the last plan, if it is traced."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
+        self._is_behind = False
+        """The store lacks what others have seen, and the counters are yet to be raised."""
         self._is_over = False
+
+    @property
+    def claims(self) -> Claims:
+        """The highest numbers that this term gave or heard of."""
+        return self._hearing.claims.with_those(claims_of_leader(self.checkpoint, self.epoch))
 
     @property
     def observed(self) -> ObservedState:
@@ -153,7 +175,7 @@ class Term:
 
     # -- commands and plans --------------------------------------------------------------------------------------------
 
-    async def execute(self, command: AnyCommand, request: bytes, who: str = "") -> CommandReply:
+    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str = "") -> CommandReply:
         """Decide a command, record it, and only then return the reply.
 
         ``request`` is the command as it was sent and ``who`` who sent it, for the audit log. Raises a `CommandRefused`
@@ -161,6 +183,9 @@ class Term:
         """
         async with self._turn:
             await self._make_certain()
+            if self.observed.bucket is None or self._hears_claims():
+                # Whatever it gave an id now might be told of by the goal that had it before.
+                raise NotLeading("this controller has yet to hear what was done before it led; try again")
             now = self._clock.now()
             accepted = decide(self.checkpoint, command, now)
             if accepted.changes:
@@ -183,7 +208,7 @@ class Term:
         return accepted.reply
 
     def _history_entry(
-        self, command: AnyCommand, accepted: Accepted, request: bytes, who: str, now: float
+        self, command: AnyCommand | RestoreFrom, accepted: Accepted, request: bytes, who: str, now: float
     ) -> HistoryEntry:
         old, new = audit_of(self.checkpoint, accepted.changes)
         return HistoryEntry(
@@ -218,6 +243,9 @@ class Term:
         try:
             async with self._turn:
                 await self._make_certain()
+                wait_until = await self._overtake()
+                if wait_until is not None:
+                    return wait_until if wait_until < math.inf else None
                 scalings, self._scalings = self._scalings, {}
                 began = self._clock.now()
                 plan = self._plan(scalings)
@@ -278,11 +306,56 @@ class Term:
             raise FencedOut(f"the term of epoch {self.epoch} is over")
         if not self._is_checkpoint_certain:
             # A write whose answer was lost may still be under way: a new epoch makes it too late for good.
-            self.epoch = await self._tried(self._regain())
-            self.checkpoint = await self._tried(self._store.load())
-            self._is_checkpoint_certain = True
-            self._hearing.attending.add(EVERYTHING)
-            self.on_reload()
+            await self._begin_epoch(above=0)
+
+    async def _begin_epoch(self, *, above: int) -> None:
+        self._is_checkpoint_certain = False
+        self._hearing.claims = self.claims  # the store may come back as it was before some of that
+        self.epoch = await self._tried(self._regain(above))
+        self.checkpoint = await self._tried(self._store.load())
+        self._is_checkpoint_certain = True
+        self._hearing.attending.add(EVERYTHING)
+        self.on_reload()
+
+    # -- a store that was restored to an earlier state -----------------------------------------------------------------
+
+    def _hears_claims(self) -> bool:
+        """Whether somebody has seen numbers that this leader has yet to give."""
+        self._hearing.given = claims_of_leader(self.checkpoint, self.epoch)
+        self._hearing.take_in()
+        return self._hearing.claims.are_ahead_of(self._hearing.given)
+
+    async def _overtake(self) -> float | None:
+        """Raise the counters above all that is claimed. Returns until when to wait before any plan, or None.
+
+        A plan that is made before the bucket is known, or while others know numbers that are yet to be given, would
+        give some of them again.
+        """
+        hears_claims = self._hears_claims()
+        if self.observed.bucket is None:
+            return math.inf
+        if not hears_claims:
+            self._is_behind = False
+            return None
+        if not self._is_behind:
+            # One that leads no more without knowing hears of such numbers too: the store knows.
+            await self._begin_epoch(above=0)
+            if not self._hears_claims():
+                return None
+            self._is_behind = True
+            _log.warning("store_is_behind", given=str(self._hearing.given), claims=str(self._hearing.claims))
+        now = self._clock.now()
+        over_at = roll_call_over_at(self.checkpoint, self.observed, now)
+        if over_at is None or now < over_at:
+            return over_at or math.inf
+        await self._begin_epoch(above=self._hearing.claims.epoch + EPOCH_MARGIN)
+        if self._hears_claims():
+            draft = overtake(self.checkpoint, self.observed, self._hearing.claims, self.epoch, now)
+            told = restored_event(draft, now)
+            await self._record("record_plan", draft.changes(), draft.checkpoint(), [], [told])
+            _log.error("store_was_restored", epoch=self.epoch, reason=told.message)
+        self._is_behind = False
+        return None
 
     async def _tried(self, call: Awaitable[T]) -> T:
         try:
@@ -316,5 +389,7 @@ def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
     }
 
 
-def _verb(command: AnyCommand) -> str:
+def _verb(command: AnyCommand | RestoreFrom) -> str:
+    if isinstance(command, RestoreFrom):
+        return "restore"
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(command).__name__).lstrip("_")

@@ -18,19 +18,21 @@ INSERT INTO schema_migrations (version, name) VALUES ($1, $2);
 SELECT pg_advisory_lock($1);
 
 -- name: acquire_leadership
--- Begin a new term if the lease is over or already ours: controller_id, ttl in seconds. No row while another leads.
+-- Begin a new term if the lease is over or already ours: controller_id, ttl in seconds, epoch that the new one must be
+-- above. No row while another leads.
 UPDATE leader
 SET controller_id = $1,
-    epoch = epoch + 1,
+    epoch = greatest(epoch, $3) + 1,
     lease_expires_at = clock_timestamp() + make_interval(secs => $2)
 WHERE controller_id = $1 OR lease_expires_at <= clock_timestamp()
-RETURNING epoch;
+RETURNING epoch, writes;
 
 -- name: renew_leadership
--- Prolong our term: controller_id, epoch, ttl in seconds. No row when another term has begun.
+-- Prolong our term: controller_id, epoch, ttl in seconds, number of our last write or null. No row when another term has
+-- begun or the database was restored to a state before that write.
 UPDATE leader
 SET lease_expires_at = clock_timestamp() + make_interval(secs => $3)
-WHERE controller_id = $1 AND epoch = $2
+WHERE controller_id = $1 AND epoch = $2 AND ($4::bigint IS NULL OR writes >= $4::bigint)
 RETURNING epoch;
 
 -- name: release_leadership
@@ -44,14 +46,17 @@ WHERE controller_id = $1 AND epoch = $2;
 SELECT kind, key, schema_version, value FROM checkpoint_rows;
 
 -- name: record
--- Write one change with its history if the epoch still leads, all of it or nothing; answers whether it did.
+-- Write one change with its history if the epoch still leads, all of it or nothing; answers the number of the write.
 -- One statement: there is no moment at which a stopped controller holds the lock on the leader row and blocks its
--- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement.
+-- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement. It
+-- also counts the write: where the number is not the one after our last, the database was restored meanwhile.
 -- Parameters: 1 epoch; puts: 2 kinds, 3 keys, 4 schema versions, 5 values; deletes: 6 kinds, 7 keys;
 -- history: 8 times, 9 who, 10 verbs, 11 subjects, 12 goal ids, 13 requests, 14 old, 15 new;
--- 16 history rows kept, null to keep all.
+-- 16 history rows kept, null to keep all; 17 number of our last write, null for any.
 WITH fence AS (
-    SELECT epoch FROM leader WHERE epoch = $1 FOR SHARE
+    UPDATE leader SET writes = writes + 1
+    WHERE epoch = $1 AND ($17::bigint IS NULL OR writes = $17::bigint)
+    RETURNING epoch, writes
 ), put AS (
     INSERT INTO checkpoint_rows AS old (kind, key, schema_version, value, epoch, updated_at)
     SELECT new.kind, new.key, new.schema_version, new.value::json, fence.epoch, clock_timestamp()
@@ -78,7 +83,7 @@ WITH fence AS (
     WHERE $16::integer IS NOT NULL
         AND id <= (SELECT h.id FROM history AS h ORDER BY h.id DESC OFFSET $16::integer LIMIT 1)
 )
-SELECT EXISTS (SELECT FROM fence);
+SELECT writes FROM fence;
 
 -- name: read_history
 -- A page of the audit log, the newest first: rows at most, subject or null, id that all must be below or null, bytes at

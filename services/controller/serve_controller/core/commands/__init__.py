@@ -6,6 +6,7 @@ on. The shell records the changes before it replies.
 
 from __future__ import annotations
 
+from serve_common.errors import BadField
 from serve_common.wires.commands import (
     AnyCommand,
     CreateBackend,
@@ -18,6 +19,7 @@ from serve_common.wires.commands import (
     DeployApplication,
     DrainHost,
     PauseAutoscaling,
+    Restore,
     ResumeAutoscaling,
     Rollback,
     Scale,
@@ -43,6 +45,7 @@ from serve_controller.core.commands.endpoints import (
 )
 from serve_controller.core.commands.hosts import drain_host, undrain_host
 from serve_controller.core.commands.http import set_http_options
+from serve_controller.core.commands.restoring import RestoreFrom, restore
 from serve_controller.core.commands.rollback import rollback
 from serve_controller.core.commands.scaling import pause_autoscaling, resume_autoscaling, scale
 from serve_controller.core.commands.shutdown import shutdown
@@ -50,7 +53,7 @@ from serve_controller.core.commands.shutdown import shutdown
 __all__ = ["Accepted", "decide"]
 
 
-def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:  # noqa: C901, PLR0912 - a table
+def decide(checkpoint: Checkpoint, command: AnyCommand | RestoreFrom, now: float) -> Accepted:  # noqa: C901, PLR0912 - a table
     """Turn a command into a new goal state.
 
     Raises a `CommandRefused` (BadField, NotFound, Conflict, LimitReached), which changes nothing. The same command
@@ -97,3 +100,7 @@ def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:
             return undrain_host(checkpoint, command, now)
         case Shutdown():
             return shutdown(checkpoint, now)
+        case RestoreFrom():
+            return restore(checkpoint, command, now)
+        case Restore():
+            raise BadField("verb", "a restore has no plan; without confirm its file is checked")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.objects import Backend, ReplicaState
+from serve_controller.core.objects import Backend, Replica, ReplicaState
 from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
 from serve_controller.core.replica_reports import with_event
 from serve_controller.core.rollout.budgets import unavailable_of
@@ -16,6 +16,13 @@ from serve_controller.core.rollout.standing import is_kept, wanted_replicas
 from serve_controller.core.transitions import Event
 
 NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
+
+
+def _differs_by_number(backend: Backend, replica: Replica) -> bool:
+    """Whether the replica has the target's configuration already, under a number from before the store was restored."""
+    version = backend.version_of(replica.config_version)
+    number = backend.target.config_version
+    return version is not None and msgspec.structs.replace(version, config_version=number) == backend.target
 
 
 def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
@@ -28,11 +35,12 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
         return
     updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
     room = max(1, unavailable_of(target.backend_config)) - updating
-    if backend.start_failures and backend.last_good is not None:
-        room = 0  # what took it did not live: no more are put at risk
+    is_risky = backend.start_failures > 0 and backend.last_good is not None
     for replica in stale:
         if replica.state is ReplicaState.RUNNING and room <= 0:
             continue
+        if replica.state is ReplicaState.RUNNING and is_risky and not _differs_by_number(backend, replica):
+            continue  # what took it did not live: no more are put at risk
         if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
         size = goal_bytes_of(target, replica.companions)

@@ -1,0 +1,202 @@
+"""`muster backup` and `muster restore`: what is deployed, into a file and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+import typer
+
+from muster.cli import output
+from muster.cli.asking import Question, asking
+from muster.cli.changing import confirm
+from muster.cli.exit_codes import ExitCode
+from muster.cli.options import NoWaitOption, TimeoutOption
+from muster.cli.perform import show_progress
+from muster.cli.ports import AdminPort
+from muster.cli.session import Session, session_of
+from muster.cli.signature import STACK_OPTIONS, composed, parameter, stack_choice
+from muster.client.address import StackAddress
+from serve_common.errors import BadField
+from serve_common.names import GoalId
+from serve_common.wires.commands import RestoreReply
+from serve_common.wires.views import GoalStatus
+
+FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+_TIMEOUT_S: Final = 600.0
+Answer = TypeVar("Answer")
+
+
+class Written(msgspec.Struct, frozen=True, kw_only=True):
+    """A backup that was written."""
+
+    file: str
+    size_bytes: int
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a restore, as far as was waited for."""
+
+    backup: str
+    goal_ids: list[GoalId]
+    failed: dict[GoalId, str] = {}
+    """Goals that did not succeed, and why."""
+    pending: list[GoalId] = []
+
+
+@asking
+def backup(
+    session: Session,
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; made for the owner alone.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> Question[Written]:
+    """Write everything that is deployed into a file.
+
+    Example:
+      muster backup monday.muster
+
+    Applications, deployments, backends, endpoints with their traffic, what
+    rollback can go to, and the HTTP options, all as they are at one moment,
+    while the stack runs. It holds no password of the stack; what deployments
+    were given (runtime_env, init_args) is in it. Not in it: models' files,
+    the audit log, finished goals, drained hosts.
+    """
+    path = session.directory / file
+    if path.exists() and not force:
+        raise BadField("FILE", f"{file} is there already; --force replaces it")
+
+    async def ask(admin: AdminPort) -> Written:
+        data = await admin.fetch_backup()
+        _write(path, data)
+        return Written(file=str(file), size_bytes=len(data))
+
+    return Question(ask, lambda done: output.say(f"{done.file} is written ({done.size_bytes} bytes)"))
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise BadField("FILE", f"cannot be written: {error}") from error
+
+
+def _restore(
+    session: Session,
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Which 'muster backup' wrote.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Make everything be deployed as a backup says.
+
+    Example:
+      muster restore monday.muster
+
+    The file is checked before anything is changed. Then it is one change: what
+    the backup does not have is deleted, what is the same is left alone, and
+    what serves goes on until that which replaces it serves. Into a stack that
+    lost everything: start it first. Asks first.
+    """
+
+
+def _run(context: typer.Context, values: dict[str, Any]) -> None:
+    session = session_of(context)
+    as_json, timeout_s, no_wait = values.pop("as_json"), values.pop("timeout_s"), values.pop("no_wait")
+    choice = stack_choice(values)
+    file, yes = values["file"], values["yes"]
+    with session.reporting(as_json=as_json):
+        data = _read(session.directory / file)
+        address = session.find_stack(choice)
+        checked = _asked(session, address, lambda admin: admin.send_backup(data, confirm=False))
+        if not yes:
+            output.complain(f"{file}: {checked.summary}")
+            confirm("Make this, and nothing else, be deployed?")
+    with session.reporting(
+        as_json=as_json, interrupted="stopped waiting; the restore goes on: 'muster status'"
+    ):
+        reply = _asked(session, address, lambda admin: admin.send_backup(data, confirm=True))
+        waits_s = 0.0 if no_wait else timeout_s
+        restored = asyncio.run(_wait(session, address, reply, waits_s))
+        _show(restored, file, as_json=as_json, is_waiting=not no_wait)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise BadField("FILE", f"cannot be read: {error}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise BadField("FILE", f"is larger than {FILE_BYTES_MAX} bytes: no backup of Muster's")
+    return data
+
+
+def _asked(session: Session, address: StackAddress, ask: Callable[[AdminPort], Awaitable[Answer]]) -> Answer:
+    async def run() -> Answer:
+        with output.Progress("restore") as progress:
+            async with session.connect(address, progress) as stack:
+                return await ask(stack.admin)
+
+    return asyncio.run(run())
+
+
+async def _wait(session: Session, address: StackAddress, reply: RestoreReply, waits_s: float) -> Restored:
+    failed: dict[GoalId, str] = {}
+    pending: list[GoalId] = []
+    loop = asyncio.get_running_loop()
+    give_up_at = loop.time() + waits_s
+    with output.Progress("restore") as progress:
+        async with session.connect(address, progress) as stack:
+            for goal_id in reply.goal_ids if waits_s else ():
+                view = await stack.admin.wait_for_goal(
+                    goal_id,
+                    deadline_s=max(0.0, give_up_at - loop.time()),
+                    on_progress=lambda goal: show_progress(goal, progress),
+                )
+                if view.status is GoalStatus.PENDING:
+                    pending.append(goal_id)
+                elif view.status is not GoalStatus.SUCCEEDED:
+                    failed[goal_id] = view.error or view.status.value
+    return Restored(backup=reply.summary, goal_ids=reply.goal_ids, failed=failed, pending=pending)
+
+
+def _show(restored: Restored, file: Path, *, as_json: bool, is_waiting: bool) -> None:
+    if as_json:
+        output.print_json(restored)
+    elif not restored.failed and not restored.pending:
+        output.say(f"{file} is {'restored' if is_waiting else 'accepted'}: {restored.backup}")
+    for goal_id, why in restored.failed.items():
+        output.complain(f"{goal_id} failed: {why}")
+    if restored.pending:
+        output.complain(f"{len(restored.pending)} goals are still pending: 'muster status'")
+    if restored.failed:
+        raise typer.Exit(ExitCode.FAILED)
+    if restored.pending:
+        raise typer.Exit(ExitCode.TIMED_OUT)
+
+
+_restore.__name__ = "restore"
+restore = composed(
+    _restore,
+    _run,
+    (
+        parameter("timeout_s", TimeoutOption, _TIMEOUT_S),
+        parameter("no_wait", NoWaitOption, default=False),
+        *STACK_OPTIONS,
+    ),
+)

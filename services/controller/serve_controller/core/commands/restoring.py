@@ -1,0 +1,198 @@
+"""A restore: everything is to be deployed as a backup says, as one change.
+
+Why goals and not rows: what runs, and every number that was given, stays as it is. What is deployed is changed to what
+it was, by the same ways as by any command, so nothing that serves stops before what replaces it serves.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
+from serve_common.subjects import HTTP_KEY, backend_key, endpoint_key
+from serve_common.values.endpoint_options import check_endpoint_options
+from serve_common.values.http_options import HttpOptions
+from serve_common.wires.commands import Command, RestoreReply
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, new_goal
+from serve_controller.core.commands.deployments import give_up
+from serve_controller.core.commands.versions import Wanted, check_methods, check_wanted, make_backend
+from serve_controller.core.goals.ending import end_goal
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import application_owned, deployment_owned
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    Deployment,
+    Endpoint,
+    GoalKind,
+    HttpRecord,
+)
+from serve_controller.core.restored import MARGIN, raised_above
+
+SUBJECT = "everything"
+
+
+class RestoreFrom(Command, frozen=True, kw_only=True):
+    """A `Restore` whose file has come whole and was understood."""
+
+    saved: Checkpoint
+    summary: str
+
+
+def check_backup(saved: Checkpoint) -> str:
+    """What a backup holds, in words. Raises `BadField` for one that no leader can have written."""
+    for tag, backend in saved.backends.items():
+        at = f"backends[{tag}]."
+        if str(deployment_tag(tag, "backends")) != str(tag):
+            raise BadField("backends", f"{tag[:100]!r} is not a whole tag")
+        target = backend.target
+        check_wanted(
+            Wanted(target.replica_config, target.backend_config, target.version, is_same_code=True), at
+        )
+    wanted = {tag for tag, backend in saved.backends.items() if not backend.deleting}
+    for endpoint_tag, endpoint in saved.endpoints.items():
+        at = f"endpoints[{endpoint_tag}]"
+        if str(deployment_tag(endpoint_tag, "endpoints")) != str(endpoint_tag):
+            raise BadField("endpoints", f"{endpoint_tag[:100]!r} is not a whole tag")
+        if endpoint.target.route is not None:
+            check_route(endpoint.target.route, f"{at}.route")
+        check_methods(endpoint.target.methods)
+        check_endpoint_options(endpoint.target.options, f"{at}.options")
+        if not endpoint.target.backend_tags() <= wanted:
+            raise BadField(f"{at}.traffic", "names a backend that is not there")
+    routes = [e.target.route for e in saved.endpoints.values() if e.target.route is not None]
+    if len(set(routes)) != len(routes):
+        raise BadField("endpoints", "two of them have the same route")
+    for name, application in saved.applications.items():
+        check_name(name, "applications")
+        if not application.deleting and application.target.ingress not in wanted:
+            raise BadField(f"applications[{name}].ingress", "is not there")
+    deployments = len(wanted & _deployed(saved))
+    return f"{deployments} deployments, {len(wanted) - deployments} other backends, {len(saved.endpoints)} endpoints"
+
+
+def restore(checkpoint: Checkpoint, command: RestoreFrom, now: float) -> Accepted:
+    """The change to what a backup that `check_backup` has passed says is deployed. What is the same is left alone."""
+    draft, saved = Draft(checkpoint), command.saved
+    if saved.counters.goal > draft.counters.goal or saved.counters.ordinal > draft.counters.ordinal:
+        # Another store than the one that was backed up: no number of that is given again.
+        draft.put(raised_above(draft.counters, saved.counters, MARGIN))
+    for goal_id in sorted(draft.pending, key=number_of):
+        end_goal(draft, draft.pending[goal_id], GoalStatus.SUPERSEDED, now, "replaced by restore")
+    goals = [*_drop(draft, saved, now), *_put_backends(draft, saved, now), *_put_endpoints(draft, saved, now)]
+    goals += _put_http(draft, saved, now)
+    for tag, deployment in saved.deployments.items():
+        if tag not in draft.deployments and deployment.ended_at is not None:
+            draft.put(deployment)
+    return Accepted(
+        changes=draft.changes(),
+        reply=RestoreReply(goal_ids=goals, summary=command.summary),
+        subject=SUBJECT,
+        goal_id=goals[0] if goals else None,
+    )
+
+
+def _deployed(saved: Checkpoint) -> set[BackendTag]:
+    return {tag for tag, deployment in saved.deployments.items() if deployment.ended_at is None}
+
+
+def _is_wanted(saved: Checkpoint, tag: BackendTag) -> bool:
+    backend = saved.backends.get(tag)
+    return backend is not None and not backend.deleting
+
+
+def _drop(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
+    """Give up what the backup does not have."""
+    goals: list[GoalId] = []
+    for name in sorted(draft.applications):
+        draft.delete((Kind.APPLICATION, name))  # those of the backup are put anew
+    for endpoint_tag in sorted(draft.endpoints):
+        if endpoint_tag not in saved.endpoints:
+            if BackendTag(endpoint_tag) not in draft.backends:
+                goals.append(new_goal(draft, GoalKind.ROUTE, endpoint_tag, [endpoint_key(endpoint_tag)], now))
+            draft.delete((Kind.ENDPOINT, endpoint_tag))
+    for tag in sorted(draft.backends):
+        if not _is_wanted(saved, tag):
+            goals.append(new_goal(draft, GoalKind.DELETE, tag, deployment_owned(tag), now))
+            give_up(draft, draft.backends[tag], goals[-1])
+    return goals
+
+
+def _put_backends(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
+    goals: dict[BackendTag, GoalId] = {}
+    for name, application in sorted(saved.applications.items()):
+        parts = [tag for tag in application.target.deployments if _is_wanted(saved, tag)]
+        if application.deleting or not parts:
+            continue
+        owns = [application_owned(name), *(key for tag in parts for key in deployment_owned(tag))]
+        goal_id = new_goal(draft, GoalKind.APPLICATION, name, owns, now)
+        target = msgspec.structs.replace(application.target, deployments=sorted(parts), takes_over=None)
+        draft.put(Application(name=name, goal_id=goal_id, target=target, last_good=None))
+        goals.update(dict.fromkeys(parts, goal_id))
+    deployed = _deployed(saved)
+    for tag in sorted(tag for tag in saved.backends if _is_wanted(saved, tag)):
+        if tag not in goals:
+            owns = deployment_owned(tag) if tag in deployed else [backend_key(tag)]
+            goals[tag] = new_goal(draft, GoalKind.DEPLOY, tag, owns, now)
+        _put_backend(draft, saved, saved.backends[tag], goals[tag])
+        if tag in deployed:
+            draft.put(saved.deployments[tag])
+        elif (known := draft.deployments.get(tag)) is not None and known.ended_at is None:
+            draft.delete((Kind.DEPLOYMENT, tag))
+    return list(dict.fromkeys(goals.values()))
+
+
+def _put_backend(draft: Draft, saved: Checkpoint, backend: Backend, goal_id: GoalId) -> None:
+    tag, target = backend.backend_tag, backend.target
+    existing = draft.backends.get(tag)
+    is_same_life = _started_at(draft.deployments.get(tag)) == _started_at(saved.deployments.get(tag))
+    is_same_code = target.version is not None or (
+        existing is not None and is_same_life and existing.target.code_version == target.code_version
+    )
+    wanted = Wanted(target.replica_config, target.backend_config, target.version, is_same_code)
+    made = make_backend(existing, tag, goal_id, wanted)
+    paused = backend.autoscaling_paused if target.backend_config.autoscaling_config is not None else ""
+    made = msgspec.structs.replace(made, autoscaling_paused=paused)
+    if existing is None:
+        made = msgspec.structs.replace(made, newest_revision=backend.newest_revision)
+        for revision in saved.revisions.get(tag, {}).values():
+            draft.put(revision)
+    draft.put(made)
+
+
+def _started_at(deployment: Deployment | None) -> float | None:
+    return None if deployment is None or deployment.ended_at is not None else deployment.started_at
+
+
+def _put_endpoints(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
+    """All of them at once, so that no two want the same route. A goal that fails leaves them as they are here."""
+    goals: list[GoalId] = []
+    for tag in sorted(saved.endpoints):
+        goal_id = GoalId("")
+        if not _is_wanted(saved, BackendTag(tag)):
+            goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
+            goals.append(goal_id)
+        draft.put(
+            Endpoint(
+                endpoint_tag=EndpointTag(tag),
+                target=saved.endpoints[tag].target,
+                last_good=None,
+                goal_id=goal_id,
+            )
+        )
+    return goals
+
+
+def _put_http(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
+    target = HttpOptions() if saved.http is None else saved.http.target
+    present = HttpOptions() if draft.http is None else draft.http.target
+    if target == present:
+        return []
+    goal_id = new_goal(draft, GoalKind.HTTP, "", [HTTP_KEY], now)
+    last_good = None if draft.http is None else draft.http.last_good
+    draft.put(HttpRecord(target=target, last_good=last_good, goal_id=goal_id))
+    return [goal_id]

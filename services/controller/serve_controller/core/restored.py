@@ -1,0 +1,274 @@
+"""What a leader does when Postgres was restored to an earlier state than the world outside has seen.
+
+Why it can be noticed: the bucket, proxies, hosts and replicas name the newest numbers that they were told. One that the
+checkpoint has not given yet is a *claim* from what is lost. Were it given again, routers would refuse the new
+snapshot for an old one, hosts would refuse goals or start a tag twice, and goals would succeed before what they changed
+is applied. So all counters are raised above every claim, by a margin for those that are yet to be heard, and whatever
+the checkpoint says is told anew under numbers that nobody has seen.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, GoalId, HostId, ReplicaTag, backend_tag_of
+from serve_common.subjects import HTTP_KEY, parse_key
+from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
+from serve_common.wires.proxy import ProxyReport
+from serve_common.wires.snapshots import HttpSnapshot
+from serve_common.wires.views import EventView
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.goals.ids import number_of
+from serve_controller.core.objects import (
+    Backend,
+    BackendVersion,
+    Counters,
+    Replica,
+    ReplicaState,
+)
+from serve_controller.core.observed import (
+    HOST_LOST_AFTER_S,
+    HostObserved,
+    HostStatus,
+    ObservedState,
+    host_status,
+)
+from serve_controller.core.placement import goal_bytes_of, needs_of
+from serve_controller.core.replica_reports import with_event
+from serve_controller.core.snapshots import put_snapshot
+from serve_controller.core.transitions import Event
+
+MARGIN: Final = 1_000_000
+"""Counters are raised so far beyond the highest claim: more than can have been given in what is lost unheard."""
+EPOCH_MARGIN: Final = 1_000
+VERSION_MARGIN: Final = 1_000
+"""Of a backend's versions."""
+AHEAD_MAX: Final = 1_000_000_000
+"""A claim further ahead than this is refused: nobody may use up the numbers, which end at 2**63, by a forged report."""
+ROLL_CALL_S: Final = 2.0
+"""Hosts and proxies report every second: so long a leader that finds its store behind listens before it acts."""
+_HOLDS: Final = (ReplicaStatus.STARTING, ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
+
+
+class Claims(msgspec.Struct, frozen=True, kw_only=True):
+    """The highest numbers that somebody says were given."""
+
+    epoch: int = 0
+    goal: int = 0
+    ordinal: int = 0
+    generation: int = 0
+    snapshot: int = 0
+
+    def with_those(self, other: Claims) -> Claims:
+        """The higher of each."""
+        return Claims(**{name: max(getattr(self, name), getattr(other, name)) for name in _NUMBERS})
+
+    def are_ahead_of(self, other: Claims, by: int = 0) -> bool:
+        """Whether any exceeds that of ``other`` by more than ``by``."""
+        return (
+            self.snapshot > other.snapshot + by
+            or self.generation > other.generation + by
+            or self.ordinal > other.ordinal + by
+            or self.epoch > other.epoch + by
+            or self.goal > other.goal + by
+        )
+
+
+_NUMBERS: Final = Claims.__struct_fields__
+NO_CLAIMS: Final = Claims()
+
+
+def restored_event(draft: Draft, now: float) -> EventView:
+    """Tells that the store was restored, and what that means."""
+    before, after = draft.base.counters, draft.counters
+    message = (
+        f"Postgres was restored to an earlier state: what was decided since is lost; goals go on after g{after.goal} "
+        f"(g{before.goal}), snapshots after {after.snapshot} ({before.snapshot}), epochs from {after.restored_epoch}"
+    )
+    return EventView(at=now, kind="store", subject="postgres", message=message, state="restored")
+
+
+def _ordinal(tag: ReplicaTag) -> int:
+    return number_of(GoalId(f"g{tag.rpartition('#')[2]}"))
+
+
+def claims_of_leader(checkpoint: Checkpoint, epoch: int) -> Claims:
+    """What a leader has given."""
+    given = checkpoint.counters
+    return Claims(
+        epoch=epoch,
+        goal=given.goal,
+        ordinal=given.ordinal,
+        generation=given.generation,
+        snapshot=given.snapshot,
+    )
+
+
+def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | None = None) -> Claims:
+    """What a report says was given. What is as in the report that is ``known`` of the same host was looked at then."""
+    if isinstance(report, ProxyReport):
+        return Claims(snapshot=max(report.applied_snapshot_id, report.http_error_snapshot_id))
+    ordinal = 0
+    if known is None or known.report.replicas != report.replicas:
+        # Of a tag that is none, the number is 0: who runs it is told to stop it like any other that is unknown.
+        ordinal = max((_ordinal(r.replica_tag) for r in report.replicas), default=0)
+    return Claims(epoch=report.epoch, generation=report.generation, ordinal=ordinal)
+
+
+def raised_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:
+    """``counters`` with each number that is given above both by as much."""
+    names = ("goal", "ordinal", "generation", "snapshot")
+    raised = {name: max(getattr(counters, name), getattr(others, name)) + by for name in names}
+    return msgspec.structs.replace(counters, **raised)
+
+
+def roll_call_over_at(checkpoint: Checkpoint, observed: ObservedState, now: float) -> float | None:
+    """When everybody who can speak will have spoken, at the latest; None while the bus is away."""
+    if observed.since is None:
+        return None
+    unheard = [host_id for host_id in checkpoint.hosts if host_id not in observed.hosts]
+    waits_for_host = any(host_status(observed, host_id, now) is not HostStatus.LOST for host_id in unheard)
+    return observed.since + (HOST_LOST_AFTER_S if waits_for_host else ROLL_CALL_S)
+
+
+def overtake(
+    checkpoint: Checkpoint, observed: ObservedState, claims: Claims, epoch: int, now: float
+) -> Draft:
+    """Everything that the checkpoint says, under numbers that nobody has seen. ``epoch`` is above all claims.
+
+    Goals that were pending then are pending again and go on: nothing that proxies and hosts claim can fulfil them now.
+    """
+    draft, given = Draft(checkpoint), checkpoint.counters
+    counters = raised_above(given, claims, MARGIN)
+    draft.put(
+        msgspec.structs.replace(
+            counters,
+            restored_at=now,
+            restored_epoch=epoch,
+            restored_ordinal=given.ordinal,
+            restored_snapshot=counters.snapshot,
+        )
+    )
+    for tag in sorted(draft.backends):
+        _renumber_versions(draft, draft.backends[tag])
+        for replica_tag in sorted(draft.replicas_of(tag)):
+            _doubt(draft, observed, draft.replicas_of(tag)[replica_tag], now)
+    for record in sorted(draft.snapshots.values(), key=lambda r: r.snapshot.snapshot_id):
+        if record.key != HTTP_KEY:
+            put_snapshot(draft, record.key, record.snapshot.content, epoch)
+    for key in sorted(observed.bucket or ()):
+        if key not in draft.snapshots and _is_key(key):
+            put_snapshot(draft, key, None, epoch)
+    # The last one, because it voids whatever was not told anew.
+    put_snapshot(
+        draft, HTTP_KEY, None if draft.http is None else HttpSnapshot(options=draft.http.target), epoch
+    )
+    return draft
+
+
+def _is_key(key: str) -> bool:
+    try:
+        parse_key(key)
+    except BadField:
+        return False
+    return True
+
+
+def _renumber_versions(draft: Draft, backend: Backend) -> None:
+    """Replicas may have taken configurations that are lost, and hosts apply only what rises."""
+    config_version = backend.newest_config_version + VERSION_MARGIN
+    target = msgspec.structs.replace(backend.target, config_version=config_version)
+    last_good = backend.last_good
+    if last_good == backend.target:
+        last_good = target
+    elif last_good is not None:
+        config_version += 1
+        last_good = msgspec.structs.replace(last_good, config_version=config_version)
+    former = (backend.target, backend.last_good, backend.kept)
+    draft.put(
+        msgspec.structs.replace(
+            backend,
+            target=target,
+            last_good=last_good,
+            kept=None,
+            others=[*backend.others, *(version for version in former if version is not None)],
+            newest_code_version=backend.newest_code_version + VERSION_MARGIN,
+            newest_config_version=config_version,
+        )
+    )
+
+
+def _doubt(draft: Draft, observed: ObservedState, replica: Replica, now: float) -> None:
+    """A replica that was about to start may have run, and ended, since: its tag is not used again unless it runs."""
+    if replica.state is ReplicaState.SHOULD_START:
+        with_event(draft, replica, Event.GONE, now)
+    elif replica.state is ReplicaState.STARTING:
+        host = observed.hosts.get(replica.host_id) if replica.host_id is not None else None
+        if host is None:
+            return  # not heard of yet
+        report = host.replicas.get(replica.replica_tag)
+        if report is None or report.status not in _HOLDS:
+            with_event(draft, replica, Event.GONE, now)
+        else:
+            draft.put(msgspec.structs.replace(replica, since=now))  # else it had been starting since then
+    elif replica.state is ReplicaState.STOPPING:
+        draft.put(msgspec.structs.replace(replica, since=now))
+
+
+def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: float) -> set[BackendTag]:
+    """Record what a host runs by a goal that is lost, for backends that are there; returns which these are.
+
+    It serves, perhaps alone: recorded as replicas of whatever version they are, they are replaced, or are too many, by
+    the same rules as all others, so they stop only as far as what is wanted serves.
+    """
+    host, counters = observed.hosts.get(host_id), draft.counters
+    if host is None or host.report.epoch >= counters.restored_epoch or host.report.leaving:
+        return set()
+    if host_status(observed, host_id, now) is HostStatus.LOST:
+        return set()
+    adopted: dict[BackendTag, list[ReplicaReport]] = {}
+    for tag, report in sorted(host.replicas.items()):
+        backend_tag = backend_tag_of(tag)
+        is_lost = _ordinal(tag) > counters.restored_ordinal
+        is_known = backend_tag not in draft.backends or tag in draft.replicas_of(backend_tag)
+        if is_lost and not is_known and report.status is ReplicaStatus.RUNNING:
+            adopted.setdefault(backend_tag, []).append(report)
+    for backend_tag, reports in adopted.items():
+        version = _lost_version(draft, backend_tag)
+        for report in reports:
+            draft.put(
+                Replica(
+                    replica_tag=report.replica_tag,
+                    backend_tag=backend_tag,
+                    code_version=version.code_version,
+                    config_version=version.config_version,
+                    state=ReplicaState.RUNNING,
+                    since=counters.restored_at,
+                    host_id=host_id,
+                    generation=draft.renew_host_goal(host_id),
+                    needs=needs_of(version),
+                    goal_bytes=goal_bytes_of(version),
+                )
+            )
+    return set(adopted)
+
+
+def _lost_version(draft: Draft, tag: BackendTag) -> BackendVersion:
+    """The version of what was adopted: other code than the target's, as far as is known, and so to be replaced.
+
+    Its number is below all others, so that hosts do not reconfigure what it stands for: code that is lost.
+    """
+    backend = draft.backends[tag]
+    for version in backend.others:
+        if version.config_version < 0:
+            return version
+    code_version = backend.newest_code_version + 1
+    version = msgspec.structs.replace(
+        backend.target, code_version=code_version, config_version=-code_version, version=None
+    )
+    others = [*backend.others, version]
+    draft.put(msgspec.structs.replace(backend, others=others, newest_code_version=code_version))
+    return version

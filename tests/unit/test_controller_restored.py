@@ -1,0 +1,234 @@
+"""A store that is behind what the world has seen: what is claimed, what is believed, and what is recorded then."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from immutables import Map
+
+from serve_common.names import GoalId, HostId, ProxyId, replica_tag
+from serve_common.subjects import HTTP_KEY, backend_key
+from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
+from serve_common.wires.proxy import ProxyReport
+from serve_common.wires.snapshots import Snapshot
+from serve_common.wires.views import GoalStatus
+from serve_controller.core.changes import Kind
+from serve_controller.core.objects import Counters, HostRecord, ReplicaState, SnapshotRecord
+from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
+from serve_controller.core.reconcile import SendHostGoal, reconcile
+from serve_controller.core.restored import (
+    AHEAD_MAX,
+    MARGIN,
+    ROLL_CALL_S,
+    Claims,
+    claims_of_report,
+    overtake,
+    roll_call_over_at,
+)
+from serve_controller.shell.hearing import Hearing
+from tests.unit.controller_parts import (
+    NOW,
+    TAG,
+    backend_of,
+    checkpoint_of,
+    deployment_of,
+    endpoint_of,
+    goal_of,
+    observed_hosts,
+    replica_of,
+    version_of,
+)
+
+H1 = HostId("host-1")
+EPOCH = 1007
+V1 = version_of(num_replicas=2)
+COUNTERS = Counters(goal=5, ordinal=4, generation=9, snapshot=7)
+CLAIMS = Claims(epoch=6, ordinal=8, generation=30, snapshot=40)
+
+
+def report(
+    *replicas: tuple[int, ReplicaStatus], epoch: int = 6, sequence: int = 2, **fields: object
+) -> HostReport:
+    made = HostReport(
+        host_id=H1,
+        incarnation="i",
+        sequence=sequence,
+        started_at=NOW - 100,
+        epoch=epoch,
+        generation=30,
+        resources={"CPU": 8.0},
+        replicas=[
+            ReplicaReport(
+                replica_tag=replica_tag(TAG, ordinal),
+                status=status,
+                config_version=1 if ordinal < MARGIN else 5000,
+            )
+            for ordinal, status in replicas
+        ],
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+def restored(*values: object, running: tuple[tuple[int, ReplicaStatus], ...] = ()):
+    """A checkpoint that is behind, and what is heard beside it."""
+    known = (COUNTERS, backend_of(V1), deployment_of(), endpoint_of(), HostRecord(host_id=H1, generation=9))
+    observed = observe_host(observed_hosts("host-1"), report(*running), NOW)
+    return checkpoint_of(*known, *values), msgspec.structs.replace(observed, bucket=Map())
+
+
+def test_every_number_is_raised_above_what_is_claimed_and_what_is_recorded() -> None:
+    checkpoint, observed = restored()
+    counters = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW).counters
+    assert counters == Counters(
+        goal=5 + MARGIN,
+        ordinal=8 + MARGIN,
+        generation=30 + MARGIN,
+        snapshot=40 + MARGIN + 1,  # the options of proxies, of which nobody knows
+        restored_at=NOW,
+        restored_epoch=EPOCH,
+        restored_ordinal=4,
+        restored_snapshot=40 + MARGIN,
+    )
+
+
+def test_snapshots_keep_their_order_and_what_the_store_does_not_know_is_gone() -> None:
+    keys = ["backends.default.b", backend_key(TAG)]
+    records = [
+        SnapshotRecord(key=key, snapshot=Snapshot(snapshot_id=3 + n, epoch=1, content=None))
+        for n, key in enumerate(keys)
+    ]
+    checkpoint, observed = restored(*records)
+    lost = Map({"endpoints.default.x": 39, "rubbish": 40, **{r.key: 38 for r in records}})
+    told = overtake(checkpoint, msgspec.structs.replace(observed, bucket=lost), CLAIMS, EPOCH, NOW).snapshots
+    assert sorted(told, key=lambda key: told[key].snapshot.snapshot_id) == [
+        *keys,
+        "endpoints.default.x",
+        HTTP_KEY,
+    ]
+    assert all(r.snapshot.snapshot_id > 40 and r.snapshot.epoch == EPOCH for r in told.values())
+    assert told["endpoints.default.x"].snapshot.content is None
+    assert told[HTTP_KEY].snapshot.voids_below == 41 + MARGIN, "what nobody knows of any more is gone by that"
+    assert all(r.snapshot.snapshot_id >= 41 + MARGIN for r in told.values())
+
+
+def test_a_tag_that_may_have_run_since_is_not_used_unless_it_runs_and_counts_as_no_failed_start() -> None:
+    states = {1: ReplicaState.STARTING, 2: ReplicaState.STARTING, 3: ReplicaState.STARTING}
+    replicas = [replica_of(n, V1, state, since=NOW - 500) for n, state in states.items()]
+    waiting = replica_of(4, V1, ReplicaState.SHOULD_START, host=None)
+    checkpoint, observed = restored(
+        *replicas, waiting, running=((1, ReplicaStatus.RUNNING), (2, ReplicaStatus.DEAD))
+    )
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    kept = draft.replicas_of(TAG)
+    assert [(r.replica_tag, r.since) for r in kept.values()] == [(replica_tag(TAG, 1), NOW)]
+    plan = reconcile(draft.checkpoint(), observed, EPOCH, NOW)
+    assert plan.faults == ()
+    after = plan.checkpoint
+    assert after.backends[TAG].start_failures == 0
+    assert after.replicas_of(TAG)[replica_tag(TAG, 1)].state is not ReplicaState.STARTING
+    assert {r.ordinal for r in after.replicas_of(TAG).values()} == {1, 9 + MARGIN}
+
+
+def test_what_a_lost_goal_started_serves_on_until_the_wanted_ones_do() -> None:
+    goal = goal_of("g5", GoalStatus.PENDING)
+    gone = [replica_of(n, V1, ReplicaState.RUNNING) for n in (1, 2)]
+    lost = ((6, ReplicaStatus.RUNNING), (7, ReplicaStatus.RUNNING), (8, ReplicaStatus.STARTING))
+    checkpoint, observed = restored(goal, *gone, running=lost)
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    plan = reconcile(draft.checkpoint(), observed, EPOCH, NOW)
+    assert plan.faults == ()
+    after = plan.checkpoint
+    routed = {r.ordinal for r in after.replicas_of(TAG).values() if r.state is ReplicaState.RUNNING}
+    assert routed == {6, 7}
+    (sent,) = [action.goal for action in plan.actions if isinstance(action, SendHostGoal)]
+    told = {r.replica_tag: r.config_version for r in sent.replicas}
+    assert {replica_tag(TAG, 6), replica_tag(TAG, 7)} < told.keys()
+    assert replica_tag(TAG, 8) not in told, "what does not serve yet need not go on"
+    assert told[replica_tag(TAG, 6)] < 0, "its host must not give it a configuration of other code"
+    assert after.goals[GoalId("g5")].status is GoalStatus.PENDING
+    new = {r.ordinal for r in after.replicas_of(TAG).values()} - routed
+    assert new
+    assert min(new) > MARGIN
+    serving = tuple((n, ReplicaStatus.RUNNING) for n in (6, 7, *new))
+    heard = observe_host(observed, report(*serving, epoch=EPOCH, sequence=3, generation=sent.generation), NOW)
+    later = reconcile(after, heard, EPOCH, NOW + 1).checkpoint
+    left = {r.ordinal for r in later.replicas_of(TAG).values() if r.state is ReplicaState.RUNNING}
+    assert new <= left
+    assert len(left & {6, 7}) == 2 - len(new), "only as many as serve in their place"
+
+
+def test_what_ran_by_a_goal_that_is_not_lost_is_not_adopted() -> None:
+    checkpoint, observed = restored(running=((3, ReplicaStatus.RUNNING),))
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    after = reconcile(draft.checkpoint(), observed, EPOCH, NOW).checkpoint
+    assert replica_tag(TAG, 3) not in after.replicas_of(TAG)
+
+
+def test_configurations_are_given_numbers_that_no_replica_has() -> None:
+    serving = [replica_of(n, V1, ReplicaState.RUNNING) for n in (1, 2)]
+    checkpoint, observed = restored(
+        *serving, running=((1, ReplicaStatus.RUNNING), (2, ReplicaStatus.RUNNING))
+    )
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    backend = draft.backends[TAG]
+    assert backend.target.config_version > 1000
+    assert backend.last_good == backend.target
+    after = reconcile(draft.checkpoint(), observed, EPOCH, NOW).checkpoint
+    assert ReplicaState.UPDATING in {r.state for r in after.replicas_of(TAG).values()}
+    assert not [r for r in after.replicas_of(TAG).values() if r.state is ReplicaState.SHOULD_STOP]
+
+
+def test_it_is_waited_for_everybody_who_may_speak() -> None:
+    checkpoint, observed = restored()
+    since = observed.since
+    assert since is not None
+    assert roll_call_over_at(checkpoint, observed, since) == since + ROLL_CALL_S
+    silent = checkpoint_of(HostRecord(host_id=HostId("host-2"), generation=1), base=checkpoint)
+    assert roll_call_over_at(silent, observed, since) == since + HOST_LOST_AFTER_S
+    away = msgspec.structs.replace(observed, since=None)
+    assert roll_call_over_at(checkpoint, away, since) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        report((AHEAD_MAX + 100, ReplicaStatus.RUNNING)),
+        report(generation=AHEAD_MAX + 100),
+        report(epoch=2**62),
+        ProxyReport(proxy_id=ProxyId("p"), sequence=1, started_at=NOW, applied_snapshot_id=2**63 - 1),
+    ],
+)
+def test_an_absurd_claim_is_refused_with_its_whole_report(said: HostReport | ProxyReport) -> None:
+    refused: list[str] = []
+    hearing = Hearing(NOW, lambda kind, _, error: refused.append(f"{kind} {error}"))
+    hearing.given = Claims(epoch=6, goal=5, ordinal=4, generation=9, snapshot=7)
+    hearing.hear(said, NOW)
+    hearing.take_in()
+    assert [text for text in refused if "cannot have been given" in text] == refused
+    assert (len(refused), hearing.claims) == (1, Claims())
+    assert not hearing.observed.hosts
+    assert not hearing.observed.proxies
+
+
+def test_an_absurd_value_of_the_bucket_is_to_be_put_right() -> None:
+    refused: list[str] = []
+    hearing = Hearing(NOW, lambda kind, key, _: refused.append(f"{kind} {key}"))
+    hearing.hear_bucket({"endpoints.a": (1, 2**62), "endpoints.b": (2, 41)}, whole=True)
+    assert dict(hearing.observed.bucket or {}) == {"endpoints.a": 0, "endpoints.b": 41}
+    assert (refused, hearing.claims.snapshot) == (["snapshot endpoints.a"], 41)
+
+
+def test_a_tag_without_a_number_claims_nothing() -> None:
+    odd = ReplicaReport(replica_tag=replica_tag(TAG, 1).replace("#1", "#-x"), status=ReplicaStatus.RUNNING)  # type: ignore[arg-type]
+    assert claims_of_report(report(replicas=[odd])).ordinal == 0
+
+
+def test_raised_numbers_leave_room_for_ages() -> None:
+    assert (2**53 - 1) // (AHEAD_MAX + MARGIN) > 1_000_000
+
+
+def test_goals_that_are_over_stay_so() -> None:
+    checkpoint, observed = restored(goal_of("g4"))
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    assert (Kind.GOAL, "g4") not in draft.changes().deletes
+    assert draft.goals[GoalId("g4")].status is GoalStatus.SUCCEEDED
