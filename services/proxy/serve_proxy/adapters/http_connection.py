@@ -201,9 +201,11 @@ class HttpConnection(web.RequestHandler):
 
     def _end_begun_before(self, data: bytes) -> int:
         """Where in ``data`` that ends which may be the end of a head and has come in part before; 0 when nowhere."""
+        if not data:  # reading goes on after a pause
+            return 0
         last = self._last_bytes
         self._last_bytes = (last + data)[1 - len(_HEAD_END) :] if data.endswith((b"\r", b"\n")) else b""
-        if not last or not data:
+        if not last:
             return 0
         begun_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
         return begun_at + len(_HEAD_END) - len(last) if begun_at >= 0 else 0
