@@ -35,6 +35,7 @@ from muster.client.connect import connect_stack
 from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
+from serve_common.refused_messages import RefusedMessages
 from serve_common.routing.snapshot_table import SnapshotTable
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
@@ -300,6 +301,7 @@ class SimulatedProxy:
             listener=self,
             on_leader=self._wake_up,
             on_closed=self._wake_up,
+            refused=RefusedMessages(time.monotonic),
         )
         self._proxy_id = ProxyId(proxy_id)
         self._started_at = SystemClock().now()
