@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
+	bench-chaos bench-hangs bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench-leaks: $(STAMP) ## Send 100,000 requests of which 30 % are cancelled, and 
 
 bench-chaos: $(STAMP) ## Kill a replica every 2 s for a minute under load, and count what fails
 	$(PY) -m tests.bench.chaos
+
+bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle and in an update, and count what that costs
+	$(PY) -m tests.bench.hangs
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
 	$(PY) -m tests.bench.scale

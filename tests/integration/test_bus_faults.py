@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import shutil
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -349,3 +350,60 @@ async def test_no_bytes_of_a_hostile_server_keep_the_client_from_coming_back() -
         assert connection.reconnects >= 10
         assert connection.callback_failures == 0
         await connection.close()
+
+
+@on_each_loop
+async def test_a_server_that_hangs_is_noticed_and_what_it_held_comes_with_its_thaw(
+    server: NatsServer,
+) -> None:
+    """No connection breaks by it, and nothing that was sent meanwhile is lost."""
+    server.start()
+    loop = asyncio.get_running_loop()
+    quick = {"ping_interval_s": 0.2, "outstanding_pings_max": 1_000}
+    async with connected(server, **quick) as here, connected(server, **quick) as there:
+        heard, again = Collector(), []
+        there.subscribe("t.held", heard)
+        await there.flush(5)
+        here.on_answers_again.append(again.append)
+        assert here.answers
+        began_at = loop.time()
+        server.send(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(30):
+                while here.answers or there.answers:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.01)
+            assert here.is_connected
+            here.publish("t.held", b"1")
+            await asyncio.sleep(0.3)  # what must not come has no event
+            assert not heard.payloads
+        finally:
+            server.send(signal.SIGCONT)
+        async with asyncio.timeout(30):
+            while not (here.answers and there.answers and heard.payloads):  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.01)
+        assert heard.payloads == [b"1"]
+        assert here.reconnects == there.reconnects == 0
+        assert len(again) == 1
+        assert began_at - 0.5 < again[0] < loop.time() - 0.2
+
+
+@on_each_loop
+async def test_who_dials_a_server_that_hangs_is_let_in_in_the_moment_of_its_thaw(server: NatsServer) -> None:
+    server.start()
+    options = {"ping_interval_s": 0.1, "outstanding_pings_max": 3, "connect_timeout_s": 0.5}
+    async with connected(server, **options, reconnect_wait_max_s=60.0) as client:
+        again: list[float] = []
+        client.on_answers_again.append(again.append)
+        back = _next_call(client.on_connected)
+        server.send(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(30):
+                while client.is_connected:  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(0.01)
+            # With waits that double up to a minute it would knock seldom by now.
+            await asyncio.sleep(3.0)
+        finally:
+            server.send(signal.SIGCONT)
+        async with asyncio.timeout(5):
+            await back
+        assert len(again) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -13,11 +14,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from nats import connect as nats_connect
+from nats.aio.client import Client
+from nats.errors import NoRespondersError
 
 from serve_common.health import BusPulse
 from serve_common.names import HostId
 from serve_common.settings import BusSettings
 from serve_common.tasks import TaskOwner
+from serve_controller.shell.leadership import LEASE_TTL_S
 from serve_replica_host.adapters.control_bus import ControlBus
 from tests.integration.nats_server import NatsServer
 from tests.integration.postgres_server import PostgresServer
@@ -214,3 +219,72 @@ async def test_a_hosts_connection_tells_silence_from_absence(nats: NatsServer) -
     finally:
         await tasks.close(1.0)
         await bus.close()
+
+
+async def test_a_leader_whose_postgres_hangs_says_so_and_is_not_ready(
+    nats: NatsServer, breakable_postgres: PostgresServer
+) -> None:
+    """It resets no connection, so every attempt takes as long as it may; who waits for it has not stood still."""
+    await asyncio.to_thread(breakable_postgres.start)
+    dsn, password = await breakable_postgres.make_database()
+    environment = {
+        "SERVE_NATS_URL": nats.url,
+        "SERVE_POSTGRES_DSN": dsn,
+        "SERVE_POSTGRES_PASSWORD": password,
+        "SERVE_UNHEALTHY_AFTER_S": "60",
+    }
+    async with running("serve_controller", environment) as controller, nats_client(nats) as client:
+        numbers = itertools.count(1)
+
+        async def told() -> str:
+            """What a command is answered: the code of its error, or ok."""
+            change = {"options": {"request_timeout_s": next(numbers)}}
+            answer = await client.request(
+                "serve.admin.set_http_options", json.dumps(change).encode(), timeout=60
+            )
+            return str(json.loads(answer.data).get("code", "ok"))
+
+        await controller.until("/readyz", 200)
+        async with asyncio.timeout(60):
+            while not await is_served(client):  # noqa: ASYNC110 - it is asked
+                await asyncio.sleep(0.05)
+        assert await told() == "ok"
+        breakable_postgres.freeze()
+        try:
+            await controller.until("/readyz", 503, "Postgres is away")
+            answers = [await told() for _ in range(5)]
+            loop = asyncio.get_running_loop()
+            until = loop.time() + 2 * LEASE_TTL_S
+            while loop.time() < until:
+                answers.append(await told())
+                assert (await controller.get("/readyz"))[0] == 503
+                await asyncio.sleep(0.2)
+            assert set(answers) == {"store_unavailable"}
+            answer = await client.request("serve.admin.list_deployments", b"", timeout=60)
+            assert answer.data == b"[]", "queries are answered"
+        finally:
+            breakable_postgres.thaw()
+        await controller.until("/readyz", 200)
+        async with asyncio.timeout(60):
+            while await told() != "ok":  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.05)
+        lost = [line for line in controller.lines if "leadership_lost" in line]
+        assert lost == []
+
+
+@asynccontextmanager
+async def nats_client(nats: NatsServer) -> AsyncIterator[Client]:
+    client = await nats_connect(nats.url)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def is_served(client: Client) -> bool:
+    """Whether a leader answers."""
+    try:
+        await client.request("serve.admin.list_deployments", b"", timeout=5)
+    except NoRespondersError:
+        return False
+    return True

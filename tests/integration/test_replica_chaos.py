@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -15,7 +16,7 @@ import nats
 import pytest
 import pytest_asyncio
 
-from tests.integration import chaos
+from tests.integration import bus_hangs, chaos
 from tests.integration.chaos_load import CLIENTS, KINDS
 from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack
 
@@ -31,6 +32,7 @@ REQUESTS_PER_S = 550
 SERVED_MIN = CLIENTS
 """Of each kind, for a storm to count: as if each client had asked once."""
 KILLED_FOR_S = 10.0
+HANG_S = 4.0
 SEED = 20_000
 REPLICAS = 6
 BYSTANDERS = 8
@@ -52,6 +54,17 @@ async def test_no_request_fails_while_replicas_come_and_go_and_connections_are_c
         "of two proxies with two each and of all replicas, three times"
     )
     assert min(storm.load.served[kind] for kind in KINDS) >= SERVED_MIN
+
+
+async def test_a_hang_of_nats_replaces_no_replica_and_runs_nothing_twice(
+    stack: LoadedStack, tmp_path: Path
+) -> None:
+    hang = await bus_hangs.hang(stack, "hung", HANG_S, tmp_path / "runs", is_updating=True)
+    print(hang.line())
+    assert hang.replaced() == ""
+    assert hang.twice == []
+    assert hang.failed_after(bus_hangs.BACK_WITHIN_S) == []
+    assert hang.back_s < float("inf")
 
 
 async def test_killed_replicas_cost_only_what_may_not_run_twice_and_had_started(stack: LoadedStack) -> None:

@@ -68,6 +68,7 @@ class World:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.is_connected = True
+        self.answers = True
         self.receivers: dict[bytes, tuple[Callable[..., None], Callable[[], None]]] = {}
         self._requests: asyncio.Queue[Sent] = asyncio.Queue()
         self.told: list[Head] = []

@@ -37,6 +37,7 @@ class Bus:
     def __init__(self) -> None:
         self.is_connected = True
         self.is_full = False
+        self.answers = True
         self.sent: list[tuple[str, bytes, object, bytes]] = []
         self.wakes: list[Wake] = []
         self.receivers: dict[bytes, tuple] = {}

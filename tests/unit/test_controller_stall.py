@@ -163,3 +163,35 @@ async def test_a_standby_of_an_older_version_gives_the_lease_back(world: World) 
     assert isinstance(world.failures[0], PermanentError)
     assert not world.leads.is_set()
     assert world.store.lease_expires_at == float("-inf"), "the next one leads at once"
+
+
+async def test_a_store_that_hangs_for_longer_than_the_lease_is_away_and_no_reason_to_doubt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks it waits all that time, and yet this process does not stand still."""
+    monkeypatch.setattr(leadership, "BEAT_S", 0.01)
+    world.start()
+    async with asyncio.timeout(30):
+        await world.leads.wait()
+    assert not world.leadership.is_store_slow
+    answers, renew = asyncio.Event(), world.store.renew_leadership
+
+    async def hang(*arguments: object) -> None:
+        await answers.wait()
+        await renew(*arguments)
+
+    monkeypatch.setattr(world.store, "renew_leadership", hang)
+    for _ in range(int(2 * leadership.LEASE_TTL_S)):
+        stand_still(1.0)
+        beat_at = world.leadership._beat_at
+        async with asyncio.timeout(30):
+            while world.leadership._beat_at == beat_at:  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0.005)
+        assert world.leadership.is_sure
+    assert world.leadership.is_store_slow
+    assert not world.lost.is_set()
+    answers.set()
+    async with asyncio.timeout(30):
+        while world.leadership.is_store_slow:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+    assert world.leadership.is_sure

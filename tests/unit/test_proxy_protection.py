@@ -377,3 +377,42 @@ async def test_a_timed_out_request_leaves_its_slot_to_the_next(world: World) -> 
     world.take(CancelHead)
     world.ok(world.take(RequestHead)[1])
     await waiting
+
+
+async def test_while_the_bus_hangs_nobody_is_blamed_for_what_does_not_come(world: World) -> None:
+    world.put(R0, R1, outlier_ejection=FRAGILE, circuit_breaker=CircuitBreaker(requests_min=1))
+    world.bus.answers = False
+    tasks = [await world.ask(timeout_s=TIMEOUT_S) for _ in range(4)]
+    world.look(2.0)
+    assert not [head for _, _, head, _ in world.bus.sent if type(head) is ProbeHead], (
+        "they would gather in it"
+    )
+    world.look(TIMEOUT_S)
+    for task in tasks:
+        assert isinstance(await failure(task), DeadlineExceeded)
+    router = world.routes.routers[BACKEND]
+    assert (router.ejections, router.circuit.failures, router.circuit.is_open) == (0, 0, False)
+    world.bus.sent.clear()
+
+
+async def test_what_was_concluded_before_the_hang_was_noticed_is_taken_back(world: World) -> None:
+    began_at = world.now
+    world.put(R0, outlier_ejection=FRAGILE, circuit_breaker=CircuitBreaker(requests_min=2))
+    tasks = [await world.ask(timeout_s=1.0, repeatable=False) for _ in range(2)]
+    world.look(1.0)
+    for task in tasks:
+        assert isinstance(await failure(task), DeadlineExceeded)
+    assert world.routes.routers[BACKEND].circuit.is_open
+    assert isinstance(await failure(await world.ask()), CircuitOpen)
+    world.bus.sent.clear()
+
+    world.dispatcher.bus_answers_again(began_at)
+    assert await served_by(world) == "0"
+    held = await world.ask(repeatable=False)
+    reply = world.take(RequestHead)[1]
+    world.look(1.5)
+    assert world.take(ProbeHead)[1] == reply
+    for _ in range(3):
+        world.no_responders(reply)  # its connection is being made anew
+    world.ok(reply)
+    await held

@@ -353,3 +353,47 @@ def test_a_trial_never_stays_the_trial_when_it_is_gone(end: str) -> None:
             world.apply(replicas=R[1:2], circuit_breaker=BREAKER)
     assert router.circuit.is_open
     assert router.circuit.refuse(RequestKey(1001), 20.0) is None
+
+
+# -- a bus that hung --
+
+
+def test_an_opening_that_came_from_the_bus_alone_is_taken_back() -> None:
+    circuit = opened()
+    circuit.forgive(0.0, answered=0)
+    assert not circuit.is_open
+    circuit.fail(1.0, 3, answered=0)
+    assert not circuit.is_open, "what failed with the bus counts no more"
+
+
+def test_a_circuit_that_was_open_before_the_bus_hung_lets_a_trial_pass_at_once() -> None:
+    circuit = opened()
+    assert circuit.refuse(key(1), 5.0) is None
+    circuit.ended(key(1), 6.0, answered=0)  # the trial failed while the bus hung
+    circuit.forgive(4.0, answered=0)
+    assert circuit.is_open
+    assert circuit.refuse(key(2), 6.1) is None, "the trial"
+    assert circuit.refuse(key(3), 6.1) == TRIAL_RETRY_S
+
+
+def test_who_was_ejected_while_the_bus_hung_comes_back_with_it_and_nobody_else_does() -> None:
+    world = World()
+    world.fail(R[0], 3, now=1.0)
+    world.fail(R[1], 3, now=5.0, how="unanswered")
+    world.fail(R[2], 2, now=5.0, how="unanswered")
+    assert world.open_now() == {R[2], R[3]}
+    world.router.forgive(4.0)
+    assert world.open_now() == {R[1], R[2], R[3]}
+    world.fail(R[2], 1, now=6.0)
+    assert R[2] in world.open_now(), "its failures of that time are no part of a row"
+    world.fail(R[1], 3, now=6.0)
+    world.router.reopen(16.0)
+    assert R[1] in world.open_now(), "the row of ejections does not count that one"
+
+
+def test_what_waits_goes_out_when_who_was_ejected_comes_back() -> None:
+    world = World(replicas=R[:2], limit=1)
+    world.fail(R[0], 3, now=5.0, how="unanswered")
+    assert world.submit() == R[1]
+    assert world.submit() is None
+    assert [dispatch.replica for dispatch in world.router.forgive(4.0)] == [R[0]]

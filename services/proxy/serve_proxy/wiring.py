@@ -18,7 +18,7 @@ from serve_common.adapters.process_metrics import register_process_metrics
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.adapters.trace_metrics import register_trace_metrics
 from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
+from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
 from serve_common.bus.requests import Inbox
 from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
@@ -198,6 +198,7 @@ class Proxy:
         )
         self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
         self._bus.on_connected.append(self._dispatcher.bus_is_back)
+        self._bus.on_answers_again.append(self._dispatcher.bus_answers_again)
         self._log_outlet = (
             None if logs is None else BusLogOutlet(logs, self._bus, subjects, "proxy", settings.proxy_id)
         )
@@ -293,4 +294,6 @@ def _bus_options(settings: ProxySettings) -> BusOptions:
         name=f"proxy {settings.proxy_id} data",
         inbox_prefix=bus.inbox_prefix,
         tls_ca_file=bus.tls_ca_file,
+        ping_interval_s=ROUTER_PING_INTERVAL_S,
+        outstanding_pings_max=ROUTER_PINGS_MAX,
     )

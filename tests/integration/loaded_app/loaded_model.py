@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -26,6 +27,9 @@ class Loaded:
         body = await request.body()
         if body == b"die" or "die" in request.query_params:
             os._exit(1)
+        if "record" in request.query_params:
+            with Path(request.query_params["record"]).open("a") as runs:  # noqa: ASYNC230 - a line
+                runs.write(f"{request.query_params['number']}\n")
         await asyncio.sleep(float(request.query_params["work_s"]))
         # The stack marks all that a host's process starts with the host's name.
         who = (self._version, self._configuration, str(os.getpid()), os.environ.get("MUSTER_PROCESS", ""))

@@ -23,7 +23,7 @@ from muster.handles.location import find_bus, find_outside
 from muster.handles.router import BUCKET_WAIT_S, CALLS_NO_LONGER, HandleRouter
 from serve_common.adapters.bucket_connection import BucketConnection
 from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
+from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
 from serve_common.bus.requests import Inbox
 from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
@@ -67,6 +67,8 @@ class _Parts:
                 name=name,
                 inbox_prefix=settings.inbox_prefix,
                 tls_ca_file=settings.tls_ca_file,
+                ping_interval_s=ROUTER_PING_INTERVAL_S,
+                outstanding_pings_max=ROUTER_PINGS_MAX,
             ),
             chance,
         )
@@ -86,6 +88,7 @@ class _Parts:
         self._beat = Beat(dispatcher, routes, outgoing, models)
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_is_back)
+        self._bus.on_answers_again.append(dispatcher.bus_answers_again)
 
     def start(self) -> None:
         """Connect in the background; calls wait meanwhile."""

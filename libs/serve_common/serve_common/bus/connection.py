@@ -7,6 +7,7 @@ given up or asked somebody else), so `publish` fails at once and the caller deci
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, final
@@ -51,6 +52,9 @@ class BusConnection:
         """`chance` spreads the waits between reconnects."""
         self.on_connected: Final[list[Callable[[], None]]] = []
         self.on_disconnected: Final[list[Callable[[], None]]] = []
+        self.on_answers_again: Final[list[Callable[[float], None]]] = []
+        """Called, with the loop's time from which on nothing may have come through, when the bus answers again after
+        it did not for `ping_interval_s`, or was away; in the latter case after `on_connected`."""
         self.after_messages: Callable[[], None] | None = None
         """Called in the read path when all messages that came at once were handed over."""
         self.reader: LinkReader | None = None
@@ -65,6 +69,8 @@ class BusConnection:
         self._chance = chance
         self._link: Link | None = None
         self._linked_at_s = 0.0
+        self._away_since: float | None = None
+        """Set while there is no link."""
         self._is_started = False
         self._is_closed = False
         self._subscriptions = Subscriptions(self._write, self._flush_quietly, self._count_failure)
@@ -117,6 +123,12 @@ class BusConnection:
     def is_connected(self) -> bool:
         """True while publishing is possible."""
         return self._link is not None
+
+    @property
+    def answers(self) -> bool:
+        """False while disconnected, and while the server has not answered for `ping_interval_s` and more."""
+        link = self._link
+        return link is not None and link.silent_since is None
 
     @property
     def max_payload(self) -> int:
@@ -215,11 +227,20 @@ class BusConnection:
         if has_other and link is self._link:
             link.end(BusUnavailable("the server is shutting down"))
 
+    def take_answer_again(self, silent_since: float) -> None:
+        """Tell that nothing came through since then, and that it does now."""
+        silent_s = asyncio.get_running_loop().time() - silent_since
+        self._log.warning("bus_answers_again", silent_s=round(silent_s, 1))
+        listeners = [functools.partial(listener, silent_since) for listener in self.on_answers_again]
+        self._tell(listeners, "on_answers_again")
+
     def take_end(self, link: Link) -> None:
         """Report the loss and wake the loop that reconnects."""
         if link is not self._link:
             return
         self._link = None
+        now = asyncio.get_running_loop().time()
+        self._away_since = now if link.silent_since is None else link.silent_since
         if self.reader is not None:
             self.reader.detach()
         self._log.warning("bus_disconnected", server=link.server, reason=str(link.failure))
@@ -252,6 +273,9 @@ class BusConnection:
         if self.reader is not None:
             self.reader.attach(link)
         self._tell(self.on_connected, "on_connected")
+        since, self._away_since = self._away_since, None
+        if since is not None:
+            self.take_answer_again(since)
 
     def _write(self, line: bytes) -> None:
         if self._link is not None:
@@ -265,7 +289,7 @@ class BusConnection:
         except BusUnavailable as error:
             self._log.warning("bus_drain_incomplete", reason=str(error))
 
-    def _tell(self, listeners: list[Callable[[], None]], which: str) -> None:
+    def _tell(self, listeners: Sequence[Callable[[], None]], which: str) -> None:
         for listener in tuple(listeners):
             try:
                 listener()

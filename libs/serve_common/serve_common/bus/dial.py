@@ -46,6 +46,7 @@ class Dialer:
         failure: Exception | None = None
         failed_rounds = 0
         while True:
+            begun = loop.time()
             for _ in self._addresses:
                 left_s = until_s - loop.time()
                 try:
@@ -59,6 +60,9 @@ class Dialer:
                     if failure is None or not (is_cut_short and isinstance(error.__cause__, TimeoutError)):
                         failure = error
             wait_s = reconnect_wait_s(self._options, failed_rounds, self._chance)
+            if loop.time() - begun >= self._options.connect_timeout_s:
+                # Nobody refused: a server hangs, and lets in whoever knocks in the moment in which it goes on.
+                wait_s = self._options.reconnect_wait_min_s
             if loop.time() + wait_s >= until_s:
                 raise BusUnavailable(f"no NATS server let us in for {timeout_s} s: {failure}") from failure
             await asyncio.sleep(wait_s)

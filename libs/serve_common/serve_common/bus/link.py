@@ -42,6 +42,9 @@ class LinkOwner(Protocol):
     def take_lame_duck(self, link: Link) -> None:
         """The server is about to leave."""
 
+    def take_answer_again(self, silent_since: float) -> None:
+        """The server had not answered since then, by the loop's clock, and does so now; told before the messages."""
+
     def take_end(self, link: Link) -> None:
         """The link cannot be used any more, see `link.failure`. Comes once, and not after `Link.close`."""
 
@@ -75,6 +78,9 @@ class Link(asyncio.Protocol):
         self._pongs: deque[asyncio.Future[None] | None] = deque()
         self._has_heard = False
         self._unheard_pings = 0
+        self._pinged_at = 0.0
+        self.silent_since: float | None = None
+        """From when on the server may have been hanging; None while it answers within `ping_interval_s`."""
         self._keepalive: asyncio.TimerHandle | None = None
         self._last_server_error = ""
 
@@ -85,6 +91,8 @@ class Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._has_heard = True
+        if self.silent_since is not None:
+            self._end_silence()
         try:
             ops = self._parser.feed(data)
         except ProtocolError as error:
@@ -150,6 +158,7 @@ class Link(asyncio.Protocol):
 
     def start_keepalive(self) -> None:
         """Ping regularly from now on, and end the link when nothing is heard for too long."""
+        self._pinged_at = self._loop.time()
         self._keepalive = self._loop.call_later(self._options.ping_interval_s, self._ping)
 
     def end(self, failure: Exception) -> None:
@@ -278,10 +287,24 @@ class Link(asyncio.Protocol):
         if self._unheard_pings >= self._options.outstanding_pings_max:
             self.end(BusUnavailable(f"the server did not answer {self._unheard_pings} pings"))
             return
+        self._look_for_silence(is_silent=is_silent)
         self._has_heard = False
         self._pongs.append(None)
         self.write(PING)
         self.start_keepalive()
+
+    def _look_for_silence(self, *, is_silent: bool) -> None:
+        interval_s = self._options.ping_interval_s
+        if not is_silent:
+            self._end_silence()
+        elif self.silent_since is None and self._loop.time() - self._pinged_at < 1.5 * interval_s:
+            # Later than that it was this loop that stood still, and the answer may be there.
+            self.silent_since = self._pinged_at - interval_s
+
+    def _end_silence(self) -> None:
+        since, self.silent_since = self.silent_since, None
+        if since is not None:
+            self._owner.take_answer_again(since)
 
     def _require_alive(self) -> None:
         if self.failure is not None:

@@ -13,6 +13,10 @@ from typing import Final
 from urllib.parse import urlsplit
 
 DEFAULT_PORT: Final = 4222
+ROUTER_PING_INTERVAL_S: Final = 1.0
+"""Routers must know soon that a bus hangs: what they conclude from silence is wrong from then on."""
+ROUTER_PINGS_MAX: Final = 10
+"""As long as with the defaults: a connection that only hangs is worth keeping."""
 
 
 @dataclass(frozen=True, slots=True)

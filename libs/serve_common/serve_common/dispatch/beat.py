@@ -113,14 +113,17 @@ class Beat:
             return
         if now >= call.ask.deadline and not call.status:  # what has begun may go on
             message = f"replica {attempt.replica} did not answer in time"
+            # A bus that hangs delivers nothing, and nobody is to blame for what does not come.
             is_silent = (
-                self._outgoing.is_connected
+                self._outgoing.bus_answers
                 and attempt.heard_at < attempt.probed_at
                 and now - attempt.heard_at >= _probe_after_s(call, attempt) + _patience_s(call)
             )
             self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
             return
         since_s = now - max(attempt.heard_at, attempt.probed_at)
+        if not self._outgoing.bus_answers:
+            return  # probes would gather there, and all come at once
         if since_s >= PROBE_AFTER_S or (
             since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
         ):

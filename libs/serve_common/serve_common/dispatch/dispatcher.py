@@ -152,6 +152,15 @@ class Dispatcher:
         """Send what was parked, and find out what became of what was under way."""
         self._parking.bus_is_back()
 
+    def bus_answers_again(self, since: float) -> None:
+        """The bus was away, or did not answer, from ``since`` until now: what was concluded from that is taken back.
+
+        To be called before what comes after it is read, and after `bus_is_back` where the connection was made anew.
+        """
+        self.suspicions.reconnected(self._loop.time())
+        for router in list(self._routes.routers.values()):
+            self.perform(router, router.forgive(since))
+
     def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
         """Send what the router gave a slot."""
         todo = deque(dispatches)

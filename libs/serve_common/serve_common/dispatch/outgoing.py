@@ -48,6 +48,11 @@ class Outgoing:
         """True while anything can be sent."""
         return self._bus.is_connected
 
+    @property
+    def bus_answers(self) -> bool:
+        """False while nothing can be concluded from anybody's silence."""
+        return self._bus.answers
+
     def begin(self, call: Call, replica: ReplicaTag) -> None:
         """Send the request to ``replica``: a new attempt.
 

@@ -14,6 +14,11 @@ class Bus(Protocol):
         """True while publishing is possible."""
         ...
 
+    @property
+    def answers(self) -> bool:
+        """False while it is not connected, or has not answered a ping for a while."""
+        ...
+
     def publish(
         self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
     ) -> None:

@@ -22,7 +22,17 @@ TRIAL_RETRY_S: Final = 1.0
 class Circuit:
     """Closed: all may pass. Open: nobody may, for a time. Then one may try, and the others wait for what it finds."""
 
-    __slots__ = ("_config", "_recent", "_shut_until", "_trial", "failures", "is_open", "opened", "refused")
+    __slots__ = (
+        "_config",
+        "_ill_since",
+        "_recent",
+        "_shut_until",
+        "_trial",
+        "failures",
+        "is_open",
+        "opened",
+        "refused",
+    )
 
     def __init__(self, config: CircuitBreaker) -> None:
         self.is_open = False
@@ -36,6 +46,8 @@ class Circuit:
         self._config = config
         self._recent = RecentCounts(config.window_s)
         self._shut_until = 0.0
+        self._ill_since = 0.0
+        """When it opened last after it had been closed."""
         self._trial: RequestKey | None = None
 
     def configure(self, config: CircuitBreaker, answered: int) -> None:
@@ -99,7 +111,19 @@ class Circuit:
         """What has failed is gone, and what comes in its place has shown nothing yet; ``answered`` as in `fail`."""
         self._close(answered)
 
+    def forgive(self, since: float, answered: int) -> None:
+        """What failed from ``since`` on was no fault of the backend: an opening since then is taken back.
+
+        One that had opened before lets a trial pass at once.
+        """
+        if not self.is_open or self._ill_since >= since:
+            self._close(answered)
+        else:
+            self._shut_until, self._trial = 0.0, None
+
     def _open(self, now: float) -> None:
+        if not self.is_open:
+            self._ill_since = now
         self.is_open = True
         self.opened += 1
         self._trial = None

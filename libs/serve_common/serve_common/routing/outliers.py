@@ -42,6 +42,7 @@ class Outliers:
             return False
         slots.failures = 0
         slots.times_ejected = min(slots.times_ejected + 1, TIMES_MAX)
+        slots.ejected_at = now
         slots.ejected_until = now + config.ejection_time_s * slots.times_ejected
         slots.is_ejected = True
         self.ejected.append(slots)
@@ -62,6 +63,14 @@ class Outliers:
         returned = [slots for slots in self.ejected if slots.ejected_until <= now]
         if returned:
             self.ejected = [slots for slots in self.ejected if slots.ejected_until > now]
+        return _returned(returned)
+
+    def forgive(self, since: float) -> list[ReplicaSlots]:
+        """What failed from ``since`` on was no fault of the replicas: returned are those that were ejected by it."""
+        returned = [slots for slots in self.ejected if slots.ejected_at >= since]
+        self.ejected = [slots for slots in self.ejected if slots.ejected_at < since]
+        for slots in returned:
+            slots.times_ejected -= 1
         return _returned(returned)
 
     def discard(self, slots: ReplicaSlots) -> None:

@@ -78,6 +78,12 @@ class ReplicaPool:
         if self.outliers.fail(slots, now, count):
             self.close(slots)
 
+    def forgive(self, since: float) -> None:
+        """Nothing that failed from ``since`` on was a replica's fault."""
+        for slots in self.replicas.values():
+            slots.failures = 0
+        self.refresh(self.outliers.forgive(since))
+
     def block(self, slots: ReplicaSlots) -> None:
         """``slots`` was blocked for a time."""
         self.blocked.add(slots.tag)

@@ -43,6 +43,7 @@ class ReplicaSlots:
         "blocked_until",
         "busy_wait_s",
         "code_version",
+        "ejected_at",
         "ejected_until",
         "failures",
         "has_failed",
@@ -85,7 +86,7 @@ class ReplicaSlots:
         self.times_ejected = 0
         """In a row."""
         self.is_ejected = False
-        self.ejected_until = 0.0
+        self.ejected_at = self.ejected_until = 0.0
         self.code_version: int | None = None
         """None while all replicas run the same one."""
         self.models: frozenset[str] = frozenset()

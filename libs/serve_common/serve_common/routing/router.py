@@ -356,6 +356,12 @@ class Router:
         self._pool.reopen(now)
         return self._dispatch_waiting()
 
+    def forgive(self, since: float) -> Sequence[Dispatch]:
+        """Take back what was concluded about replicas and backend from ``since`` on: the bus did not answer."""
+        self.circuit.forgive(since, self.answered)
+        self._pool.forgive(since)
+        return self._dispatch_waiting()
+
     def expire(self, now: float) -> Sequence[RequestKey]:
         """Forget and return the waiting requests whose deadline is reached; all, while the backend is stopped."""
         if self.is_stopped:

@@ -25,6 +25,9 @@ LEASE_TTL_S: Final = 5.0
 RENEW_EVERY_S: Final = LEASE_TTL_S / 3
 STANDBY_POLL_S: Final = 0.25
 STORE_RETRY_S: Final = 0.5
+BEAT_S: Final = 0.5
+STORE_SLOW_S: Final = 2.0
+"""A leader whose store has not answered for so long is not ready, before the attempt has failed."""
 
 Lead = Callable[[int, Checkpoint], Awaitable[None]]
 """Leads with an epoch from a checkpoint until cancelled, or raises `FencedOut`."""
@@ -40,11 +43,15 @@ class Leadership:
         self.epoch: int | None = None
         """The epoch while this controller leads."""
         self.is_store_away = False
-        """Whether a controller that does not lead asked the store in vain last: it could not take over."""
+        """Whether the store was asked in vain last: nothing could be recorded, and nobody could take over."""
+        self.is_store_slow = False
+        """Whether it has not answered a renewal for `STORE_SLOW_S`; a leader's only."""
         self._lease = asyncio.Lock()
         self._beat_at = float("-inf")
         """When the lease was last known to be ours or, failing that, when the store was last asked in vain."""
         self._is_in_doubt = False
+        self._asked_at: float | None = None
+        """Since when the store has not answered a renewal; None while it is not asked."""
 
     @property
     def is_sure(self) -> bool:
@@ -140,6 +147,7 @@ class Leadership:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts.append(tasks.create_task(until_lost(self._renew), name="renew_leadership"))
+                parts.append(tasks.create_task(until_lost(self._keep_beating), name="keep_beating"))
                 parts.append(
                     tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead")
                 )
@@ -158,14 +166,27 @@ class Leadership:
             async with self._lease:
                 assert self.epoch is not None
                 self._beat()
-                begun = self._beat_at
+                begun = self._asked_at = self._beat_at
                 try:
                     await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
                 except StoreUnavailable as error:
                     self._beat()
+                    self.is_store_away = True
                     _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
                 else:
+                    self.is_store_away = False
                     self._know_from(begun)
+                finally:
+                    self._asked_at, self.is_store_slow = None, False
+
+    async def _keep_beating(self) -> None:
+        """A store that hangs holds up whoever asks it, for longer than the lease; that is no standing still."""
+        while True:
+            raise_if_cancelled()
+            await asyncio.sleep(BEAT_S)
+            self._beat()
+            asked_at = self._asked_at
+            self.is_store_slow = asked_at is not None and self._beat_at - asked_at >= STORE_SLOW_S
 
     def _know_from(self, begun: float) -> None:
         """The store has said that the lease is ours; it was asked at ``begun``."""

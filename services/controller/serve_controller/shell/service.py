@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
-from serve_common.errors import BusUnavailable, FencedOut
+from serve_common.errors import BusUnavailable, FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.ports import Clock
 from serve_common.tasks import TaskOwner, raise_if_cancelled
@@ -100,15 +100,26 @@ class ControllerService:
         term = self.term
         if self._liveness.is_away:
             return "NATS does not answer"
-        if term is not None and not term.is_store_available:
+        leadership = self._leadership
+        is_away = leadership.is_store_away or leadership.is_store_slow
+        if term is not None and (is_away or not term.is_store_available):
             return "this controller leads, but Postgres is away: it answers queries and refuses commands"
         if term is None and self._leadership.is_store_away:
             return "this controller does not lead and could not take over: Postgres is away"
         return None
 
     def _leading_term(self) -> Term | None:
-        """The term, unless this process slept so long that another one may lead by now."""
-        return self.term if self._leadership.is_sure else None
+        """The term, unless this process slept so long that another one may lead by now.
+
+        Raises `StoreUnavailable` when the store, which alone could tell, does not answer either.
+        """
+        if self._leadership.is_sure:
+            return self.term
+        if self.term is not None and (self._leadership.is_store_away or self._leadership.is_store_slow):
+            raise StoreUnavailable(
+                "this controller stood still, and Postgres does not say whether it still leads"
+            )
+        return None
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         """A report came; only a leader needs it."""
@@ -156,6 +167,7 @@ class ControllerService:
             telemetry=self._telemetry,
             regain=self._leadership.regain,
             claims=self._claims,
+            is_store_away=lambda: self._leadership.is_store_away,
         )
         self._newest_epoch = 0  # the store has just said that this epoch is the newest
         term.on_change = self._wake.set

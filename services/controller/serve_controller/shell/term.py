@@ -78,11 +78,14 @@ class Term:
         telemetry: Telemetry,
         regain: Callable[[int], Awaitable[int]],
         claims: Claims = NO_CLAIMS,
+        is_store_away: Callable[[], bool] = lambda: False,
     ) -> None:
         """``checkpoint`` was loaded after leadership of ``epoch`` was gained.
 
         ``regain`` begins a new epoch above a number, ``claims`` are those of this process's former terms.
+        ``is_store_away`` says that the store was asked in vain last, beside this term.
         """
+        self._is_store_away = is_store_away
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.is_store_available = True
@@ -181,6 +184,9 @@ class Term:
         ``request`` is the command as it was sent and ``who`` who sent it, for the audit log. Raises a `CommandRefused`
         (nothing changed), `StoreUnavailable` (it may have been made: the caller tries again) or `FencedOut`.
         """
+        if self._is_store_away():
+            # In their turn, each would wait until its attempt has failed, and the last one for minutes.
+            raise StoreUnavailable("Postgres does not answer; nothing was changed")
         async with self._turn:
             await self._make_certain()
             if self.observed.bucket is None or self._hears_claims():
