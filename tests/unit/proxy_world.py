@@ -37,11 +37,15 @@ class Bus:
     def __init__(self) -> None:
         self.is_connected = True
         self.is_full = False
-        self.answers = True
+        self.hangs = False
         self.sent: list[tuple[str, bytes, object, bytes]] = []
         self.wakes: list[Wake] = []
         self.receivers: dict[bytes, tuple] = {}
         self.tokens = 0
+
+    @property
+    def answers(self) -> bool:
+        return self.is_connected and not self.hangs
 
     def publish(self, subject, payload, reply=b"", headers=None) -> None:
         if not self.is_connected:

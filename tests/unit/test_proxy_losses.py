@@ -241,7 +241,7 @@ async def test_a_deadline_that_passes_while_the_bus_is_away_says_nothing_of_the_
     world.put(*R[:4], **FRAGILE)
     tasks = [await world.ask(timeout_s=3.0) for _ in range(20)]
     world.bus.is_connected = False
-    for _ in range(120):
+    for _ in range(121):
         world.now += 0.025
         world.beat.look(world.now)
     for task in tasks:
