@@ -41,6 +41,15 @@ def _quick_prometheus(directory: Path) -> Path:
     return directory
 
 
+def _apps(directory: Path) -> Path:
+    """The examples, and what attacks its host. The users of the containers are others than ours."""
+    shutil.copytree(ROOT / "examples", directory)
+    shutil.copytree(Path(__file__).parent / "hostile_app", directory / "hostile_app")
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return directory
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Every service but Grafana, whose image need not be at hand."""
@@ -53,13 +62,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     files = ["compose.yaml", "deploy/grafana/left-out.yaml", "tests/compose/quick.yaml"]
     compose = DockerCompose(ROOT, files, build=True, wait=False)
     prometheus = _quick_prometheus(tmp_path_factory.mktemp("prometheus") / "etc")
+    apps = _apps(tmp_path_factory.mktemp("models") / "apps")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("COMPOSE_PROJECT_NAME", PROJECT)
         environment.setenv("MUSTER_SECRETS", str(secrets.directory))
         environment.setenv("MUSTER_TEST_PROMETHEUS", str(prometheus))
+        environment.setenv("MUSTER_APPS", str(apps))
         for name in ("HTTP", "NATS", "PROMETHEUS"):
             environment.setenv(f"MUSTER_{name}_PORT", "127.0.0.1:0")
-        for name in ("MUSTER_APPS", "MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):
+        for name in ("MUSTER_REQUIREMENTS", "COMPOSE_PROFILES", "COMPOSE_FILE"):
             environment.delenv(name, raising=False)
         compose.stop()  # what a run that was killed left behind
         with compose:

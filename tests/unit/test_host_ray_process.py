@@ -267,7 +267,7 @@ class World:
 
     async def opened(self, script: str) -> RayProcess:
         """A host's end whose other end says that Ray is there and then runs ``script``."""
-        process = RayProcess(SETTINGS, [sys.executable, "-c", _PRELUDE + RESOURCES + script])
+        process = RayProcess(SETTINGS, command=[sys.executable, "-c", _PRELUDE + RESOURCES + script])
         self.processes.append(process)
         await process.open(self.events.append, lambda: self.backlog)
         return process
@@ -315,7 +315,7 @@ async def test_the_end_of_the_runtime_is_the_end_of_the_host_and_says_why(
 
 async def test_a_runtime_that_cannot_start_ray_says_so(world: World) -> None:
     said = f"said({body(OpenFailed('no port is free'))!r})\ntime.sleep(60)"
-    process = RayProcess(SETTINGS, [sys.executable, "-c", _PRELUDE + said])
+    process = RayProcess(SETTINGS, command=[sys.executable, "-c", _PRELUDE + said])
     world.processes.append(process)
     with pytest.raises(RayUnavailable, match="no port is free"):
         await process.open(world.events.append, lambda: 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.secrets import NAMES, NATS_INCLUDE, NATS_ROLES, SecretUnusable, generate
+from muster.secrets import NAMES, NATS_INCLUDE, NATS_ROLES, READ_AS_ROOT, SecretUnusable, generate
 
 
 def mode_of(path: Path) -> int:
@@ -30,7 +30,9 @@ def test_only_the_owner_may_read_them(tmp_path: Path) -> None:
 def test_for_containers_the_files_open_up_behind_a_closed_directory(tmp_path: Path) -> None:
     made = generate(tmp_path / "secrets", for_containers=True)
     assert mode_of(made.directory) == 0o700
-    assert {mode_of(path) for path in made.directory.iterdir()} == {0o644}
+    modes = {path.name: mode_of(path) for path in made.directory.iterdir()}
+    assert {name for name, mode in modes.items() if mode == 0o600} == set(READ_AS_ROOT)
+    assert {mode for name, mode in modes.items() if name not in READ_AS_ROOT} == {0o644}
 
 
 def test_a_second_call_keeps_every_value_and_the_very_file_of_the_include(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ password stands in an environment that ``docker inspect`` or ``ps`` shows.
 
 Modes. The directory is 0700. Its files are 0600, or 0644 with ``for_containers``: compose mounts each file by itself
 and keeps its owner and mode, and the processes in the containers run as other users; on this machine the
-directory's 0700 still keeps everybody else out.
+directory's 0700 still keeps everybody else out. Those of the replica host (`READ_AS_ROOT`) stay 0600: it reads them as
+root before it becomes another user, for user code runs in its container.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ NAMES: Final = (
     "postgres_superuser_password",
     "grafana_admin_password",
 )
+
+READ_AS_ROOT: Final = ("nats_host", "nats_replica")
+"""What a container reads that starts as root."""
 
 _ENTROPY_BYTES: Final = 24
 _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{8,128}")
@@ -76,7 +80,7 @@ def generate(directory: Path, *, for_containers: bool = False) -> Secrets:
             path = made.path(name)
             if not path.exists():
                 _write(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
-            path.chmod(mode)
+            path.chmod(0o600 if name in READ_AS_ROOT else mode)
         include = made.path(NATS_INCLUDE)
         text = _nats_include(made)
         # Left alone when nothing changed: a container mounts this very file, not its name.

@@ -20,33 +20,64 @@ from serve_common.errors import BadField
 from serve_common.settings import Environment
 from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.ray_process import RayProcess, ray_settings
-from serve_replica_host.settings import read_host_settings
+from serve_replica_host.adapters.unix_users import (
+    HostUsers,
+    acting_as,
+    become,
+    choose_users,
+    share_directory,
+)
+from serve_replica_host.settings import HostSettings, read_host_settings
 
 
 def main() -> int:
     """Run until told to stop. The exit status: 2 for bad settings, else as `run_host`."""
     try:
-        settings = read_host_settings(Environment())
-        Path(settings.metrics_dir).mkdir(parents=True, exist_ok=True)
-        log_socket = LogSocket(Path(settings.ray_temp_dir))
-        no_logs = log_socket.bind()
-        runtime = RayProcess(ray_settings(settings, "" if no_logs else str(log_socket.path)))
+        settings = read_host_settings(
+            Environment()
+        )  # secrets, too: what is read later is read as another user
+        users = choose_users(settings.host_user, settings.replica_user)
+        log_socket = LogSocket(Path(settings.own_dir))
+        with acting_as(users.host, *users.shared_groups):
+            _make_directories(settings, users)
+            no_logs = log_socket.bind(users.shared_gid)
+        runtime = RayProcess(ray_settings(settings, "" if no_logs else str(log_socket.path)), users.replica)
+        if users.host is not None:
+            become(users.host, *users.shared_groups)
     except (BadField, OSError) as error:
         sys.stderr.write(f"serve_replica_host: {error}\n")
         return 2
     logs = configure_logs("replica-host", host_id=settings.host_id)
+    log = structlog.get_logger(__name__)
     if no_logs:
-        structlog.get_logger(__name__).warning("no_log_socket", reason=no_logs)
+        log.warning("no_log_socket", reason=no_logs)
+    if users.replica is None:
+        log.warning(
+            "user_code_has_the_hosts_rights",
+            uid=os.geteuid(),
+            reason="SERVE_REPLICA_USER names no other user",
+        )
+    else:
+        log.info("user_code_is_another_user", uid=users.replica.uid, host_uid=os.geteuid())
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = settings.metrics_dir
     from serve_replica_host.wiring import run_host  # noqa: PLC0415 - see above
 
     try:
         return asyncio.run(run_host(settings, logs, runtime, log_socket))
-    except Exception as error:  # noqa: BLE001 - no end may be silent
-        structlog.get_logger(__name__).critical("host_ended_by_an_error", exc_info=error)
+    except Exception as error:
+        log.critical("host_ended_by_an_error", exc_info=error)
         return 1
     finally:
         logs.flush()
+
+
+def _make_directories(settings: HostSettings, users: HostUsers) -> None:
+    if users.shared_gid is None:
+        Path(settings.metrics_dir).mkdir(parents=True, exist_ok=True)
+        return
+    # Replicas pass through the one, and make files in the other that only they and the host may remove.
+    share_directory(Path(settings.own_dir), users.shared_gid, 0o710)
+    share_directory(Path(settings.metrics_dir), users.shared_gid, 0o1770)
 
 
 def _end(status: int) -> NoReturn:

@@ -24,6 +24,8 @@ SPARE_REPLICAS: Final = 8
 RAY_TEMP_DIR_LENGTH_MAX: Final = 40
 """Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
 
+OWN_DIR_SUFFIX: Final = "-host"
+
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is configurable about a host."""
@@ -47,6 +49,12 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Replica processes that a local runtime keeps started ahead, at the most; half of them while few replicas run."""
     drain_timeout_s: float
     """How long leaving may take."""
+    own_dir: str = ""
+    """Where the host's sockets are; Ray's directory, unless that is another user's."""
+    host_user: str = ""
+    """Whom the host becomes once it has read its secrets: ``name``, ``uid`` or ``uid:gid``; empty: nobody else."""
+    replica_user: str = ""
+    """Who runs Ray and user code, as for ``host_user``; empty: the host's user."""
     tracing: TracingSettings | None = None
     """Of its replicas; None: nothing is traced."""
 
@@ -61,6 +69,9 @@ def read_host_settings(environment: Environment) -> HostSettings:
             "Ray puts unix sockets below it",
         )
     host_id = HostId(environment.identity("SERVE_HOST_ID"))
+    replica_user = environment.optional("SERVE_REPLICA_USER") or ""
+    # What is another user's is no place for what the host makes.
+    own_dir = f"{ray_temp_dir}{OWN_DIR_SUFFIX}" if replica_user else ray_temp_dir
     return HostSettings(
         host_id=host_id,
         bus=read_bus_settings(environment, "host"),
@@ -70,10 +81,11 @@ def read_host_settings(environment: Environment) -> HostSettings:
         ray_address=environment.optional("RAY_ADDRESS"),
         num_cpus=environment.integer("SERVE_NUM_CPUS", 0, 0, 10_000) or None,
         app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
-        metrics_dir=environment.text(
-            "PROMETHEUS_MULTIPROC_DIR", str(Path(ray_temp_dir) / f"metrics-{host_id}")
-        ),
+        metrics_dir=environment.text("PROMETHEUS_MULTIPROC_DIR", str(Path(own_dir) / f"metrics-{host_id}")),
         spare_replicas=environment.integer("SERVE_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
+        own_dir=own_dir,
+        host_user=environment.optional("SERVE_HOST_USER") or "",
+        replica_user=replica_user,
         tracing=read_tracing_settings(environment.variables),
     )

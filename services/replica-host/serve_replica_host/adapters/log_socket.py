@@ -6,6 +6,7 @@ Why a thread: whoever reads standard error may be slow, and the host's loop must
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
@@ -39,12 +40,18 @@ class LogSocket:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="replica-logs", daemon=True)
 
-    def bind(self) -> str:
-        """Let lines wait from now on. Empty, or why there can be no socket; replicas then write to Ray's files."""
+    def bind(self, gid: int | None = None) -> str:
+        """Let lines wait from now on. Empty, or why there can be no socket; replicas then write to Ray's files.
+
+        ``gid`` is the group of replicas that run as another user.
+        """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_unheard(self.path.parent)
             self._socket.bind(str(self.path))
+            if gid is not None:
+                os.chown(self.path, -1, gid)
+                self.path.chmod(0o620)
         except OSError as error:
             return f"{self.path}: {error}"
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _WAITING_BYTES)

@@ -17,6 +17,7 @@ and its pid. Any text without an underscore would do.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -166,7 +167,9 @@ class MetricsFiles(Collector):
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in ("*.db", "*.new"):
             for file in self._directory.glob(pattern):
-                file.unlink()
+                # What is no file was not left by a replica of ours, and must not keep the host from starting.
+                with contextlib.suppress(OSError):
+                    file.unlink()
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is depends on the files."""

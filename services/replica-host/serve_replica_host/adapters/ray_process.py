@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import structlog
 
@@ -51,6 +51,7 @@ from serve_replica_host.adapters.ray_protocol import (
     encode,
     read_body,
 )
+from serve_replica_host.adapters.unix_users import UnixUser, drop_privileges
 from serve_replica_host.core.events import ProcessEnded, Reconfigured, ReplicaEvent, StartFailed
 from serve_replica_host.settings import HostSettings
 
@@ -71,13 +72,14 @@ _KEPT: Final = frozenset({"SERVE_LOG_LEVEL", "SERVE_UNCOUNTED"})
 _OURS: Final = re.compile(r"SERVE_.*|MUSTER_.*(PASSWORD|SECRET|TOKEN|KEY|_FILE).*|PROMETHEUS_MULTIPROC_DIR")
 
 
-def runtime_environment(variables: Mapping[str, str]) -> dict[str, str]:
+def runtime_environment(variables: Mapping[str, str], user: UnixUser | None = None) -> dict[str, str]:
     """What the runtime, and with it user code, inherits of the host's ``variables``: nothing that the host is told."""
-    return {
+    kept = {
         name: value
         for name, value in variables.items()
         if name in _KEPT or _OURS.fullmatch(name.upper()) is None
     }
+    return kept if user is None else kept | {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
 
 
 def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
@@ -100,8 +102,12 @@ def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
 class RayProcess:
     """`ports.ReplicaRuntime` by a process of its own; events arrive on the loop that called `open`."""
 
-    def __init__(self, settings: RaySettings, command: Sequence[str] = COMMAND) -> None:
-        """Starts the process, which begins to start Ray; ``command`` gets its end of the socket as last argument.
+    def __init__(
+        self, settings: RaySettings, user: UnixUser | None = None, *, command: Sequence[str] = COMMAND
+    ) -> None:
+        """Starts the process as ``user``; it begins to start Ray.
+
+        ``command`` gets its end of the socket as last argument.
 
         Called on the main thread: its guardian is told when the thread that started it ends. Raises OSError.
         """
@@ -115,7 +121,7 @@ class RayProcess:
         self._silent_s = 0.0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._process = _start_process(command, theirs, runtime_environment(os.environ))
+            self._process = _start_process(command, theirs, user)
         with contextlib.suppress(OSError):  # its end is told by its exit status
             self._socket.sendall(encode(Open(settings)))
 
@@ -254,20 +260,31 @@ class RayProcess:
 
 
 def _start_process(
-    command: Sequence[str], connection: socket.socket, environment: dict[str, str]
+    command: Sequence[str], connection: socket.socket, user: UnixUser | None
 ) -> subprocess.Popen[bytes]:
     """With a guardian above it: Ray's agents outlive a raylet that was killed by a minute."""
+    as_user: dict[str, Any] = {}
+    if user is not None:
+        as_user = {"user": user.uid, "group": user.gid, "extra_groups": [], "preexec_fn": _enter}
     return subprocess.Popen(  # noqa: S603 - our own command line
         [
             *(sys.executable, "-I", "-S", str(guardian.__file__)),
             *("--parent", str(os.getpid()), "--stop-signal", str(int(signal.SIGKILL)), "--"),
             *(*command, str(connection.fileno())),
         ],
-        env=environment,
+        env=runtime_environment(os.environ, user),
         stdin=subprocess.DEVNULL,
         pass_fds=(connection.fileno(),),
         start_new_session=True,  # a Ctrl-C is the host's to hear
+        **as_user,
     )
+
+
+def _enter() -> None:
+    """As the other user, before the program."""
+    drop_privileges()
+    if not os.access(".", os.R_OK | os.X_OK):
+        os.chdir("/")
 
 
 def _describe(status: int) -> str:
