@@ -20,8 +20,8 @@ HOST_UID, REPLICA_UID = "10001", "10002"
 @pytest.fixture(scope="module")
 def hostile(stack: Stack) -> Iterator[Stack]:
     stack.muster(
-        "deploy", "hostile:Attacks", "--name", "hostile", "--route-prefix", "/hostile", "--app-dir", "/apps/hostile_app",
-        "--num-cpus", "0.1", "--health-check-period-s", "1",
+        "deploy", "hostile:Attacks", "--name", "hostile", "--route-prefix", "/hostile",
+        "--app-dir", "/apps/hostile_app", "--num-cpus", "0.1", "--health-check-period-s", "1",
     )  # fmt: skip
     yield stack
     stack.muster("delete", "hostile")
@@ -52,7 +52,7 @@ def test_the_host_is_one_user_and_ray_with_all_user_code_another_and_none_has_a_
     hostile: Stack,
 ) -> None:
     found = processes(hostile)
-    (host,) = [status for command, status in found.items() if command.endswith("-m serve_replica_host")]
+    (host,) = [status for command, status in found.items() if command == "python -m serve_replica_host"]
     assert host["Uid"].split() == [HOST_UID] * 4
     rest = {
         command: status
@@ -101,7 +101,7 @@ def test_what_is_unpickled_runs_as_the_replicas_user_and_the_host_goes_on(hostil
 
     hostile.wait_until(lambda: runtime in bombs(), "Ray's driver has unpickled one", bombs)
     assert set(bombs().values()) == {REPLICA_UID}
-    assert any(command.endswith("-m serve_replica_host") for command in processes(hostile))
+    assert any(command == "python -m serve_replica_host" for command in processes(hostile))
 
 
 def test_what_user_code_leaves_behind_keeps_no_container_from_starting_again(hostile: Stack) -> None:

@@ -34,12 +34,15 @@ class Attacks:
                 self._arm()
                 return {"armed": os.getpid()}
             case "bombs":
-                return BOMBS.read_text().split("\n") if BOMBS.exists() else []
+                return self._bombs()
             case "wreck":
                 return self._wreck()
             case "find":
                 return self._find(await request.body())
         return self._look()
+
+    def _bombs(self) -> list[str]:
+        return BOMBS.read_text().split("\n") if BOMBS.exists() else []
 
     def _look(self) -> dict[str, Any]:
         host = _pid_of("-m", "serve_replica_host")
@@ -47,9 +50,9 @@ class Attacks:
         libc = ctypes.CDLL(None, use_errno=True)
         attempts: dict[str, Callable[[], Any]] = {
             **{f"read {path}": path.read_bytes for path in Path("/run/secrets").iterdir()},
-            "read the host's environment": lambda: Path(f"/proc/{host}/environ").read_bytes(),
-            "read the host's memory": lambda: Path(f"/proc/{host}/mem").open("rb").read(1),
-            "list the host's descriptors": lambda: os.listdir(f"/proc/{host}/fd"),
+            "read the host's environment": Path(f"/proc/{host}/environ").read_bytes,
+            "read the host's memory": Path(f"/proc/{host}/mem").read_bytes,
+            "list the host's descriptors": lambda: list(Path(f"/proc/{host}/fd").iterdir()),
             "signal the host": lambda: os.kill(host, 0),
             "stop the host": lambda: os.kill(host, signal.SIGSTOP),
             "signal the first process": lambda: os.kill(1, 0),
@@ -57,8 +60,8 @@ class Attacks:
             "be the host": lambda: os.setuid(10001),
             "be in the host's group": lambda: os.setgid(10001),
             "write where the host makes its socket": lambda: Path("/tmp/ray-host/mine").write_text("x"),
-            "rename the host's directory": lambda: os.rename("/tmp/ray-host", "/tmp/ray-mine"),
-            "rename the directory of metrics": lambda: os.rename("/tmp/metrics", "/tmp/metrics-mine"),
+            "rename the host's directory": lambda: Path("/tmp/ray-host").rename("/tmp/ray-mine"),
+            "rename the directory of metrics": lambda: Path("/tmp/metrics").rename("/tmp/metrics-mine"),
             "write to the image": lambda: Path("/opt/muster/serve_replica_host/x.py").write_text(""),
         }
         said = {name: _attempted(attempt) for name, attempt in attempts.items()}
@@ -111,9 +114,9 @@ class Attacks:
         for name in ("counter_1.db", "gauge_livesum_2.db"):
             Path("/tmp/metrics", name).mkdir()
         Path("/tmp/metrics/counter_3.db").symlink_to("/run/secrets/nats_host")
-        os.rename("/tmp/ray", "/tmp/ray-moved")
+        Path("/tmp/ray").rename("/tmp/ray-moved")
         Path("/tmp/ray").write_text("in the way")
-        return os.listdir("/tmp")
+        return [path.name for path in Path("/tmp").iterdir()]
 
 
 def _attempted(attempt: Callable[[], Any]) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Final, final
 import structlog
 
 from serve_common import guardian
+from serve_common.errors import BadField
 from serve_common.logs.relay import PublishedRate
 from serve_common.names import ReplicaTag
 from serve_common.wires.host import ReplicaGoal
@@ -109,7 +110,8 @@ class RayProcess:
 
         ``command`` gets its end of the socket as last argument.
 
-        Called on the main thread: its guardian is told when the thread that started it ends. Raises OSError.
+        Called on the main thread: its guardian is told when the thread that started it ends. Raises `BadField` when
+        ``user`` may not execute Python, and OSError.
         """
         self.resources: dict[str, float] = {}
         """As `ports.ReplicaRuntime`."""
@@ -121,7 +123,12 @@ class RayProcess:
         self._silent_s = 0.0
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
-            self._process = _start_process(command, theirs, user)
+            try:
+                self._process = _start_process(command, theirs, user)
+            except PermissionError as error:
+                self._socket.close()
+                who = "this user" if user is None else user.name
+                raise BadField("SERVE_REPLICA_USER", f"{who} may not execute {sys.executable}") from error
         with contextlib.suppress(OSError):  # its end is told by its exit status
             self._socket.sendall(encode(Open(settings)))
 
