@@ -7,6 +7,8 @@ from pathlib import Path
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.services import ServiceSpecs
 from muster.secrets import Secrets
+from serve_common.settings import Environment
+from serve_replica_host.settings import read_host_settings
 
 PORTS = dict.fromkeys(
     ("nats", "nats_monitor", "postgres", "http", "controller_ops", "host_ops", "proxy_ops"), 1
@@ -38,3 +40,21 @@ def test_the_proxy_is_told_how_many_processes_share_its_port(tmp_path: Path) -> 
 def test_the_controller_alone_is_told_where_nats_shows_its_state(tmp_path: Path) -> None:
     told = {spec.name: spec.env.get("SERVE_NATS_MONITOR_URL") for spec in specs(tmp_path).all({})}
     assert told == {"controller": "http://127.0.0.1:1", "replica-host": None, "proxy": None}
+
+
+def test_replicas_of_another_user_have_their_places_outside_the_state_directory(tmp_path: Path) -> None:
+    def of_host(root: Path, environment: dict[str, str]) -> dict[str, str]:
+        return dict(next(spec.env for spec in specs(root).all(environment) if spec.name == "replica-host"))
+
+    same = of_host(tmp_path, {})
+    assert same["SERVE_RAY_TEMP_DIR"] == str(tmp_path / "ray")
+    assert same["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path / "metrics")
+    other = of_host(tmp_path, {"SERVE_REPLICA_USER": "nobody"})
+    told = {"SERVE_NATS_PASSWORD": "a", "SERVE_NATS_PASSWORD_FILE": "", "SERVE_REPLICA_NATS_PASSWORD": "b"}
+    settings = read_host_settings(Environment(other | told | {"SERVE_REPLICA_NATS_PASSWORD_FILE": ""}))
+    assert settings.metrics_dir.startswith(settings.own_dir)
+    assert str(tmp_path) not in settings.own_dir + settings.ray_temp_dir
+    assert (
+        other["SERVE_RAY_TEMP_DIR"]
+        != of_host(tmp_path / "b", {"SERVE_REPLICA_USER": "nobody"})["SERVE_RAY_TEMP_DIR"]
+    )

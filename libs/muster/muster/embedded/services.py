@@ -5,6 +5,8 @@ Why nothing else: what works here then works there, and the other way round.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,7 +49,7 @@ class ServiceSpecs:
         environment = self._with_bytecode(environment)
         return [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
-            self._spec(HOST, environment, self._host(), (NATS,)),
+            self._spec(HOST, environment, self._host(environment), (NATS,)),
             self._spec(PROXY, environment, self._proxy(), (NATS,)),
         ]
 
@@ -101,7 +103,7 @@ class ServiceSpecs:
             "SERVE_NATS_MONITOR_URL": f"http://127.0.0.1:{self._ports['nats_monitor']}",
         }
 
-    def _host(self) -> dict[str, str]:
+    def _host(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {
             **self._bus("host", "host_ops"),
             "SERVE_HOST_ID": "host-1",
@@ -112,6 +114,11 @@ class ServiceSpecs:
             "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
             "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),
         }
+        if environment.get("SERVE_REPLICA_USER"):
+            # The state is a directory that this user may not enter; the host makes the files of metrics beside Ray's.
+            state = hashlib.sha256(os.fsencode(self._paths.root.resolve())).hexdigest()[:12]
+            own["SERVE_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone
+            own["PROMETHEUS_MULTIPROC_DIR"] = ""
         if self._options.num_cpus is not None:
             own["SERVE_NUM_CPUS"] = str(self._options.num_cpus)
         return own
