@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import inspect
 import os
 import signal
@@ -122,9 +123,9 @@ class Attacks:
 def _attempted(attempt: Callable[[], Any]) -> str:
     try:
         attempt()
-    except PermissionError:
-        return "refused"
     except OSError as error:
+        if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
+            return "refused"
         return f"{type(error).__name__}: {error}"
     return "done"
 
