@@ -14,7 +14,13 @@ from serve_common.wires.commands import ChangeReply, Deploy, Rollback
 from serve_common.wires.host import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import decide
-from serve_controller.core.observed import observe_break, observe_bucket, observe_host, observe_proxy
+from serve_controller.core.observed import (
+    HOST_SUSPECT_AFTER_S,
+    observe_break,
+    observe_bucket,
+    observe_host,
+    observe_proxy,
+)
 from serve_controller.core.reconcile import reconcile
 from tests.properties.controller_stories import commands, happen, new_hosts, numbers, stories
 from tests.simulation.closed_loop import Loop, check_converged, check_fixpoint
@@ -94,7 +100,7 @@ def test_no_report_whatever_it_says_makes_a_plan_break_its_promises(story, told)
         report = msgspec.structs.replace(
             report, replicas=lie, epoch=loop.epoch, generation=generation, leaving=is_leaving
         )
-        loop.observed = observe_host(loop.observed, report, loop.now)
+        loop.hear(report)
         plan = loop.plan()
         loop.checkpoint = loop.checkpoint.applied(plan.changes)
         check_fixpoint(loop)
@@ -106,6 +112,7 @@ def test_what_is_heard_in_another_order_comes_to_the_same_knowledge(story, dice)
     loop = new_loop(is_checked=False)
     for kind, value in story[:6]:
         happen(loop, kind, value)
+    loop.now += HOST_SUSPECT_AFTER_S
     reports = [host.report() for host in loop.hosts for _ in range(3)]
     shuffled = list(reports)
     dice.shuffle(shuffled)

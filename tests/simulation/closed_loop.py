@@ -6,6 +6,8 @@ front of the core. Hosts and proxies keep their contracts unless a test makes th
 
 from __future__ import annotations
 
+import contextlib
+
 from immutables import Map
 
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
@@ -20,6 +22,7 @@ from serve_controller.core.commands import Accepted, decide
 from serve_controller.core.goals.waiting import waits_for
 from serve_controller.core.objects import Backend, Goal, Replica, ReplicaState
 from serve_controller.core.observed import (
+    HeldByAnother,
     ObservedState,
     observe_break,
     observe_bucket,
@@ -97,10 +100,15 @@ class Loop:
 
     def hear(self, report: HostReport | ProxyReport) -> None:
         """A report comes."""
-        if isinstance(report, HostReport):
-            self.observed = observe_host(self.observed, report, self.now)
-        else:
-            self.observed = observe_proxy(self.observed, report, self.now)
+        with contextlib.suppress(HeldByAnother):
+            if isinstance(report, HostReport):
+                host = self.checkpoint.hosts.get(report.host_id)
+                holder = "" if host is None else host.holder
+                self.observed = observe_host(self.observed, report, self.now, holder)
+            else:
+                proxy = self.checkpoint.proxies.get(report.proxy_id)
+                holder = "" if proxy is None else proxy.holder
+                self.observed = observe_proxy(self.observed, report, self.now, holder)
 
     def hear_break(self, since: float | None) -> None:
         """The bus goes away (None) or comes back."""

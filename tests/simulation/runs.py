@@ -11,7 +11,7 @@ from serve_controller.shell.term import Term
 from tests.simulation.calm import check_converged, has_unheard_load, mending, why_not_calm
 from tests.simulation.clients import Client, Step
 from tests.simulation.stories import draw_story
-from tests.simulation.weather import brew, brew_hang, draw_faults, move_load
+from tests.simulation.weather import brew, brew_forger, brew_hang, draw_faults, move_load
 from tests.simulation.world import Violated, World
 
 CLIENTS_LIMIT_S = 240.0
@@ -69,7 +69,8 @@ def run_seed(seed: int, term_class: type[Term] = Term) -> Outcome:
     move_load(world, dice, storm_s)
     stories = [draw_story(dice, f"client-{n}") for n in range(1, dice.choice([1, 2, 3]) + 1)]
     storm_s = brew_hang(world, random.Random(f"hang {seed}"), storm_s)
-    return play(world, stories, storm_s, (*mishaps, "bus hangs"))
+    brew_forger(world, random.Random(f"forger {seed}"), storm_s)
+    return play(world, stories, storm_s, (*mishaps, "bus hangs", "somebody forges"))
 
 
 def play(

@@ -137,6 +137,7 @@ class SimProxy:
         self.world.tell_controllers(
             ProxyReport(
                 proxy_id=self.proxy_id,
+                incarnation=str(self.lives),
                 sequence=self.sequence,
                 started_at=self.born_at,
                 applied_snapshot_id=self.applied,

@@ -216,6 +216,14 @@ def _drops_versions(draft: Draft, backend: Backend) -> None:
     draft.put(msgspec.structs.replace(backend, others=[], kept=None))
 
 
+_check_free = observed._check_free
+
+
+def _free_when_unknown(state: Any, report: Any, known: Any, *rest: Any) -> None:
+    if known is not None:
+        _check_free(state, report, known, *rest)
+
+
 Patch = tuple[object, str, object]
 
 MUTANTS: dict[str, list[Patch]] = {
@@ -248,6 +256,8 @@ MUTANTS: dict[str, list[Patch]] = {
         (BusLiveness, "unanswered", lambda *_: False),
         (BusLiveness, "answered", lambda *_: False),
     ],
+    "whoever reports is believed": [(observed, "_check_free", lambda *_: None)],
+    "a new leader believes whoever reports first": [(observed, "_check_free", _free_when_unknown)],
     "an unhealthy replica is not replaced": [(replica_reports, "_follow_unhealthy", _stays_unhealthy)],
     "a stuck replica is never given up": [(replica_reports, "stuck_at", lambda *_: None)],
     "surplus replicas are never stopped": [(rollout, "stop_surplus", lambda *_: None)],

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from serve_common.names import BackendTag
+from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
+from serve_common.wires.proxy import ProxyReport
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
 
 if TYPE_CHECKING:
+    from serve_controller.shell.term import Term
     from tests.simulation.world import World
 
 
@@ -90,6 +93,86 @@ def brew_hang(world: World, dice: random.Random, until_s: float) -> float:
     world.after(begin_s, world.bus.hang)
     world.after(begin_s + length_s, world.bus.thaw)
     return max(until_s, begin_s + length_s)
+
+
+def brew_forger(world: World, dice: random.Random, until_s: float) -> None:
+    """Let somebody report in the names of hosts and proxies that live, whatever may do harm."""
+    for _ in range(dice.choice([3, 10, 30])):
+        seed = dice.random()
+        world.after(dice.uniform(0.1, until_s), lambda seed=seed: _forge(world, random.Random(seed)))
+
+
+def _forge(world: World, dice: random.Random) -> None:
+    lie: HostReport | ProxyReport
+    begun_at = world.time + dice.choice([-1_000.0, 0.0, 1_000.0])
+    leaving = dice.random() < 0.3
+    if dice.random() < 0.5:
+        host = dice.choice(world.hosts)
+        if not host.is_up or host.state.is_leaving:
+            return
+        tags = dice.choice([(), tuple(world.store.checkpoint.by_host.get(host.host_id, ()))])
+        lie = HostReport(
+            host_id=host.host_id,
+            incarnation=FORGED,
+            sequence=dice.choice([0, 1_000_000]),
+            started_at=dice.choice([begun_at, host.born_at]),
+            epoch=host.state.goal_epoch,
+            generation=host.state.generation + dice.choice([0, 1]),
+            resources={"CPU": dice.choice([0.0, host.cpus, 1_000.0])},
+            replicas=[
+                ReplicaReport(replica_tag=tag, status=dice.choice(list(ReplicaStatus)), config_version=9)
+                for tag in tags
+            ],
+            leaving=leaving,
+        )
+        life = str(host.lives)
+    else:
+        proxy = dice.choice(world.proxies)
+        if not proxy.is_up or proxy.is_leaving:
+            return
+        lie = ProxyReport(
+            proxy_id=proxy.proxy_id,
+            incarnation=FORGED,
+            sequence=dice.choice([0, 1_000_000]),
+            started_at=dice.choice([begun_at, proxy.born_at]),
+            applied_snapshot_id=dice.choice([0, 1_000_000]),
+            http_error=dice.choice(["", "forged"]),
+            http_error_snapshot_id=dice.choice([0, 1_000_000]),
+            leaving=leaving,
+        )
+        life = str(proxy.lives)
+    for controller in world.controllers:
+        if controller.term is not None and _holds(controller.term, lie, life, world.time):
+            controller.hear(lie)
+    world.after(1.0, lambda: _check_forged(world))
+
+
+FORGED: Final = "forged"
+_HEARD_S: Final = 2.5
+"""Less than after what a controller lets somebody else take over."""
+
+
+def _holds(term: Term, lie: HostReport | ProxyReport, life: str, now: float) -> bool:
+    """Whether the one in whose name it is lives, as far as this controller can know."""
+    observed, known, record = term.observed, None, None
+    if isinstance(lie, HostReport):
+        known, record = observed.hosts.get(lie.host_id), term.checkpoint.hosts.get(lie.host_id)
+    else:
+        known, record = observed.proxies.get(lie.proxy_id), term.checkpoint.proxies.get(lie.proxy_id)
+    if known is None:
+        is_recorded = record is not None and bool(record.holder)
+        return is_recorded and observed.since is not None and now - observed.since < _HEARD_S
+    return known.report.incarnation == life and now - known.heard_at < _HEARD_S
+
+
+def _check_forged(world: World) -> None:
+    for controller in world.controllers:
+        if controller.term is not None:
+            observed = controller.term.observed
+            heard = [*observed.hosts.values(), *observed.proxies.values()]
+            world.check(
+                all(one.report.incarnation != FORGED for one in heard), "a forged report was believed"
+            )
 
 
 def _kill_host(world: World, dice: random.Random, at_s: float, until_s: float) -> None:

@@ -61,8 +61,8 @@ def host_report(sequence: int = 1, **fields: object) -> HostReport:
 
 def hosts_heard(*reports: HostReport) -> list[HostObserved]:
     observed, heard = ObservedState(since=NOW), []
-    for report in reports:
-        observed = observe_host(observed, report, NOW)
+    for seconds, report in enumerate(reports):
+        observed = observe_host(observed, report, NOW + seconds * HOST_SUSPECT_AFTER_S)
         heard.append(observed.hosts[HOST])
     return heard
 

@@ -9,7 +9,7 @@ from serve_common.wires.commands import DrainHost, UndrainHost
 from serve_common.wires.host import HostGoal
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
-from serve_controller.core.observed import HOST_LOST_AFTER_S
+from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S
 from serve_controller.core.reconcile import SendHostGoal
 from serve_controller.core.views import view_hosts
 from tests.simulation.closed_loop import Loop, check_converged
@@ -157,6 +157,7 @@ def test_a_host_that_was_silent_for_less_than_its_lease_keeps_its_replicas(loop:
 def test_a_host_process_that_starts_anew_is_given_everything_to_start_again(loop: Loop) -> None:
     before = loop.hosts[0].running()
     loop.hosts[0].restart()
+    loop.now += HOST_SUSPECT_AFTER_S
     loop.settle()
     assert not before & loop.running(), "a replica's number is never used again"
     assert len(loop.running()) == 4
@@ -174,6 +175,7 @@ def test_what_a_new_life_of_a_host_starts_again_under_an_old_number_is_not_taken
     loop.command(deploy("b"))
     loop.cycle()
     assert host.running() >= before, "it was told of them by the goal that brought the other one"
+    loop.now += HOST_SUSPECT_AFTER_S
     loop.step()
     assert not before & loop.routed()
     host.hangs_in_starting = False

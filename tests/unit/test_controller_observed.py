@@ -5,22 +5,27 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.errors import LimitReached
 from serve_common.names import HostId, ProxyId
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
+from serve_controller.core import observed as observed_module
 from serve_controller.core.observed import (
     FORGET_AFTER_S,
     HOST_LOST_AFTER_S,
     HOST_SUSPECT_AFTER_S,
     PROXY_LOST_AFTER_S,
+    HeldByAnother,
     HostStatus,
     ObservedState,
     forget_silent,
+    holder_of,
     host_status,
     is_proxy_live,
     observe_break,
     observe_host,
     observe_proxy,
+    observe_round_trip,
     observe_sent,
     silent_at,
 )
@@ -43,24 +48,93 @@ def report(sequence: int = 1, *, life: int = 1, leaving: bool = False) -> HostRe
     )
 
 
-def proxy(sequence: int = 1, *, leaving: bool = False) -> ProxyReport:
+def proxy(sequence: int = 1, *, life: int = 1, leaving: bool = False) -> ProxyReport:
     return ProxyReport(
-        proxy_id=ProxyId("p"), sequence=sequence, started_at=1.0, applied_snapshot_id=7, leaving=leaving
+        proxy_id=ProxyId("p"),
+        incarnation=str(life),
+        sequence=sequence,
+        started_at=float(life),
+        applied_snapshot_id=7,
+        leaving=leaving,
     )
 
 
 def test_a_late_report_changes_nothing() -> None:
     observed = observe_host(NOBODY, report(5), 101.0)
     assert observe_host(observed, report(4), 102.0) is observed
-    assert observe_host(observed, report(9, life=0), 102.0) is observed
     heard = observe_proxy(NOBODY, proxy(5), 101.0)
     assert observe_proxy(heard, proxy(4), 102.0) is heard
+    leaving = observe_host(NOBODY, report(5, leaving=True), 101.0)
+    assert observe_host(leaving, report(9, life=0), 102.0) is leaving, "of a life before the one that leaves"
 
 
 def test_a_new_life_of_a_host_has_been_sent_nothing() -> None:
     observed = observe_sent(observe_host(NOBODY, report(5), 101.0), HOST, (1, 3), 101.0)
     assert observe_host(observed, report(6), 102.0).hosts[HOST].sent == (1, 3)
-    assert observe_host(observed, report(1, life=2), 102.0).hosts[HOST].sent is None
+    assert observe_host(observed, report(1, life=2), 101.0 + HOST_SUSPECT_AFTER_S).hosts[HOST].sent is None
+
+
+@pytest.mark.parametrize("life", [0, 2, 99])
+@pytest.mark.parametrize("leaving", [False, True])
+def test_an_id_belongs_to_the_life_that_reports_until_it_is_silent(life: int, leaving: bool) -> None:
+    observed = observe_host(NOBODY, report(5), 101.0)
+    heard = observe_proxy(NOBODY, proxy(5), 101.0)
+    forged = proxy(9, life=life, leaving=leaving)
+    for seconds in (0.0, HOST_SUSPECT_AFTER_S - 0.1):
+        with pytest.raises(HeldByAnother):
+            observe_host(observed, report(9, life=life, leaving=leaving), 101.0 + seconds)
+        with pytest.raises(HeldByAnother):
+            observe_proxy(heard, forged, 101.0 + seconds)
+    at = 101.0 + HOST_SUSPECT_AFTER_S
+    assert observe_host(observed, report(1, life=life), at).hosts[HOST].report.started_at == life
+    assert observe_proxy(heard, forged, at).proxies[ProxyId("p")].report is forged
+    away = observe_break(observed, None)
+    with pytest.raises(HeldByAnother):
+        observe_host(away, report(1, life=life), 9e9)
+
+
+def test_who_guesses_when_a_life_began_is_another_all_the_same() -> None:
+    forged = msgspec.structs.replace(report(9), incarnation="guessed")
+    with pytest.raises(HeldByAnother):
+        observe_host(observe_host(NOBODY, report(5), 101.0), forged, 101.0)
+    with pytest.raises(HeldByAnother):
+        observe_proxy(
+            observe_proxy(NOBODY, proxy(5), 101.0), msgspec.structs.replace(proxy(9), incarnation="g"), 101.0
+        )
+
+
+def test_an_id_whose_life_leaves_is_free_for_a_later_one_at_once() -> None:
+    observed = observe_host(NOBODY, report(5, leaving=True), 101.0)
+    assert observe_host(observed, report(1, life=2), 101.0).hosts[HOST].report.started_at == 2.0
+    heard = observe_proxy(NOBODY, proxy(5, leaving=True), 101.0)
+    assert not observe_proxy(heard, proxy(1, life=2), 101.0).proxies[ProxyId("p")].report.leaving
+
+
+def test_a_new_leader_believes_whom_the_id_belonged_to_and_others_when_that_one_stays_silent() -> None:
+    holder, other = holder_of(report()), report(1, life=2)
+    assert HOST in observe_host(NOBODY, report(), 100.0, holder).hosts
+    for seconds in (0.0, HOST_SUSPECT_AFTER_S - 0.1):
+        with pytest.raises(HeldByAnother):
+            observe_host(NOBODY, other, 100.0 + seconds, holder)
+    assert HOST in observe_host(NOBODY, other, 100.0 + HOST_SUSPECT_AFTER_S, holder).hosts
+    with pytest.raises(HeldByAnother):
+        observe_proxy(NOBODY, proxy(life=2), 100.0, holder_of(proxy()))
+
+
+def test_silence_that_nobody_could_have_heard_frees_no_id() -> None:
+    observed = observe_round_trip(observe_host(NOBODY, report(5), 101.0), 102.0)
+    with pytest.raises(HeldByAnother):
+        observe_host(observed, report(1, life=2), 110.0)
+
+
+def test_the_number_of_ids_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observed_module, "IDS_MAX", 1)
+    observed = observe_proxy(observe_host(NOBODY, report(5), 101.0), proxy(5), 101.0)
+    with pytest.raises(LimitReached):
+        observe_host(observed, msgspec.structs.replace(report(), host_id=HostId("other")), 101.0)
+    with pytest.raises(LimitReached):
+        observe_proxy(observed, msgspec.structs.replace(proxy(), proxy_id=ProxyId("other")), 101.0)
+    assert observe_host(observed, report(6), 102.0).hosts[HOST].report.sequence == 6
 
 
 @pytest.mark.parametrize(

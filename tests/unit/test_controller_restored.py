@@ -203,7 +203,7 @@ def test_an_absurd_claim_is_refused_with_its_whole_report(said: HostReport | Pro
     hearing = Hearing(NOW, lambda kind, _, error: refused.append(f"{kind} {error}"))
     hearing.given = Claims(epoch=6, goal=5, ordinal=4, generation=9, snapshot=7)
     hearing.hear(said, NOW)
-    hearing.take_in()
+    hearing.take_in(Checkpoint())
     assert [text for text in refused if "cannot have been given" in text] == refused
     assert (len(refused), hearing.claims) == (1, Claims())
     assert not hearing.observed.hosts

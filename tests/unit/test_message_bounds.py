@@ -144,10 +144,10 @@ def test_a_report_that_cannot_be_taken_in_costs_that_report_only(monkeypatch: py
     before = heard.observed.hosts[HostId("bad")]
     observe = hearing.observe_host
 
-    def fails_at_one(observed: Any, report: HostReport, now: float) -> Any:
+    def fails_at_one(observed: Any, report: HostReport, now: float, holder: str) -> Any:
         if report.host_id == "bad":
             raise OverflowError("cannot convert float infinity to integer")
-        return observe(observed, report, now)
+        return observe(observed, report, now, holder)
 
     monkeypatch.setattr(hearing, "observe_host", fails_at_one)
     heard.hear(bad.report(), 101.0)

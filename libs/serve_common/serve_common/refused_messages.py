@@ -14,8 +14,8 @@ from serve_common.bus.quiet_log import QuietLog
 
 _log = structlog.get_logger(__name__)
 
-KINDS: Final = ("host_report", "proxy_report", "leader_notice", "wake", "host_goal", "snapshot")
-"""Of messages, as the metric names them."""
+KINDS: Final = ("host_report", "proxy_report", "leader_notice", "wake", "host_goal", "snapshot", "identity")
+"""Of messages, as the metric names them; ``identity`` is a report in the name of another that lives."""
 _ERROR_LENGTH_MAX: Final = 500
 
 

@@ -119,6 +119,7 @@ class Proxy:
         self._reports = Reports(
             self._control_plane,
             settings.proxy_id,
+            incarnation=uuid.uuid4().hex,
             started_at=SystemClock().now(),
             applied_snapshot_id=lambda: routes.applied_snapshot_id,
             http_refusal=lambda: (self._live.error, self._live.error_snapshot_id),

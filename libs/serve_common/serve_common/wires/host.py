@@ -94,11 +94,12 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
     host_id: Annotated[HostId, Meta(max_length=256)]
     incarnation: Label
-    """Differs in each life of the host process; in a new one nothing of the old life runs."""
+    """Random in each life of the host process; in a new one nothing of the old life runs. The id belongs to it while it
+    lives, so it is a secret between host and controller: never in a log line, a metric or what others may read."""
     sequence: Count
     """Rises within an incarnation; a report with a lower one came late and is dropped."""
     started_at: Moment
-    """When this incarnation began, seconds since 1970 by the host's clock; tells which incarnation is newer."""
+    """When this incarnation began, seconds since 1970 by the host's clock; of two, one that began later takes over."""
     epoch: Count
     generation: Count
     """Of the goal that this report already obeys; both 0 before the first."""

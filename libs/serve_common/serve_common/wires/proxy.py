@@ -24,6 +24,8 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
     """When this life began, seconds since 1970."""
     applied_snapshot_id: Count
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
+    incarnation: Label = ""
+    """As in `HostReport`; empty of a proxy of an earlier version."""
     address: Address = ""
     """Where it listens, as host:port."""
     http_error: Text = ""

@@ -35,7 +35,8 @@ _DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
     SCHEMA_VERSION: _PRESENT,
 }
 """By schema version and kind. What came with versions 3 (options of endpoints, companions of replicas, how backends are
-protected), 4 (autoscaling), 5 (access log) and 6 (a restored store) has defaults that mean what was so before."""
+protected), 4 (autoscaling), 5 (access log) and 6 (a restored store; whom the ids of hosts and proxies belong to) has
+defaults that mean what was so before."""
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -82,7 +82,7 @@ def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> Atten
     if before is None:
         return Attention(proxies=frozenset({after.report.proxy_id}), goals=True)
     old, new = before.report, after.report
-    if old.leaving != new.leaving:
+    if old.leaving != new.leaving or old.incarnation != new.incarnation:
         return Attention(proxies=frozenset({new.proxy_id}), goals=True)
     told = old.applied_snapshot_id != new.applied_snapshot_id or old.http_error != new.http_error
     return Attention(goals=True) if told else NOTHING

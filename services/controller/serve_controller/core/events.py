@@ -59,6 +59,12 @@ def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalI
     return EventView(at=now, kind="audit", subject=subject, message=message, state=verb, goal_id=goal_id)
 
 
+def conflict_event(now: float, kind: str, name: str) -> EventView:
+    """Two processes report as the same host or proxy (``kind``). What tells them apart is secret, so not said."""
+    message = f"another process reports as this {kind}; it is not believed while the one that was first lives"
+    return EventView(at=now, kind=kind, subject=name, message=message, state="identity_conflict")
+
+
 class _Telling:
     """The events of one change, as they are found."""
 

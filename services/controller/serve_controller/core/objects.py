@@ -266,12 +266,17 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     goal_id: GoalId = GoalId("")
     """Of the newest `drain_host`; empty for none."""
+    holder: str = ""
+    """`observed.holder_of` the incarnation that this id belongs to, so that a new leader believes no other one while
+    that lives; empty before it was recorded."""
 
 
 class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A proxy that goals wait for. Durable, so that a new leader waits for proxies it has not heard of yet."""
 
     proxy_id: ProxyId
+    holder: str = ""
+    """As in `HostRecord`."""
 
 
 class HttpRecord(msgspec.Struct, frozen=True, kw_only=True):

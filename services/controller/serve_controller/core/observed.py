@@ -5,6 +5,7 @@ Why folding is pure: a late or doubled report must not undo a newer one, and tha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from enum import Enum
 from math import inf
@@ -12,6 +13,7 @@ from math import inf
 import msgspec
 from immutables import Map
 
+from serve_common.errors import BadField, LimitReached
 from serve_common.names import HostId, ProxyId, ReplicaTag
 from serve_common.wires.host import HostReport, ReplicaReport
 from serve_common.wires.proxy import ProxyReport
@@ -28,6 +30,15 @@ GOAL_RESEND_AFTER_S = 1.0
 """A host goal that no report acknowledges is sent again."""
 FORGET_AFTER_S = 3600.0
 """A host or proxy unheard of for so long is no longer listed."""
+IDS_MAX = 20_000
+"""Hosts, and proxies, that are heard of at most."""
+
+
+class HeldByAnother(BadField):
+    """A report in the name of a host or proxy of which another incarnation lives."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("incarnation", f"is not the one that {name} belongs to while it lives")
 
 
 class HostStatus(Enum):
@@ -76,15 +87,21 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     """Snapshot id of each key that the bucket holds; None while it is not known."""
 
 
-def observe_host(observed: ObservedState, report: HostReport, now: float) -> ObservedState:
-    """Fold in a host's report; one that is older than what is known changes nothing."""
+def observe_host(observed: ObservedState, report: HostReport, now: float, holder: str = "") -> ObservedState:
+    """Fold in a host's report; one that came late changes nothing.
+
+    ``holder``: whom the id belongs to as far as is recorded. Raises `HeldByAnother`; `LimitReached` where it is one
+    host too many.
+    """
     known = observed.hosts.get(report.host_id)
+    if _came_late(observed, report, known, now):
+        return observed
     sent, sent_at = None, 0.0
-    if known is not None:
-        if _is_older(report, known, now):
-            return observed
-        if report.incarnation == known.report.incarnation:
-            sent, sent_at = known.sent, known.sent_at
+    if known is None or not _is_same_life(report, known.report):
+        _check_free(observed, report, known, holder, now)
+        _check_room(observed.hosts, report.host_id)
+    else:
+        sent, sent_at = known.sent, known.sent_at
     host = _host_observed(report, now, known, sent, sent_at)
     return msgspec.structs.replace(observed, hosts=observed.hosts.set(report.host_id, host))
 
@@ -113,19 +130,64 @@ def _host_observed(
     )
 
 
-def _is_older(report: HostReport | ProxyReport, known: HostObserved | ProxyObserved, now: float) -> bool:
-    """Whether a report came late. One of another life that began earlier is believed when the life that is known has
-    been silent: its machine's clock was set back."""
-    if report.started_at == known.report.started_at:
+def holder_of(report: HostReport | ProxyReport) -> str:
+    """What is recorded of whom an id belongs to: a digest, for the incarnation itself proves who reports."""
+    return hashlib.blake2b(report.incarnation.encode(), digest_size=16).hexdigest()
+
+
+def _is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
+    return report.incarnation == known.incarnation and report.started_at == known.started_at
+
+
+def _came_late(
+    observed: ObservedState,
+    report: HostReport | ProxyReport,
+    known: HostObserved | ProxyObserved | None,
+    now: float,
+) -> bool:
+    """Whether a newer one is known, of the same life or of a later one that leaves."""
+    if known is None:
+        return False
+    if _is_same_life(report, known.report):
         return report.sequence < known.report.sequence
-    return report.started_at < known.report.started_at and now - known.heard_at < HOST_SUSPECT_AFTER_S
+    return (
+        known.report.leaving
+        and report.started_at <= known.report.started_at
+        and not _is_silent(observed, known, HOST_SUSPECT_AFTER_S, now)
+    )
 
 
-def observe_proxy(observed: ObservedState, report: ProxyReport, now: float) -> ObservedState:
-    """Fold in a proxy's report; one that is older than what is known changes nothing."""
+def _check_free(
+    observed: ObservedState,
+    report: HostReport | ProxyReport,
+    known: HostObserved | ProxyObserved | None,
+    holder: str,
+    now: float,
+) -> None:
+    """Whether an incarnation may take over an id: its holder leaves, is silent, or is itself.
+
+    Once the holder is silent, when a life began does not matter: its machine's clock may have been set back.
+    """
+    is_free = holder in ("", holder_of(report)) if known is None else known.report.leaving
+    if not is_free and not _is_silent(observed, known, HOST_SUSPECT_AFTER_S, now):
+        raise HeldByAnother(report.host_id if isinstance(report, HostReport) else report.proxy_id)
+
+
+def _check_room(heard_of: Map[HostId, HostObserved] | Map[ProxyId, ProxyObserved], name: str) -> None:
+    if name not in heard_of and len(heard_of) >= IDS_MAX:
+        raise LimitReached(f"{IDS_MAX} ids are known, and {name!r} would be one more")
+
+
+def observe_proxy(
+    observed: ObservedState, report: ProxyReport, now: float, holder: str = ""
+) -> ObservedState:
+    """Fold in a proxy's report; see `observe_host`."""
     known = observed.proxies.get(report.proxy_id)
-    if known is not None and _is_older(report, known, now):
+    if _came_late(observed, report, known, now):
         return observed
+    if known is None or not _is_same_life(report, known.report):
+        _check_free(observed, report, known, holder, now)
+        _check_room(observed.proxies, report.proxy_id)
     proxy = ProxyObserved(report=report, heard_at=now)
     return msgspec.structs.replace(observed, proxies=observed.proxies.set(report.proxy_id, proxy))
 

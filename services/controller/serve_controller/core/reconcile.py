@@ -25,7 +25,7 @@ from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.goals.succeeding import succeed_where_reached
 from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
 from serve_controller.core.objects import Backend, ProxyRecord
-from serve_controller.core.observed import ObservedState, is_proxy_live
+from serve_controller.core.observed import ObservedState, holder_of, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
 from serve_controller.core.restored import adopt_replicas
@@ -126,8 +126,7 @@ def reconcile(
     scope.backends.update(scalings)
     due: list[DueTime] = []
     for host_id in sorted(scope.hosts):
-        if host_id in observed.hosts and host_id not in draft.hosts:
-            draft.renew_host_goal(host_id)
+        _follow_host(draft, observed, host_id)
         scope.backends.update(adopt_replicas(draft, observed, host_id, now))
     _follow_proxies(draft, observed, scope, now)
     faults = _reconcile_backends(draft, observed, scope, due, epoch=epoch, now=now)
@@ -200,11 +199,26 @@ def _reconcile_backends(
     return faults
 
 
+def _follow_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None:
+    """Keep the record of a host that is heard of, and of whom its id belongs to."""
+    host = observed.hosts.get(host_id)
+    if host is None:
+        return
+    if host_id not in draft.hosts:
+        draft.renew_host_goal(host_id)
+    record, holder = draft.hosts[host_id], "" if host.report.leaving else holder_of(host.report)
+    if record.holder != holder:
+        draft.put(msgspec.structs.replace(record, holder=holder))
+
+
 def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: float) -> None:
     """Keep the record of those that goals wait for."""
     for proxy_id in sorted(scope.proxies):
-        is_live = is_proxy_live(observed, proxy_id, now)
-        if is_live and proxy_id not in draft.proxies:
+        is_live, proxy = is_proxy_live(observed, proxy_id, now), observed.proxies.get(proxy_id)
+        holder = None if proxy is None else holder_of(proxy.report)
+        if is_live and holder is not None:
+            draft.put(ProxyRecord(proxy_id=proxy_id, holder=holder))
+        elif is_live and proxy_id not in draft.proxies:
             draft.put(ProxyRecord(proxy_id=proxy_id))
         elif not is_live and proxy_id in draft.proxies:
             draft.delete((Kind.PROXY, proxy_id))

@@ -31,6 +31,7 @@ from serve_controller.core.objects import (
 )
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
+    HOST_SUSPECT_AFTER_S,
     HostObserved,
     HostStatus,
     ObservedState,
@@ -48,8 +49,9 @@ VERSION_MARGIN: Final = 1_000
 """Of a backend's versions."""
 AHEAD_MAX: Final = 1_000_000_000
 """A claim further ahead than this is refused: nobody may use up the numbers, which end at 2**63, by a forged report."""
-ROLL_CALL_S: Final = 2.0
-"""Hosts and proxies report every second: so long a leader that finds its store behind listens before it acts."""
+ROLL_CALL_S: Final = HOST_SUSPECT_AFTER_S + 1.5
+"""So long a leader that finds its store behind listens before it acts: hosts and proxies report every second, and those
+that began after what is recorded are believed once the life that is recorded counts as silent."""
 _HOLDS: Final = (ReplicaStatus.STARTING, ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 
 

@@ -16,6 +16,7 @@ from serve_common.errors import BadField
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
+from serve_common.wires.views import EventView
 from serve_controller.core.attention import (
     EVERYTHING,
     NOTHING,
@@ -27,8 +28,10 @@ from serve_controller.core.attention import (
     of_proxy_report,
 )
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.events import conflict_event
 from serve_controller.core.host_goals import DueTime
 from serve_controller.core.observed import (
+    HeldByAnother,
     ObservedState,
     forget_silent,
     observe_break,
@@ -46,6 +49,61 @@ TIDY_EVERY_S: Final = 60.0
 SWEEP_S: Final = 120.0
 """Within this time everything is looked at once, whatever was heard."""
 SWEEP_STEP_S: Final = 1.0
+
+
+CONFLICT_TOLD_EVERY_S: Final = 60.0
+"""Of one host or proxy."""
+CONFLICTS_TOLD_MAX: Final = 20
+"""Within that time, of all: more would push out what else happened."""
+
+
+class _Conflicts:
+    """Who reported in another's name, as far as it is worth telling.
+
+    A process that was killed and started again is refused as well, until the life before it counts as silent. So a
+    conflict is one only where both are heard: the holder again after the other one.
+    """
+
+    def __init__(self) -> None:
+        self._refused: set[tuple[str, str]] = set()
+        """Kind and name; of those that are known, so there are as many at most."""
+        self._told_at: dict[tuple[str, str], float] = {}
+        self._found: set[tuple[str, str]] = set()
+
+    def refused(self, report: HostReport | ProxyReport) -> str:
+        """A report was not believed; returns whose name it bears."""
+        kind, name = _sender(report)
+        self._refused.add((kind, name))
+        return f"{kind} {name}"
+
+    def believed(self, report: HostReport | ProxyReport) -> None:
+        """A report was taken in."""
+        if self._refused and (sender := _sender(report)) in self._refused:
+            self._refused.discard(sender)
+            self._found.add(sender)
+
+    def take(self, now: float) -> list[EventView]:
+        """Events of what was found since the last time."""
+        if not self._found:
+            return []
+        found, self._found = sorted(self._found), set()
+        self.forget(now)
+        new = [sender for sender in found if sender not in self._told_at]
+        new = new[: max(0, CONFLICTS_TOLD_MAX - len(self._told_at))]
+        self._told_at |= dict.fromkeys(new, now)
+        return [conflict_event(now, kind, name) for kind, name in new]
+
+    def forget(self, now: float) -> None:
+        """Let go of what was told long ago."""
+        self._told_at = {
+            sender: at for sender, at in self._told_at.items() if now - at < CONFLICT_TOLD_EVERY_S
+        }
+
+
+def _sender(report: HostReport | ProxyReport) -> tuple[str, str]:
+    if isinstance(report, HostReport):
+        return "host", report.host_id
+    return "proxy", report.proxy_id
 
 
 class Hearing:
@@ -76,6 +134,7 @@ class Hearing:
         """The highest numbers that anybody said were given."""
         self.given = NO_CLAIMS
         """What this leader has given, about: claims far ahead of it are refused."""
+        self._conflicts = _Conflicts()
 
     def hear(self, report: HostReport | ProxyReport, now: float) -> None:
         """Take in a report; it is folded in by `fold`."""
@@ -113,7 +172,9 @@ class Hearing:
             self._revisions = self._revisions.set(key, revision)
             if snapshot_id is not None:
                 try:
-                    self._believe(Claims(snapshot=snapshot_id))
+                    claims = Claims(snapshot=snapshot_id)
+                    self._check(claims)
+                    self._believe(claims)
                 except BadField as error:
                     self._on_refused("snapshot", key, error)
                     snapshot_id = 0  # noqa: PLW2901 - so that it is put right
@@ -149,38 +210,42 @@ class Hearing:
         at = self._agenda.next_at()
         return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
 
-    def take_in(self) -> None:
+    def take_in(self, checkpoint: Checkpoint) -> None:
         """Fold in every report that came."""
         while self._inbox:
             heard_at, report = self._inbox.popleft()
             try:
                 match report:
                     case HostReport():
-                        self._believe(claims_of_report(report, self.observed.hosts.get(report.host_id)))
-                        self._fold_host(report, heard_at)
+                        claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
+                        self._check(claims)
+                        self._fold_host(report, heard_at, checkpoint)
                         self._heard_hosts.add(report.host_id)
                     case ProxyReport():
-                        self._believe(claims_of_report(report))
-                        self._fold_proxy(report, heard_at)
+                        claims = claims_of_report(report)
+                        self._check(claims)
+                        self._fold_proxy(report, heard_at, checkpoint)
                         self._heard_proxies.add(report.proxy_id)
+                self._believe(claims)
+            except HeldByAnother as error:
+                self._on_refused("identity", self._conflicts.refused(report), error)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
-                kind, sender = (
-                    ("host_report", report.host_id)
-                    if isinstance(report, HostReport)
-                    else ("proxy_report", report.proxy_id)
-                )
-                self._on_refused(kind, sender, error)
+                kind, sender = _sender(report)
+                self._on_refused(f"{kind}_report", sender, error)
 
-    def _believe(self, claims: Claims) -> None:
-        """Remember what is claimed. Raises `BadField` for what cannot be: then nothing of that message counts."""
+    def _check(self, claims: Claims) -> None:
+        """Raises `BadField` for what cannot be claimed: then nothing of that message counts."""
         if claims.are_ahead_of(self.given, AHEAD_MAX):
             raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
+
+    def _believe(self, claims: Claims) -> None:
+        """Remember what is claimed."""
         if claims.are_ahead_of(self.claims):
             self.claims = self.claims.with_those(claims)
 
     def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
         """Fold in everything that came, and say what to look at now."""
-        self.take_in()
+        self.take_in(checkpoint)
         hosts, self._heard_hosts = self._heard_hosts, set()
         proxies, self._heard_proxies = self._heard_proxies, set()
         self._take_due(hosts, proxies, now)
@@ -201,17 +266,25 @@ class Hearing:
         self.attending.add(attention)
         return self.attending.take()
 
-    def _fold_host(self, report: HostReport, heard_at: float) -> None:
-        before = self.observed.hosts.get(report.host_id)
-        observed = observe_host(self.observed, report, heard_at)
+    def take_conflicts(self, now: float) -> list[EventView]:
+        """What to tell of processes that reported in others' names; begins anew."""
+        return self._conflicts.take(now)
+
+    def _fold_host(self, report: HostReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        before, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
+        holder = "" if record is None else record.holder
+        observed = observe_host(self.observed, report, heard_at, holder)
+        self._conflicts.believed(report)
         after = observed.hosts[report.host_id]
         attention = NOTHING if after is before else of_host_report(before, after)
         self.observed = observed
         self.attending.add(attention)
 
-    def _fold_proxy(self, report: ProxyReport, heard_at: float) -> None:
-        before = self.observed.proxies.get(report.proxy_id)
-        observed = observe_proxy(self.observed, report, heard_at)
+    def _fold_proxy(self, report: ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
+        holder = "" if record is None else record.holder
+        observed = observe_proxy(self.observed, report, heard_at, holder)
+        self._conflicts.believed(report)
         after = observed.proxies[report.proxy_id]
         attention = NOTHING if after is before else of_proxy_report(before, after)
         self.observed = observed
@@ -234,6 +307,7 @@ class Hearing:
     def _tidy(self, checkpoint: Checkpoint, now: float) -> None:
         self._tidy_at = now + TIDY_EVERY_S
         self.observed = forget_silent(self.observed, now)
+        self._conflicts.forget(now)
         self._silence.forget(
             {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
         )

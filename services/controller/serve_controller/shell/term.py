@@ -279,6 +279,10 @@ class Term:
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> Plan:
         now = self._clock.now()
         attention = self._hearing.fold(self.checkpoint, now)
+        conflicts = self._hearing.take_conflicts(now)
+        if conflicts:
+            _log.warning("identity_conflict", about=[f"{event.kind} {event.subject}" for event in conflicts])
+            self.tell(conflicts)
         numbers = {tag: decision.target for tag, decision in scalings.items()}
         plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention, scalings=numbers)
         self._telemetry.plan_made(self._clock.now() - now)
@@ -328,7 +332,7 @@ class Term:
     def _hears_claims(self) -> bool:
         """Whether somebody has seen numbers that this leader has yet to give."""
         self._hearing.given = claims_of_leader(self.checkpoint, self.epoch)
-        self._hearing.take_in()
+        self._hearing.take_in(self.checkpoint)
         return self._hearing.claims.are_ahead_of(self._hearing.given)
 
     async def _overtake(self) -> float | None:

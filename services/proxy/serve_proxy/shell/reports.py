@@ -35,12 +35,14 @@ class Reports:
         control_plane: ControlPlane,
         proxy_id: ProxyId,
         *,
+        incarnation: str,
         started_at: float,
         applied_snapshot_id: Callable[[], int],
         http_refusal: Callable[[], tuple[str, int]],
         metrics_url: Callable[[], str],
     ) -> None:
-        """``started_at`` is when this life of the process began, in seconds since 1970.
+        """``started_at`` is when this life of the process began, in seconds since 1970; ``incarnation`` is random in
+        each life.
 
         ``http_refusal`` tells why the newest HTTP options are not in force, and their snapshot id; ``metrics_url``
         where this proxy is scraped, empty while that is not known.
@@ -49,6 +51,7 @@ class Reports:
         """Where the proxy listens; set once it does."""
         self._control_plane = control_plane
         self._proxy_id = proxy_id
+        self._incarnation = incarnation
         self._started_at = started_at
         self._applied_snapshot_id = applied_snapshot_id
         self._http_refusal = http_refusal
@@ -84,6 +87,7 @@ class Reports:
         http_error, http_error_snapshot_id = self._http_refusal()
         report = ProxyReport(
             proxy_id=self._proxy_id,
+            incarnation=self._incarnation,
             sequence=self._sequence,
             started_at=self._started_at,
             applied_snapshot_id=self._applied_snapshot_id(),
