@@ -22,14 +22,15 @@ from nats.js.errors import KeyNotFoundError, NotFoundError
 from serve_common.adapters import bucket_watch
 from serve_common.adapters.nats_client import close_nats
 from serve_common.errors import LimitReached
-from serve_common.names import BackendTag, ControllerId, HostId, replica_tag
+from serve_common.names import BackendTag, ControllerId, HostId, ProxyId, replica_tag
 from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import ADMIN_SERVICE, Subjects
 from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.wires.admin import VERBS, ErrorView
 from serve_common.wires.host import HostReport
+from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.wires.views import EventView, GoalStatus, StatusView
 from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary
@@ -470,19 +471,82 @@ async def test_many_who_wait_do_not_hold_up_the_others(stack: Stack) -> None:
     assert {json.loads(wait.result().data)["status"] for wait in waits} == {"superseded"}
 
 
-def host_report(host_id: str, sequence: int = 1) -> bytes:
+def host_report(host_id: str, sequence: int = 1, *, incarnation: str = "1", leaving: bool = False) -> bytes:
     return msgspec.json.encode(
         HostReport(
             host_id=HostId(host_id),
-            incarnation="1",
+            incarnation=incarnation,
             sequence=sequence,
-            started_at=1.0,
+            started_at=float(sequence),
             epoch=0,
             generation=0,
             resources={"CPU": 1.0},
             replicas=[],
+            leaving=leaving,
         )
     )
+
+
+def proxy_report(incarnation: str, applied: int) -> bytes:
+    report = ProxyReport(
+        proxy_id=ProxyId("proxy-1"),
+        incarnation=incarnation,
+        sequence=applied,
+        started_at=1.0,
+        applied_snapshot_id=applied,
+    )
+    return msgspec.json.encode(report)
+
+
+HOLDER, FORGER = "incarnation-of-the-holder", "incarnation-of-the-forger"
+
+
+async def test_who_reports_in_the_name_of_a_host_or_proxy_that_lives_is_not_believed_but_told_of(
+    stack: Stack,
+) -> None:
+    subjects, client = stack.subjects, stack.client
+    on_host, on_proxy = subjects.host_report(HostId("host-1")), subjects.proxy_report(ProxyId("proxy-1"))
+    seen: list[bytes] = []
+    told: list[EventView] = []
+
+    async def hear(message: Msg) -> None:
+        seen.append(message.data)
+        if b"identity_conflict" in message.data:
+            told.append(msgspec.json.decode(message.data, type=EventView))
+
+    async def report() -> None:
+        # One beat of both: neither is ever silent, and the forger has the last word.
+        for incarnation, applied, leaving in ((HOLDER, 0, False), (FORGER, 1_000_000, True)):
+            await client.publish(on_host, host_report("host-1", incarnation=incarnation, leaving=leaving))
+            await client.publish(on_proxy, proxy_report(incarnation, applied))
+            await client.flush()
+
+    await client.subscribe(subjects.events, cb=hear)
+    await report()
+    await eventually(lambda: status_of(stack, seen))
+    deployed = await stack.caller.call("deploy", **deploy_fields("a"))
+
+    async def is_told() -> bool:
+        await report()
+        return {event.kind for event in told} == {"host", "proxy"}
+
+    await eventually(is_told)
+    status = await status_of(stack, seen)
+    assert status is not None
+    assert [(host.host_id, host.status) for host in status.hosts] == [("host-1", "live")]
+    assert [(proxy.status, proxy.applied_snapshot_id) for proxy in status.proxies] == [("live", 0)]
+    goal = await stack.caller.call("wait_for_goal", goal_id=deployed.goal_id, timeout_s=0)
+    assert goal.status is GoalStatus.PENDING, "no proxy that is believed has applied it"
+    assert [event.subject for event in told] == ["host-1", "proxy-1"]
+    assert not [data for data in seen if HOLDER.encode() in data or FORGER.encode() in data]
+
+
+async def status_of(stack: Stack, seen: list[bytes]) -> StatusView | None:
+    """None before host and proxy are heard of."""
+    message = await stack.caller.send("get_status", b"{}")
+    seen.append(message.data)
+    status = msgspec.json.decode(message.data, type=StatusView)
+    return status if status.hosts and status.proxies else None
 
 
 async def test_reports_are_taken_only_from_whom_they_are_about(stack: Stack) -> None:

@@ -10,6 +10,7 @@ from serve_common.names import HostId, ProxyId
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.core import observed as observed_module
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.observed import (
     FORGET_AFTER_S,
     HOST_LOST_AFTER_S,
@@ -29,6 +30,8 @@ from serve_controller.core.observed import (
     observe_sent,
     silent_at,
 )
+from serve_controller.shell import hearing as hearing_module
+from serve_controller.shell.hearing import Hearing
 
 HOST = HostId("host-1")
 NOBODY = ObservedState(since=100.0)
@@ -185,3 +188,52 @@ def test_what_is_silent_for_long_is_forgotten() -> None:
     forgotten = forget_silent(observed, 101.0 + FORGET_AFTER_S)
     assert (len(forgotten.hosts), len(forgotten.proxies)) == (0, 0)
     assert msgspec.structs.replace(forgotten, since=None).since is None
+
+
+# -- who reports in another's name -------------------------------------------------------------------------------------
+
+
+class Heard:
+    """A leader that hears these reports, one plan after each."""
+
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+        self.hearing = Hearing(100.0, lambda kind, sender, _error: self.refused.append(f"{kind} {sender}"))
+        self.hearing.hear_round_trip(1e9, 100.0)
+
+    def hear(self, now: float, *reports: HostReport | ProxyReport) -> list[str]:
+        """Whom it tells of then."""
+        for said in reports:
+            self.hearing.hear(said, now)
+        self.hearing.fold(Checkpoint(), now)
+        return [f"{event.kind} {event.subject}" for event in self.hearing.take_conflicts(now)]
+
+
+def test_a_process_that_begins_anew_before_the_last_life_counts_as_silent_is_no_conflict() -> None:
+    heard = Heard()
+    assert heard.hear(101.0, report(5)) == []
+    assert heard.hear(102.0, report(1, life=2)) == []
+    assert heard.hear(103.0, report(2, life=2)) == []
+    assert heard.hear(101.0 + HOST_SUSPECT_AFTER_S, report(3, life=2)) == []
+    assert heard.hearing.observed.hosts[HOST].report.sequence == 3
+    assert heard.hear(105.0, report(4, life=2)) == []
+    assert heard.refused == ["identity host host-1"] * 2
+
+
+def test_two_that_report_as_one_are_told_of_now_and_then() -> None:
+    heard = Heard()
+    told = [
+        heard.hear(101.0 + n, report(n), proxy(n), report(n, life=9), proxy(n, life=9)) for n in range(100)
+    ]
+    assert [names for names in told if names] == [["host host-1", "proxy p"]] * 2
+    assert heard.hearing.observed.hosts[HOST].report.incarnation == "1"
+    assert heard.refused.count("identity host host-1") == 100
+
+
+def test_who_reports_as_everybody_does_not_push_out_all_other_events() -> None:
+    heard = Heard()
+    names = [HostId(f"h{n}") for n in range(1_000)]
+    holders = [msgspec.structs.replace(report(), host_id=name) for name in names]
+    forged = [msgspec.structs.replace(report(), host_id=name, incarnation="x") for name in names]
+    told = [heard.hear(101.0 + n, *holders, *forged) for n in range(5)]
+    assert sum(len(names) for names in told) == hearing_module.CONFLICTS_TOLD_MAX

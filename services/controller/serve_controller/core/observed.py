@@ -97,7 +97,7 @@ def observe_host(observed: ObservedState, report: HostReport, now: float, holder
     if _came_late(observed, report, known, now):
         return observed
     sent, sent_at = None, 0.0
-    if known is None or not _is_same_life(report, known.report):
+    if known is None or not is_same_life(report, known.report):
         _check_free(observed, report, known, holder, now)
         _check_room(observed.hosts, report.host_id)
     else:
@@ -135,7 +135,8 @@ def holder_of(report: HostReport | ProxyReport) -> str:
     return hashlib.blake2b(report.incarnation.encode(), digest_size=16).hexdigest()
 
 
-def _is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
+def is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
+    """Whether both are of one incarnation; one that guesses when it began is of another."""
     return report.incarnation == known.incarnation and report.started_at == known.started_at
 
 
@@ -148,7 +149,7 @@ def _came_late(
     """Whether a newer one is known, of the same life or of a later one that leaves."""
     if known is None:
         return False
-    if _is_same_life(report, known.report):
+    if is_same_life(report, known.report):
         return report.sequence < known.report.sequence
     return (
         known.report.leaving
@@ -185,7 +186,7 @@ def observe_proxy(
     known = observed.proxies.get(report.proxy_id)
     if _came_late(observed, report, known, now):
         return observed
-    if known is None or not _is_same_life(report, known.report):
+    if known is None or not is_same_life(report, known.report):
         _check_free(observed, report, known, holder, now)
         _check_room(observed.proxies, report.proxy_id)
     proxy = ProxyObserved(report=report, heard_at=now)

@@ -32,8 +32,11 @@ from serve_controller.core.events import conflict_event
 from serve_controller.core.host_goals import DueTime
 from serve_controller.core.observed import (
     HeldByAnother,
+    HostObserved,
     ObservedState,
+    ProxyObserved,
     forget_silent,
+    is_same_life,
     observe_break,
     observe_bucket,
     observe_host,
@@ -76,11 +79,12 @@ class _Conflicts:
         self._refused.add((kind, name))
         return f"{kind} {name}"
 
-    def believed(self, report: HostReport | ProxyReport) -> None:
-        """A report was taken in."""
+    def believed(self, report: HostReport | ProxyReport, before: HostObserved | ProxyObserved | None) -> None:
+        """A report was taken in, after what is known by ``before``."""
         if self._refused and (sender := _sender(report)) in self._refused:
             self._refused.discard(sender)
-            self._found.add(sender)
+            if before is not None and is_same_life(report, before.report):
+                self._found.add(sender)
 
     def take(self, now: float) -> list[EventView]:
         """Events of what was found since the last time."""
@@ -274,7 +278,7 @@ class Hearing:
         before, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
         holder = "" if record is None else record.holder
         observed = observe_host(self.observed, report, heard_at, holder)
-        self._conflicts.believed(report)
+        self._conflicts.believed(report, before)
         after = observed.hosts[report.host_id]
         attention = NOTHING if after is before else of_host_report(before, after)
         self.observed = observed
@@ -284,7 +288,7 @@ class Hearing:
         before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
         holder = "" if record is None else record.holder
         observed = observe_proxy(self.observed, report, heard_at, holder)
-        self._conflicts.believed(report)
+        self._conflicts.believed(report, before)
         after = observed.proxies[report.proxy_id]
         attention = NOTHING if after is before else of_proxy_report(before, after)
         self.observed = observed
