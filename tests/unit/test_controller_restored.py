@@ -13,6 +13,7 @@ from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import Snapshot
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Kind
+from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Counters, HostRecord, ReplicaState, SnapshotRecord
 from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
 from serve_controller.core.reconcile import SendHostGoal, reconcile
