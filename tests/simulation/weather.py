@@ -259,6 +259,12 @@ def _store_away(world: World, dice: random.Random, at_s: float, until_s: float) 
     world.after(back_s, lambda: setattr(world.store, way, back))
 
 
+def _fill_disk_of_store(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
+    world.after(at_s, lambda: setattr(world.store, "is_disk_full", True))
+    back_s = min(at_s + dice.choice([0.3, 7.0, 30.0]), until_s)
+    world.after(back_s, lambda: setattr(world.store, "is_disk_full", False))
+
+
 def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     world.checks.is_silence_possible = True
     world.after(at_s, world.bus.go)
@@ -328,6 +334,7 @@ MISHAPS: dict[str, Mishap] = {
     "controller stands still": _stall_controller,
     "store is away": _store_away,
     "store goes back": _store_goes_back,
+    "disk of the store is full": _fill_disk_of_store,
     "bus is away": _bus_away,
     "bucket is lost": _lose_bucket,
     "bucket is littered": _litter,

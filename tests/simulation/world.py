@@ -172,6 +172,7 @@ class World(Kernel):
         self.weather.calm()
         self.store.available, self.store.loses_answers, self.store.late_writes_s = True, False, None
         self.bus.thaw()
+        self.store.is_disk_full = False
         self.bus.come()
         for host in self.hosts:
             host.is_isolated = False

@@ -39,6 +39,8 @@ class MemoryStore:
         """False: every method raises `StoreUnavailable` and does nothing."""
         self.loses_answers = False
         """True: every method does its work and then raises `StoreUnavailable`, as when a connection breaks."""
+        self.is_disk_full = False
+        """True: nothing that must be kept is taken, and reads go on. A lease, whose row is rewritten, still is."""
         self.rows: dict[tuple[str, str], Row] = {}
         """What is stored, by kind and key."""
         self.history: deque[HistoryRow] = deque(maxlen=HISTORY_ROWS_MAX)
@@ -94,6 +96,7 @@ class MemoryStore:
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
         self._begin()
+        self._need_room()
         if epoch != self.epoch or self._left.get(epoch, self.writes) != self.writes:
             raise FencedOut(f"epoch {self.epoch} began after {epoch}, or the database was restored")
         self.writes += 1
@@ -125,6 +128,10 @@ class MemoryStore:
     def _begin(self) -> None:
         if not self.available:
             raise StoreUnavailable("the simulated database is down")
+
+    def _need_room(self) -> None:
+        if self.is_disk_full:
+            raise StoreUnavailable("the disk of the simulated database is full: No space left on device")
 
     def _end(self) -> None:
         if self.loses_answers:

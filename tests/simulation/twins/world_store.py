@@ -54,6 +54,7 @@ class WorldStore(MemoryStore):
     ) -> None:
         """See `Store.record`; ``writes`` is the number of the last write that the writer knows."""
         self._begin()
+        self._need_room()
         if self.late_writes_s is not None:
             self._later(self.late_writes_s, lambda: self._write_late(writer, epoch, writes, changes, history))
             raise StoreUnavailable("the simulated connection broke while the write was under way")

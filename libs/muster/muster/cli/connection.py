@@ -52,7 +52,7 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     environment = Environment(variables)
     field = "--nats" if options.nats else "MUSTER_NATS_URL"
     given = options.nats or environment.optional("MUSTER_NATS_URL")
-    embedded = _running_embedded(environment, directory)
+    embedded = running_embedded(variables, directory)
     if given is None and embedded is not None:
         given = embedded.nats_url
     password = _given_password(options, environment)
@@ -101,8 +101,9 @@ def _own_password(
     return None
 
 
-def _running_embedded(environment: Environment, directory: Path) -> RunRecord | None:
-    named = environment.optional("MUSTER_STATE_DIR")
+def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord | None:
+    """The stack that `muster up` runs from ``directory`` or above; None when there is none."""
+    named = Environment(variables).optional("MUSTER_STATE_DIR")
     places = [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _upwards(directory)]
     return next(filter(None, map(running_stack, places)), None)
 

@@ -124,7 +124,7 @@ def main() -> None:
     structlog.configure(
         processors=[output.plain_event, *structlog.get_config()["processors"]],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=output.stderr_for_logs()),
     )
     app(prog_name="muster")
 

@@ -7,13 +7,14 @@ terminal that it would obey: whatever is printed passes `plain`, or is JSON that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import sys
 from collections.abc import Iterable, MutableMapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TextIO, cast
 
 import msgspec
 import typer
@@ -72,6 +73,23 @@ class _PlainConsole(Console):
         return super()._render_buffer(
             segment if segment.control else Segment(plain(segment.text), segment.style) for segment in buffer
         )
+
+
+def stderr_for_logs() -> TextIO:
+    """Standard error, which keeps it for itself when it can take nothing: a full disk must not end who logs."""
+    # It has what is used of a file.
+    return cast("TextIO", _Stderr())
+
+
+class _Stderr:
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def console() -> Console:

@@ -12,16 +12,17 @@ import msgspec
 import typer
 
 from muster.cli import output
-from muster.cli.connection import StackChoice, find_stack
+from muster.cli.connection import StackChoice, find_stack, running_embedded
 from muster.cli.exit_codes import ExitCode, exit_code_of
 from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import StackAddress
 from muster.client.connect import connect_stack
 from muster.client.feed import Listen, listen_to_stack
 from muster.client.replies import UnknownError
+from muster.embedded.disk_room import disk_is_full
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
-from serve_common.errors import BadField, BusAuthorizationFailed, PermanentError, ServeError
+from serve_common.errors import BadField, BusAuthorizationFailed, PermanentError, ServeError, TransientError
 from serve_common.wires.admin import ErrorView
 
 _CHANGE_RETRY_S = 30.0
@@ -54,6 +55,11 @@ class Session:
         """The stack that is meant; see `connection.find_stack`."""
         return find_stack(options.over(self.options), self.environment, self.directory)
 
+    def full_disk(self) -> str | None:
+        """In words, when the disk of the stack that runs from here is full; None when not, or when it is elsewhere."""
+        found = running_embedded(self.environment, self.directory)
+        return None if found is None else disk_is_full(Path(found.state_dir))
+
     def connect(
         self, address: StackAddress, progress: output.Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[StackPort]:
@@ -76,6 +82,8 @@ class Session:
             yield
         except ServeError as error:
             _report(error, as_json=as_json)
+            if isinstance(error, TransientError) and (full := self.full_disk()) is not None:
+                output.complain(full)
             raise typer.Exit(exit_code_of(error)) from error
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise

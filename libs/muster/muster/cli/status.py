@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from muster.cli import output
 from muster.cli.asking import Question, asking
 from muster.cli.ports import AdminPort
 from muster.cli.session import Session
@@ -19,7 +20,7 @@ from serve_common.wires.views import StatusView
 
 @asking
 def status(
-    session: Session,  # noqa: ARG001 - every command gets it
+    session: Session,
     *,
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="deployment or app/deployment; all unless given.")
@@ -36,6 +37,8 @@ def status(
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
         return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
+    if (full := session.full_disk()) is not None:
+        output.complain(full)
     whole = _Whole()
     return Question(whole.ask, whole.show)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 
 from muster.embedded import leftovers, logfiles
+from muster.embedded.disk_room import disk_is_full
 from muster.embedded.errors import StackFailed, StartFailed
 from muster.embedded.process import (
     PROCESS_MARK,
@@ -106,7 +107,9 @@ class Charge:
             wait_s = backoff_s(
                 max(0, crashes - 1), self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s
             )
-            self._tell(Happened.DIED, f"{describe_exit(code)}; starting it again in {wait_s:.1f} s")
+            told = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
+            full = disk_is_full(self.spec.log_path.parent)
+            self._tell(Happened.DIED, told if full is None else f"{told} ({full})")
             self._pid = 0
             # A guardian that was killed could not clean up; one that was not has left nothing.
             await asyncio.to_thread(leftovers.kill_marked, self._stack_id, self.spec.name)
@@ -167,7 +170,7 @@ class Charge:
             ),
         ]
         try:
-            with spec.log_path.open("ab") as log:
+            with logfiles.open_log(spec.log_path) as log:
                 process = await asyncio.create_subprocess_exec(
                     *arguments,
                     *spec.argv,
@@ -209,8 +212,10 @@ class Charge:
 
     def _start_failed(self, reason: str) -> StartFailed:
         spec = self.spec
+        full = disk_is_full(spec.log_path.parent)
+        why = reason if full is None else f"{reason}; {full}"
         return StartFailed(
-            f"{spec.name} did not start ({reason}). The end of {spec.log_path}:\n"
+            f"{spec.name} did not start ({why}). The end of {spec.log_path}:\n"
             f"{logfiles.last_lines(spec.log_path)}"
         )
 

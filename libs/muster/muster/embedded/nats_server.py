@@ -21,12 +21,27 @@ MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
 Measured with bodies of 1 MiB: two fifths of its CPU. As in compose."""
 
 
+_STORAGE: Final = "\njetstream {\n"
+"""How nats.conf begins what the server keeps on disk."""
+
+
+def nats_config(paths: StatePaths) -> Path:
+    """The file that the server reads, also when it is told to read it again."""
+    return paths.nats / "nats.conf"
+
+
+def storage_off(configuration: str) -> str:
+    """``configuration`` for a server that keeps nothing, and is otherwise the same."""
+    assert configuration.count(_STORAGE) == 1, "nats.conf is written differently"
+    return configuration.replace(_STORAGE, f"{_STORAGE}  enabled: false\n")
+
+
 def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> None:
     """Put the configuration and its passwords side by side. Raises `StackFailed`."""
     source = options.deploy_dir / "nats" / "nats.conf"
     try:
         paths.nats.mkdir(mode=0o700, exist_ok=True)
-        shutil.copyfile(source, paths.nats / "nats.conf")
+        shutil.copyfile(source, nats_config(paths))
         passwords = paths.nats / "passwords.conf"
         passwords.touch(mode=0o600)
         shutil.copyfile(secrets.path(NATS_INCLUDE), passwords)
@@ -42,7 +57,7 @@ def nats_spec(paths: StatePaths, ports: Mapping[str, int], environment: Mapping[
         name=NATS,
         argv=[
             _binary(),
-            *("-c", str(paths.nats / "nats.conf")),
+            *("-c", str(nats_config(paths))),
             *("--addr", "127.0.0.1", "--port", str(ports["nats"]), "--http_port", str(ports["nats_monitor"])),
             *("--store_dir", str(paths.nats / "jetstream")),
         ],

@@ -14,6 +14,7 @@ import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import psutil
 
@@ -38,9 +39,22 @@ _CONFIGURATION: Mapping[str, str] = {
     "max_connections": "50",
     "shared_buffers": "32MB",
     "max_wal_size": "256MB",
+    # With `_RESERVE_WAL`: log files for weeks of changes lie ready, so that a full disk ends no server that writes one.
+    "min_wal_size": "96MB",
     "log_min_messages": "warning",
     "log_line_prefix": "%m [%p] %u@%d ",
 }
+
+_RESERVE_WAL: Final = """
+SELECT $$SELECT pg_logical_emit_message(false, 'muster', 'reserve'), pg_switch_wal()$$
+FROM generate_series(1, 5 - (SELECT count(*)::int FROM pg_ls_waldir()))
+\\gexec
+CHECKPOINT;
+"""
+"""Ends so many log files that five are there, and makes those that are not needed the next ones.
+
+A server that needs a new one and finds no room for it panics; a commit that finds no room for a row only fails.
+"""
 
 
 def postgres_dsn(port: int) -> str:
@@ -146,7 +160,8 @@ class EmbeddedPostgres:
         command = [
             str(self._binaries / "psql"),
             *("--no-psqlrc", "--quiet", "--no-password", "--host", "127.0.0.1", "--port", str(self._port)),
-            *("--username", SUPERUSER, "--dbname", "postgres", "--file", str(self._bootstrap)),
+            *("--username", SUPERUSER, "--dbname", "postgres"),
+            *("--file", str(self._bootstrap), "--file", "-"),
         ]
 
         async def probe() -> str | None:
@@ -156,7 +171,7 @@ class EmbeddedPostgres:
                 "PGCONNECT_TIMEOUT": "5",
                 "MUSTER_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
             }
-            code, errors = await _run(command, variables)
+            code, errors = await _run(command, variables, _RESERVE_WAL)
             if f'password authentication failed for user "{SUPERUSER}"' in errors:
                 raise StackFailed(
                     f"the passwords in {self._secrets.directory} are not those of the database in {self._data}; "
@@ -167,18 +182,18 @@ class EmbeddedPostgres:
         return probe
 
 
-async def _run(command: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
+async def _run(command: list[str], variables: Mapping[str, str], text: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         *command,
         env=variables,
         cwd="/",
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(_BOOTSTRAP_TIMEOUT_S):
-            _, errors = await process.communicate()
+            _, errors = await process.communicate(text.encode())
     except TimeoutError:
         return 1, "psql does not end"
     finally:

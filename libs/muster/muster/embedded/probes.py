@@ -27,6 +27,13 @@ def http_probe(port: int, path: str) -> Probe:
     return probe
 
 
+async def http_text(port: int, path: str) -> str:
+    """What ``GET path`` on the loopback's ``port`` answers. Raises OSError, TimeoutError or ValueError."""
+    async with asyncio.timeout(_TIMEOUT_S):
+        _, text = await _get(port, path)
+    return text
+
+
 async def _get(port: int, path: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:

@@ -6,6 +6,7 @@ where. Ports are remembered after a stop, so that the next start listens on the 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -99,9 +100,11 @@ def lock_state(paths: StatePaths) -> IO[str]:
         raise AlreadyRunning(
             f"a stack already runs from {paths.root} (pid {holder}); stop it, or choose another state directory"
         )
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    with contextlib.suppress(
+        OSError
+    ):  # of a full disk: then nobody is told the pid, and the lock holds all the same
+        file.truncate(0)
+        os.write(file.fileno(), f"{os.getpid()}\n".encode())  # nothing is left to be tried again at the close
     return file
 
 

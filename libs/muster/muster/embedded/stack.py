@@ -19,8 +19,10 @@ import msgspec
 import structlog
 
 from muster.embedded import leftovers
+from muster.embedded.disk_room import disk_is_full
+from muster.embedded.disk_watch import DiskWatch
 from muster.embedded.errors import StackFailed
-from muster.embedded.nats_server import nats_spec, prepare_nats
+from muster.embedded.nats_server import NATS, nats_config, nats_spec, prepare_nats
 from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
 from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
@@ -29,11 +31,14 @@ from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
 from muster.embedded.supervisor import Supervisor
 from muster.embedded.tcp_ports import choose_ports
 from muster.secrets import generate
+from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger()
 
 RAY_DIR_LENGTH_MAX: Final = 40
 """Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
+
+_CLOSE_TIMEOUT_S: Final = 1.0
 
 OnNotice = Callable[[str], None]
 Substitute = Callable[[ProcessSpec], ProcessSpec]
@@ -65,6 +70,7 @@ class EmbeddedStack:
         self._record: RunRecord | None = None
         self._ray_dir: Path | None = None
         self._port_holders: list[socket.socket] = []
+        self._tasks: TaskOwner | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -88,16 +94,23 @@ class EmbeddedStack:
         """
         self._lock = await asyncio.to_thread(lock_state, self._paths)
         try:
-            specs = await self._prepared()
+            try:
+                specs = await self._prepared()
+            except OSError as error:
+                raise StackFailed(f"{self._paths.root} cannot hold the stack's state: {error}") from error
             self._supervisor = Supervisor(self.record.stack_id, specs, self._hear)
-            self._write_record()
+            self._write_record(self.record)
             await self._supervisor.start()
+            self._tasks = TaskOwner("stack")
+            self._tasks.start(self._disk_watch().run(), "disk_watch")
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
         """Stop everything within 10 s and leave no process behind. Safe to call again."""
+        if self._tasks is not None:
+            await self._tasks.close(_CLOSE_TIMEOUT_S)
         if self._supervisor is not None:
             await self._supervisor.stop()
         if self._lock is None:
@@ -105,7 +118,7 @@ class EmbeddedStack:
         for holder in self._port_holders:
             holder.close()
         if self._record is not None:
-            write_record(self._paths, msgspec.structs.replace(self.record, pid=0, processes=[]))
+            self._write_record(msgspec.structs.replace(self.record, pid=0, processes=[]))
         if self._ray_dir is not None and self._ray_dir != self._paths.ray:
             await asyncio.to_thread(shutil.rmtree, self._ray_dir, ignore_errors=True)
         self._lock.close()
@@ -129,6 +142,8 @@ class EmbeddedStack:
     def _prepare(self, notices: list[str]) -> Sequence[ProcessSpec]:
         """Everything that must be there before the first process starts. Blocks."""
         paths, options = self._paths, self._options
+        if (full := disk_is_full(paths.root)) is not None:
+            raise StackFailed(full)
         if options.app_root is not None and not options.app_root.is_dir():
             raise StackFailed(f"{options.app_root} is not a directory")
         for directory in (paths.logs, paths.metrics):
@@ -171,12 +186,19 @@ class EmbeddedStack:
         )
 
     def _hear(self, event: ProcessEvent) -> None:
-        self._write_record()
+        self._write_record(self.record)
         self._on_event(event)
 
-    def _write_record(self) -> None:
+    def _disk_watch(self) -> DiskWatch:
+        def nats_pid() -> int:
+            return next((process.pid for process in self.record.processes if process.name == NATS), 0)
+
+        port = self.record.ports["nats_monitor"]
+        return DiskWatch(self._paths.root, nats_config(self._paths), port, nats_pid, self._on_notice)
+
+    def _write_record(self, record: RunRecord) -> None:
         try:
-            write_record(self._paths, self.record)
+            write_record(self._paths, record)
         except OSError as error:  # a full disk must not end a stack that serves
             _log.warning("run_file_not_written", path=str(self._paths.run_file), error=str(error))
 

@@ -96,4 +96,7 @@ class Supervisor:
             await asyncio.sleep(_SWEEP_S)
             zombies = await asyncio.to_thread(leftovers.reap_zombies, zombies)
             for charge in self._charges.values():
-                await asyncio.to_thread(logfiles.cut_when_long, charge.spec.log_path)
+                try:
+                    await asyncio.to_thread(logfiles.cut_when_long, charge.spec.log_path)
+                except OSError as error:
+                    _log.warning("log_not_cut", path=str(charge.spec.log_path), error=str(error))

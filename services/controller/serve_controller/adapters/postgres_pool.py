@@ -160,6 +160,8 @@ def _meaning() -> Iterator[None]:
         yield
     except _REFUSED as error:
         raise PermanentError(f"Postgres refuses us: {_in_words(error)}") from error
+    except asyncpg.DiskFullError as error:
+        raise StoreUnavailable(f"the disk of Postgres is full: {error}") from error
     except (*_LOST, *_BUSY) as error:
         raise StoreUnavailable(f"Postgres does not answer: {_in_words(error)}") from error
 

@@ -1,0 +1,98 @@
+"""Watches the disk that a stack's state is on: says when it is full, and heals what does not heal by itself.
+
+Why healing: a nats-server whose stream found no room once refuses every later write to it, also when there is room
+again. Switching its storage off and on by two reloads opens the streams anew, and no connection notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, final
+
+import structlog
+
+from muster.embedded.disk_room import FULL_BELOW_BYTES, disk_is_full
+from muster.embedded.nats_server import storage_off
+from muster.embedded.probes import http_probe, http_text
+
+_log = structlog.get_logger()
+
+_ROOM_BYTES: Final = 4 * FULL_BELOW_BYTES
+"""There is room again."""
+_LOOK_S: Final = 0.5
+_RELOAD_WITHIN_S: Final = 5.0
+_FAILED_WRITE: Final = ("write error", "no space left", "out of resources")
+"""How nats-server says that a stream's storage failed."""
+
+
+@final
+class DiskWatch:
+    """Of one running stack."""
+
+    def __init__(
+        self,
+        root: Path,
+        nats_config: Path,
+        monitor_port: int,
+        nats_pid: Callable[[], int],
+        notice: Callable[[str], None],
+    ) -> None:
+        """``nats_pid`` is 0 while there is none; ``notice`` gets sentences for the user."""
+        self._root = root
+        self._config = nats_config
+        self._monitor_port = monitor_port
+        self._probe = http_probe(monitor_port, "/healthz")
+        self._nats_pid = nats_pid
+        self._notice = notice
+        self._is_full = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._look()
+            except OSError as error:
+                _log.warning("disk_not_watched", path=str(self._root), error=str(error))
+
+    async def _look(self) -> None:
+        told = disk_is_full(self._root)
+        if told is not None and not self._is_full:
+            self._is_full = True
+            self._notice(f"{told}: what is deployed serves on, changes fail until then")
+        found = os.statvfs(self._root)
+        if found.f_bavail * found.f_frsize < _ROOM_BYTES:
+            return
+        if self._is_full:
+            self._is_full = False
+            self._notice(f"the disk of {self._root} has room again")
+        reason = await self._probe()
+        if reason is not None and any(words in reason for words in _FAILED_WRITE):
+            _log.warning("nats_storage_opened_anew", reason=reason)
+            await self._open_storage_anew()
+
+    async def _open_storage_anew(self) -> None:
+        whole = self._config.read_text(encoding="utf-8")
+        try:
+            self._config.write_text(storage_off(whole), encoding="utf-8")
+            await self._reload(is_on=False)
+        finally:
+            self._config.write_text(whole, encoding="utf-8")
+            await self._reload(is_on=True)
+
+    async def _reload(self, *, is_on: bool) -> None:
+        """Until the server has its storage so, or it takes too long: then the next look begins anew."""
+        pid = self._nats_pid()
+        if not pid:
+            return  # its next start opens everything anew
+        os.kill(pid, signal.SIGHUP)
+        try:
+            async with asyncio.timeout(_RELOAD_WITHIN_S):
+                while ('"disabled"' in await http_text(self._monitor_port, "/jsz")) is is_on:  # noqa: ASYNC110 - it only answers
+                    await asyncio.sleep(0.05)
+        except (OSError, TimeoutError, ValueError):
+            _log.warning("nats_reload_takes_long", is_on=is_on)
