@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import asyncpg
 import msgspec
 
 from muster.client.address import StackAddress
@@ -79,7 +80,8 @@ class LoadedStack:
         self._held_ports = {use: HeldPort() for use in uses}
         self._ports = {use: held.port for use, held in self._held_ports.items()}
         self._paths = paths
-        self._supervisor = Supervisor(uuid.uuid4().hex[:12], self._specs(ray_dir), lambda _event: None)
+        self.stack_id = uuid.uuid4().hex[:12]
+        self._supervisor = Supervisor(self.stack_id, self._specs(ray_dir), lambda _event: None)
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -232,6 +234,21 @@ class LoadedStack:
     async def replicas(self) -> list[ReplicaView]:
         """Of the deployment."""
         return (await self.admin.get_deployment_info(NAME)).replicas
+
+    async def rows(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Kind, key and value of all that Postgres holds of the controllers' decisions."""
+        connection = await asyncpg.connect(
+            host="127.0.0.1",
+            port=self._ports["postgres"],
+            user="muster",
+            database="muster",
+            password=self._secrets.read("postgres_password"),
+        )
+        try:
+            found = await connection.fetch("SELECT kind, key, value FROM muster.checkpoint_rows")
+        finally:
+            await connection.close()
+        return [(row["kind"], row["key"], msgspec.json.decode(row["value"])) for row in found]
 
     @property
     def nats_url(self) -> str:

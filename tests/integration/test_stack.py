@@ -6,9 +6,12 @@ One stack for the module (it takes seconds to start); each test leaves it whole.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import ipaddress
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -345,6 +348,17 @@ def replica_pids(stack: Stack) -> list[int]:
     ]
 
 
+async def test_a_killed_raylet_ends_its_host_and_the_next_one_serves(stack: Stack) -> None:
+    host = stack.pid("replica-host")
+    raylets = [child for child in psutil.Process(host).children(recursive=True) if child.name() == "raylet"]
+    assert len(raylets) == 1
+    raylets[0].kill()
+    async with asyncio.timeout(HEAL_LIMIT_S):
+        while stack.pid("replica-host") in (0, host) or not stack.is_ready():  # noqa: ASYNC110 - a file is all that tells
+            await asyncio.sleep(0.1)
+    await until_healed(stack)
+
+
 @pytest.mark.parametrize("name", ["proxy", "replica-host", "nats", "postgres"])
 async def test_the_stack_heals_by_itself_after_a_kill_of(name: str, stack: Stack) -> None:
     await killed(stack, name)
@@ -455,10 +469,42 @@ async def test_every_process_serves_its_metrics(stack: Stack) -> None:
     assert contradictions(pages) == []
 
 
+def leave_litter(state_dir: Path) -> None:
+    """What user code could do in places that are written at each start."""
+    shutil.rmtree(state_dir / "metrics")
+    (state_dir / "metrics").write_text("no directory")
+    (state_dir / "nats" / "nats.conf").unlink()
+    (state_dir / "nats" / "nats.conf").mkdir()
+    ray = state_dir / "ray"
+    if ray.exists():
+        ray.rename(state_dir / "was-ray")
+    ray.symlink_to("/nowhere")
+
+
+async def test_nothing_of_the_stack_listens_beyond_the_loopback(stack: Stack) -> None:
+    """But for HTTP where that is asked for; here it is not."""
+    listening = {}
+    for pid in processes_of(stack.record()["stack_id"]):
+        with contextlib.suppress(psutil.Error):  # one that has just ended
+            process = psutil.Process(pid)
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    listening[connection.laddr.port] = (process.name(), connection.laddr.ip)
+    beyond = {
+        port: told
+        for port, told in listening.items()
+        if not ipaddress.ip_address(told[1].removeprefix("::ffff:")).is_loopback
+    }
+    assert beyond == {}
+    assert set(stack.record()["ports"].values()) <= set(listening)
+    assert any("raylet" in name for name, _ in listening.values())
+
+
 async def test_a_stopped_stack_brings_its_deployment_back_and_leaves_no_process_behind(stack: Stack) -> None:
     stack_id = stack.record()["stack_id"]
     stack.stop()
     assert processes_of(stack_id) == {}
+    leave_litter(stack.state_dir)
     stack.start()
     await until_healed(stack)
     assert [d["name"] for d in stack.status()["deployments"]] == ["default/digits"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
+from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
 from serve_common.settings import Environment
 from serve_replica_host.adapters.ray_environment import (
     SESSIONS_KEPT,
-    TOKEN_FILE,
     prepare_ray_environment,
+    ray_directory,
     remove_old_sessions,
 )
 from serve_replica_host.settings import SPARE_REPLICAS, read_host_settings
@@ -57,31 +59,64 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_local_ray_gets_a_private_token_that_is_kept(
+def test_a_local_ray_gets_a_token_of_this_life_that_no_file_holds_and_a_directory_of_its_own(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch
 ) -> None:
     import os
 
     prepare_ray_environment(tmp_path / "ray", is_local=True)
-    token = (tmp_path / "ray" / TOKEN_FILE).read_text()
+    token = os.environ["RAY_AUTH_TOKEN"]
     assert os.environ["RAY_AUTH_MODE"] == "token"
-    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ray" / TOKEN_FILE)
-    assert stat.S_IMODE((tmp_path / "ray" / TOKEN_FILE).stat().st_mode) == 0o600
     assert len(token) == 64
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert stat.S_IMODE((tmp_path / "ray").stat().st_mode) == 0o700
+    assert os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0"
 
-    clean_environment.delenv("RAY_AUTH_TOKEN_PATH")
+    clean_environment.delenv("RAY_AUTH_TOKEN")
     prepare_ray_environment(tmp_path / "ray", is_local=True)
-    assert (tmp_path / "ray" / TOKEN_FILE).read_text() == token
+    assert os.environ["RAY_AUTH_TOKEN"] != token
 
 
-def test_a_token_file_that_others_can_read_is_refused(
+@pytest.mark.parametrize("what", ["open directory", "file", "symlink", "directory of another user"])
+def test_whatever_stands_where_ray_is_to_write_stops_no_start(
+    tmp_path: Path, clean_environment: pytest.MonkeyPatch, what: str
+) -> None:
+    import os
+
+    if what == "directory of another user" and os.geteuid() != 0:
+        pytest.skip("NOT TESTED: another user's directory; only root can make one")
+    ray = tmp_path / "ray"
+    for place in (ray, ray / "r"):
+        if what == "open directory":
+            place.mkdir()
+            place.chmod(0o777)
+            (place / "auth_token").mkdir()
+        elif what == "file":
+            place.write_text("left")
+        elif what == "symlink":
+            place.symlink_to(tmp_path / "elsewhere")
+        else:
+            place.mkdir()
+            (place / "left").write_text("")
+            os.chown(place, 65534, 65534)
+        make_own_directory(ray)  # as the host does, whose runtime does the rest
+        prepare_ray_environment(ray, is_local=True)
+        for made in (ray, ray / "r"):
+            assert stat.S_IMODE(made.lstat().st_mode) == 0o700
+            assert made.lstat().st_uid == os.geteuid()
+            assert made.is_dir()
+            assert not made.is_symlink()
+        if place == ray:
+            shutil.rmtree(ray / "r")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_place_that_cannot_be_ours_alone_is_named(
     tmp_path: Path, clean_environment: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / TOKEN_FILE).write_text("known")
-    (tmp_path / TOKEN_FILE).chmod(0o644)
-
-    with pytest.raises(BadField, match="not a private file"):
-        prepare_ray_environment(tmp_path, is_local=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadField, match="cannot be this user's alone"):
+        prepare_ray_environment(tmp_path / "file" / "ray", is_local=True)
 
 
 def test_an_existing_cluster_keeps_its_own_authentication(
@@ -97,12 +132,13 @@ def test_an_existing_cluster_keeps_its_own_authentication(
 
 
 def test_only_the_newest_sessions_of_ray_are_kept(tmp_path: Path) -> None:
+    ray = ray_directory(tmp_path)
     for day in range(1, 8):
-        (tmp_path / f"session_2026-01-0{day}_00-00-00_1_1").mkdir()
-    (tmp_path / "session_latest").symlink_to(tmp_path / "session_2026-01-01_00-00-00_1_1")
+        (ray / f"session_2026-01-0{day}_00-00-00_1_1").mkdir(parents=True)
+    (ray / "session_latest").symlink_to(ray / "session_2026-01-01_00-00-00_1_1")
 
     remove_old_sessions(tmp_path)
 
-    kept = sorted(path.name for path in tmp_path.glob("session_2*"))
+    kept = sorted(path.name for path in ray.glob("session_2*"))
     assert len(kept) == SESSIONS_KEPT
     assert kept[-1].startswith("session_2026-01-07")

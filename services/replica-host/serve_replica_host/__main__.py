@@ -16,6 +16,7 @@ from typing import NoReturn
 import structlog
 
 from serve_common.adapters.logs import configure_logs
+from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
 from serve_common.settings import Environment
 from serve_replica_host.adapters.log_socket import LogSocket
@@ -73,7 +74,8 @@ def main() -> int:
 
 def _make_directories(settings: HostSettings, users: HostUsers) -> None:
     if users.shared_gid is None:
-        Path(settings.metrics_dir).mkdir(parents=True, exist_ok=True)
+        for directory in (settings.own_dir, settings.metrics_dir):
+            make_own_directory(Path(directory))
         return
     # Replicas pass through the one, and make files in the other that only they and the host may remove.
     share_directory(Path(settings.own_dir), users.shared_gid, 0o710)

@@ -22,7 +22,7 @@ from serve_common.tracing.settings import TracingSettings, read_tracing_settings
 OPERATIONS_PORT: Final = 9103
 SPARE_REPLICAS: Final = 8
 RAY_TEMP_DIR_LENGTH_MAX: Final = 40
-"""Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
+"""Ray's unix sockets lie up to 67 characters deeper, and the kernel allows 107 in all."""
 
 OWN_DIR_SUFFIX: Final = "-host"
 

@@ -14,6 +14,7 @@ from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.probes import http_probe
 from muster.embedded.process import ProcessSpec
 from muster.secrets import NATS_INCLUDE, Secrets
+from serve_common.adapters.own_directory import make_own_directory, move_aside
 
 NATS = "nats"
 MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
@@ -40,7 +41,10 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
     """Put the configuration and its passwords side by side. Raises `StackFailed`."""
     source = options.deploy_dir / "nats" / "nats.conf"
     try:
-        paths.nats.mkdir(mode=0o700, exist_ok=True)
+        make_own_directory(paths.nats)
+        for place in (nats_config(paths), paths.nats / "passwords.conf"):
+            if place.is_symlink() or place.is_dir():
+                move_aside(place)
         shutil.copyfile(source, nats_config(paths))
         passwords = paths.nats / "passwords.conf"
         passwords.touch(mode=0o600)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,12 +31,13 @@ from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
 from muster.embedded.supervisor import Supervisor
 from muster.embedded.tcp_ports import choose_ports
 from muster.secrets import generate
+from serve_common.adapters.own_directory import make_own_directory
 from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger()
 
 RAY_DIR_LENGTH_MAX: Final = 40
-"""Ray makes unix sockets some 65 characters deeper, and the kernel allows 107 in all."""
+"""Ray's unix sockets lie up to 67 characters deeper, and the kernel allows 107 in all."""
 
 _CLOSE_TIMEOUT_S: Final = 1.0
 
@@ -146,8 +147,8 @@ class EmbeddedStack:
             raise StackFailed(full)
         if options.app_root is not None and not options.app_root.is_dir():
             raise StackFailed(f"{options.app_root} is not a directory")
-        for directory in (paths.logs, paths.metrics):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        for directory in (paths.logs, paths.metrics, paths.nats):
+            make_own_directory(directory)
         stack_id = stack_id_of(paths)
         left = leftovers.kill_marked(stack_id)
         if left:
@@ -156,14 +157,14 @@ class EmbeddedStack:
         chosen = choose_ports(options, last.ports if last is not None else {})
         self._port_holders = chosen.holders
         notices.extend(chosen.notices)
-        secrets = generate(paths.secrets)
-        prepare_nats(paths, options, secrets)
+        passwords = generate(paths.secrets)
+        prepare_nats(paths, options, passwords)
         ports = chosen.by_use
         self._ray_dir = _ray_directory(paths, stack_id)
         self._record = self._new_record(stack_id, ports)
-        postgres = EmbeddedPostgres(paths, options, secrets, ports["postgres"])
+        postgres = EmbeddedPostgres(paths, options, passwords, ports["postgres"])
         postgres.prepare()
-        services = ServiceSpecs(paths, options, secrets, ports, self._ray_dir)
+        services = ServiceSpecs(paths, options, passwords, ports, self._ray_dir)
         environment = {
             name: value for name, value in os.environ.items() if name not in (STACK_MARK, PROCESS_MARK)
         }
@@ -212,15 +213,18 @@ def _reachable(host: str) -> str:
 def _ray_directory(paths: StatePaths, stack_id: str) -> Path:
     """Below the state if that is short enough, else a private temporary directory of this stack."""
     if len(os.fsencode(paths.ray)) <= RAY_DIR_LENGTH_MAX:
-        paths.ray.mkdir(mode=0o700, exist_ok=True)
+        make_own_directory(paths.ray)
         return paths.ray
-    for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - made private and checked below
-        directory = base / f"muster-{stack_id}"
-        if len(os.fsencode(directory)) > RAY_DIR_LENGTH_MAX:
-            continue
-        directory.mkdir(mode=0o700, exist_ok=True)
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise StackFailed(f"{directory} is not a private directory of this user; remove it")
-        return directory
-    raise StackFailed(f"no directory is short enough for Ray's sockets; {paths.ray} is too long")
+    for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - made this user's alone
+        # The second where somebody else has taken the first.
+        for name in (f"muster-{stack_id}", f"muster-{secrets.token_hex(8)}"):
+            directory = base / name
+            if len(os.fsencode(directory)) > RAY_DIR_LENGTH_MAX:
+                continue
+            try:
+                make_own_directory(directory)
+            except OSError as error:
+                _log.warning("ray_directory_not_usable", path=str(directory), error=str(error))
+                continue
+            return directory
+    raise StackFailed(f"no directory is short enough for Ray's sockets and ours; {paths.ray} is too long")

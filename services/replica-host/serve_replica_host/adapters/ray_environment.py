@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import stat
 from pathlib import Path
 from typing import Final
 
+from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
 
-TOKEN_FILE: Final = "auth_token"  # noqa: S105 - the name of the file
 SESSIONS_KEPT: Final = 4
 
 _DEFAULTS: Final = {
@@ -28,6 +27,9 @@ _DEFAULTS: Final = {
 
 
 _LOCAL_DEFAULTS: Final = {
+    # A Ray that knows of no cluster has the loopback's address, and its servers listen there alone. By its name this is
+    # for other systems; it does the same on Linux.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # Ray would start as many idle workers as there are CPUs, of which a replica saves little; `ray_spares` does better.
     "RAY_prestart_worker_first_driver": "0",
     # How late a reservation is made after room for it has appeared.
@@ -38,8 +40,9 @@ _LOCAL_DEFAULTS: Final = {
 def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
     """Set what Ray reads; what the operator has set stays. Call it before Ray is imported.
 
-    A local runtime gets token authentication with a token of its own below ``temp_dir``, readable by this user only:
-    by default Ray would write one into the home directory, which a container may not have.
+    A local runtime gets token authentication, with a token of this life alone that no file holds: by default Ray would
+    write one into the home directory, which a container may not have. ``temp_dir``, which is the host's, gets a
+    directory of this user alone. Raises `BadField` where that is not possible.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -47,33 +50,26 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
         return
     for name, value in _LOCAL_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    temp_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        make_own_directory(ray_directory(temp_dir))
+    except OSError as error:
+        raise BadField(
+            "SERVE_RAY_TEMP_DIR", f"{ray_directory(temp_dir)} cannot be this user's alone: {error}"
+        ) from error
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token_file(temp_dir))
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _token_file(temp_dir: Path) -> Path:
-    """Made once: another host may run with the same directory."""
-    file = temp_dir / TOKEN_FILE
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        found = file.lstat()
-        if (
-            found.st_uid != os.getuid()
-            or stat.S_IMODE(found.st_mode) & 0o077
-            or not stat.S_ISREG(found.st_mode)
-        ):
-            raise BadField("SERVE_RAY_TEMP_DIR", f"{file} is not a private file of this user") from None
-        return file
-    with os.fdopen(descriptor, "w", encoding="ascii") as opened:
-        opened.write(secrets.token_hex(32))
-    return file
+def ray_directory(temp_dir: Path) -> Path:
+    """What Ray is given. It lets everybody write there, so what lies above is for this user alone."""
+    return temp_dir / "r"
 
 
 def remove_old_sessions(temp_dir: Path) -> None:
     """Delete the logs of all but the newest lives of Ray, which would grow without end."""
-    sessions = [path for path in temp_dir.glob("session_2*") if path.is_dir() and not path.is_symlink()]
+    sessions = [
+        path for path in ray_directory(temp_dir).glob("session_2*") if path.is_dir() and not path.is_symlink()
+    ]
     for old in sorted(sessions, key=lambda path: path.name)[:-SESSIONS_KEPT]:
         shutil.rmtree(old, ignore_errors=True)

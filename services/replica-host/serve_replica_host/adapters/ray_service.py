@@ -43,6 +43,7 @@ from serve_replica_host.adapters.ray_protocol import (
     read_body,
 )
 from serve_replica_host.adapters.ray_runtime import RayRuntime
+from serve_replica_host.adapters.ray_session import dead_servers
 from serve_replica_host.core.events import (
     TEXT_LENGTH_MAX,
     HealthChecked,
@@ -87,9 +88,11 @@ async def serve(connection: socket.socket, settings: RaySettings) -> int:
         except RayUnavailable as error:
             say(OpenFailed(_cut(str(error))))
             return
-        while True:
+        # Without one of them nothing can be started, and the host's next life has a Ray of its own.
+        while not (dead := dead_servers()):
             say_resources()
             await asyncio.sleep(RESOURCES_EVERY_S)
+        say(OpenFailed(f"its {' and '.join(dead)} has ended"))
 
     runtime = RayRuntime(
         settings,

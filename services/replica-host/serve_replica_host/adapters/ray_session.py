@@ -12,7 +12,7 @@ import ray
 import structlog
 from ray._private import worker as ray_worker
 
-from serve_replica_host.adapters.ray_environment import remove_old_sessions
+from serve_replica_host.adapters.ray_environment import ray_directory, remove_old_sessions
 from serve_replica_host.adapters.ray_lean import lean_ray
 from serve_replica_host.adapters.ray_place import own_node_id
 from serve_replica_host.adapters.ray_protocol import RaySettings
@@ -38,12 +38,19 @@ def open_ray(settings: RaySettings) -> None:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "num_cpus": settings.num_cpus,
-            "_temp_dir": settings.temp_dir,
+            "_temp_dir": str(ray_directory(Path(settings.temp_dir))),
         }
     untyped: Any = ray_worker
     untyped.print_to_stdstream = _log_what_ray_prints
     with nullcontext() if settings.address is not None else lean_ray():
         ray.init(**options)
+
+
+def dead_servers() -> list[str]:
+    """Ray's own processes of this machine that have ended, by name; none on a cluster that was there before."""
+    untyped: Any = ray_worker
+    node = untyped._global_node  # noqa: SLF001 - Ray tells it in no other way
+    return [] if node is None else [str(name) for name, _process in node.dead_processes()]
 
 
 def host_place(settings: RaySettings) -> HostPlace:

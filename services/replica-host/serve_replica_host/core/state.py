@@ -120,8 +120,9 @@ def hear_leader(state: HostState, epoch: int) -> HostState:
 
 
 def begin_leaving(state: HostState, leave_by: float) -> HostState:
-    """Drain everything, whatever the goal says, until ``leave_by`` at most."""
-    return msgspec.structs.replace(state, is_leaving=True, leave_by=leave_by)
+    """Drain everything, whatever the goal says, until ``leave_by`` at most; what was said before is not put off."""
+    soonest = leave_by if state.leave_by is None else min(state.leave_by, leave_by)
+    return msgspec.structs.replace(state, is_leaving=True, leave_by=soonest)
 
 
 def has_left(state: HostState) -> bool:

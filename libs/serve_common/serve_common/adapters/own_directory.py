@@ -1,0 +1,46 @@
+"""A directory of this user alone, whatever stood in its place before.
+
+Why nothing there may stop a start: user code runs as the same user, and others may write into what lies above. What
+they leave under a name that is ours is moved aside, and removed as far as that is possible.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+import structlog
+
+_log = structlog.get_logger(__name__)
+
+
+def make_own_directory(path: Path) -> None:
+    """Make ``path`` a directory of mode 0700 that belongs to this user; what is another thing is moved aside.
+
+    Raises OSError where that is not possible, such as for another user's directory below a sticky one.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        path.mkdir(mode=0o700)
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        move_aside(path)
+        path.mkdir(mode=0o700)
+    elif stat.S_IMODE(found.st_mode) != 0o700:
+        path.chmod(0o700)
+
+
+def move_aside(path: Path) -> None:
+    """Give the name ``path`` free. Raises OSError; what cannot be removed stays beside it, under another name."""
+    aside = path.with_name(f".{path.name}.aside-{secrets.token_hex(4)}")
+    path.rename(aside)
+    _log.warning("moved_aside", path=str(path), reason="it is not what was made there")
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
