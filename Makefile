@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-hangs bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
