@@ -72,6 +72,12 @@ bench-leaks: $(STAMP) ## Send 100,000 requests of which 30 % are cancelled, and 
 bench-chaos: $(STAMP) ## Kill a replica every 2 s for a minute under load, and count what fails
 	$(PY) -m tests.bench.chaos
 
+bench-conflicts: $(STAMP) ## Let five clients give conflicting commands for a minute beside a bystander, and look at what stays
+	$(PY) -m tests.bench.conflicts
+
+bench-full-disk: $(STAMP) ## Fill the disk under a whole stack for a minute (needs to mount one), and count what fails
+	$(PY) -m tests.bench.full_disk
+
 bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle and in an update, and count what that costs
 	$(PY) -m tests.bench.hangs
 
