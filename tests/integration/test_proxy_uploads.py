@@ -17,7 +17,7 @@ import pytest
 from serve_common.dispatch.request_body import KEPT_BYTES_MAX
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 from serve_proxy.adapters import slow_clients
-from tests.integration.proxy_stack import MIB, R0, R1, NatsServer, Stack, running_stack
+from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
 
@@ -221,14 +221,14 @@ async def test_an_idempotent_upload_survives_its_replica_while_it_is_all_here(st
     async with sender(stack, head=HEAD.replace(b"\r\n\r\n", b"\r\nIdempotency-Key: k\r\n\r\n")) as client:
         client.send(b"begin ")
         await first.wait(lambda: len(first.held) == 1)
-        second = await stack.add_replica(R1)
-        await stack.applied(await stack.put_backend(R0, R1))
+        others = [await stack.add_replica(tag) for tag in (R1, f"{TAG}#2")]
+        await stack.applied(await stack.put_backend(R0, R1, f"{TAG}#2"))
         await first.close()
-        await stack.applied(await stack.put_backend(R1))
+        await stack.applied(await stack.put_backend(R1, f"{TAG}#2"))
         client.send(b"end")
         client.end()
         assert await client.status() == 200
-    assert second.bodies == [b"begin end"]
+    assert [body for other in others for body in other.bodies] == [b"begin end"]
 
 
 async def test_an_upload_whose_beginning_is_gone_ends_with_its_replica(stack: Stack) -> None:

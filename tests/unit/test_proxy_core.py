@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
 from serve_common.dispatch.errors import HeadTooLarge, MethodNotAllowed, NoRoute, ReplicaError
 from serve_common.dispatch.liveness import Suspicions
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.retry import LOSSES_MAX, can_repeat, may_send_again
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.tallies import EndpointTally, ShadowOutcome
@@ -235,6 +236,7 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         reconnects=lambda: 3,
         connections=lambda: 2,
         dropped_calls=lambda: 7,
+        room=UploadRoom(),
     )
     shown = generate_latest(registry).decode()
     for line in (
@@ -252,6 +254,8 @@ def test_metrics_show_what_is_there_and_forget_what_is_gone() -> None:
         'serve_proxy_shadow_requests_total{backend_tag="d/new",endpoint_tag="d/a",outcome="skipped"} 1.0',
         "serve_proxy_nats_reconnects_total 3.0",
         "serve_proxy_dropped_calls_total 7.0",
+        "serve_proxy_body_bytes 0.0",
+        "serve_proxy_refused_bodies_total 0.0",
         'serve_proxy_info{proxy_id="proxy-1"} 1.0',
         "serve_proxy_connections 2.0",
         'serve_router_queued_seconds_total{backend_tag="d/a"} 0.0',
@@ -278,6 +282,7 @@ def test_the_seconds_of_a_queue_never_fall_until_its_router_is_another_one(
         reconnects=lambda: 0,
         connections=lambda: 0,
         dropped_calls=lambda: 0,
+        room=UploadRoom(),
     )
     shown = []
     for is_new in (True, False, False, True):

@@ -11,6 +11,7 @@ import pytest
 
 from serve_common.dispatch.answer_body import AnswerBody
 from serve_common.dispatch.calls import Answer
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import NoReplicaAvailable, NotFound
 from serve_common.values.endpoint_options import EndpointOptions
@@ -31,6 +32,7 @@ class FakeIngress:
 
     def __init__(self) -> None:
         self.is_draining = False
+        self.room = UploadRoom()
         self.routes = SimpleNamespace(unmatched=EndpointTally())
         self.endpoint = SimpleNamespace(
             tag="d/a", route="/", tally=EndpointTally(), options=EndpointOptions(), shadows=(), methods=()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from serve_common.dispatch.request_body import FAIR_BYTES, KEPT_BYTES_MAX, RequestBody, UploadRoom
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_common.wires.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KIB = 1024
 
@@ -141,3 +141,30 @@ async def test_a_producer_that_nobody_waits_for_any_more_does_not_wait_either() 
     assert not second.done()
     large.close()
     await second
+
+
+def test_bodies_are_let_in_while_there_is_room_and_one_always_is() -> None:
+    room = UploadRoom(admitted_bytes_max=100)
+    assert room.admit(1_000), "whatever it needs, an only body is let in"
+    assert not room.admit(1)
+    room.leave(1_000)
+    assert room.admit(60)
+    assert room.admit(40)
+    assert not room.admit(1)
+    assert (room.admitted_bytes, room.refused) == (100, 2)
+
+
+def test_an_upload_gets_on_to_its_replicas_credit_however_full_the_room_is() -> None:
+    """A replica gives credit for `CREDIT_FRAMES` frames at once: who stops before that waits for ever."""
+    room = UploadRoom(bytes_max=1)
+    body = RequestBody(bytes(FAIR_BYTES), room)
+    assert not body.has_room, "it has not been sent"
+    at = 0
+    while (piece := body.piece(at)) is not None:
+        assert piece
+        at += 1
+        if body.has_room:
+            body.add(bytes(FAIR_BYTES))
+    assert at == CREDIT_FRAMES
+    body.release(CREDIT_FRAMES)
+    assert body.has_room

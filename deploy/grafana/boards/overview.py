@@ -7,7 +7,7 @@ from typing import Final
 from deploy.grafana.boards import common
 from deploy.grafana.boards.limits import PROTECTION, SATURATION
 from deploy.grafana.boards.model import Board, Kind, Panel, Query, Row, Step
-from deploy.grafana.boards.promql import OF_ENDPOINT, quantile, rate, share, total
+from deploy.grafana.boards.promql import OF_ENDPOINT, increase, quantile, rate, share, total
 
 _FAILED: Final = 'code=~"5.."'
 _SHARE_STEPS: Final = (
@@ -193,6 +193,26 @@ _TRAFFIC: Final = Row(
             stacked=True,
             link=common.TO_PROCESS,
             queries=(Query(expr=total("serve_proxy_connections", by="instance"), legend="{{instance}}"),),
+        ),
+        Panel(
+            title="Memory of request bodies",
+            description="What the bodies under way may need, by proxy. At SERVE_BODY_MEMORY_MAX further requests "
+            "with a body get 503 and Retry-After.",
+            unit="bytes",
+            link=common.TO_PROCESS,
+            queries=(Query(expr=total("serve_proxy_body_bytes", by="instance"), legend="{{instance}}"),),
+        ),
+        Panel(
+            title="Bodies refused",
+            description="Requests that got 503 in each minute because the bodies of others take all the memory "
+            "that a proxy has for them.",
+            unit="none",
+            link=common.TO_PROCESS,
+            queries=(
+                Query(
+                    expr=increase("serve_proxy_refused_bodies_total", by="instance"), legend="{{instance}}"
+                ),
+            ),
         ),
     ),
 )

@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from serve_common.dispatch.request_body import BODIES_BYTES_MAX
 from serve_common.errors import BadField
 from serve_common.names import ProxyId
 from serve_common.settings import (
@@ -37,6 +38,9 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long requests in flight may take to finish once the process was told to stop."""
     bus_wait_s: float
     """How long a request waits for NATS to come back before it is answered 503."""
+    body_memory_max: int = BODIES_BYTES_MAX
+    """Bytes that the bodies of all requests under way may need in this process; a request beyond it is a 503. With
+    `processes`, of each one."""
     processes: int = 1
     """Above 1, this process is the parent of so many proxies that listen together."""
     parent_fd: int | None = None
@@ -78,6 +82,9 @@ def read_settings(environment: Environment) -> ProxySettings:
         ),
         drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
         bus_wait_s=environment.seconds("SERVE_BUS_WAIT_S", 5.0, 0, 60),
+        body_memory_max=environment.integer(
+            "SERVE_BODY_MEMORY_MAX", BODIES_BYTES_MAX, 1024 * 1024, 64 * 1024 * 1024 * 1024
+        ),
         processes=environment.integer("SERVE_PROXY_PROCESSES", 1, 1, PROCESSES_MAX),
         parent_fd=environment.integer(PARENT_FD, -1, 0, 1_000_000)
         if environment.optional(PARENT_FD)

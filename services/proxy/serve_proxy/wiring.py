@@ -24,6 +24,7 @@ from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable
@@ -36,6 +37,7 @@ from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.access_writer import AccessWriter
 from serve_proxy.adapters.control_plane import NatsControlPlane
+from serve_proxy.adapters.given_back import give_back_memory
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.http_server import HttpServer
 from serve_proxy.adapters.metrics import register_metrics
@@ -106,6 +108,7 @@ class Proxy:
             self._live,
             on_applied=self._applied,
             bus_wait_s=settings.bus_wait_s,
+            room=UploadRoom(settings.body_memory_max // 2, settings.body_memory_max),
         )
         refused = RefusedMessages(asyncio.get_running_loop().time)
         self._control_plane = NatsControlPlane(
@@ -164,6 +167,7 @@ class Proxy:
             reconnects=lambda: self._bus.reconnects + self._control_plane.reconnects,
             connections=lambda: self.http.connections,
             dropped_calls=lambda: self._gateway.dropped_calls,
+            room=self._ingress.room,
         )
         register_trace_metrics(registry, self._tracing)
         self._lag = LoopLag()
@@ -216,6 +220,7 @@ class Proxy:
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
         self._tasks.start(self._reports.run(), name="reports")
         self._tasks.start(self._beat.run(), name="beat")
+        self._tasks.start(give_back_memory(self._ingress.room), name="give_back_memory")
         self._tasks.start(self._lag.run(), name="loop_lag")
         for pulse in self._pulses:
             self._tasks.start(pulse.run(), name="pulse")

@@ -12,28 +12,56 @@ from collections.abc import Callable
 from typing import Final, final
 
 from serve_common.errors import ServeError
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_common.wires.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KEPT_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
 """Of one body, from its beginning, so that it can be sent again; who is sent more has answered with credit."""
 HELD_BYTES_MAX: Final = 2 * KEPT_BYTES_MAX
 """Of one body, however much credit its replica gives."""
-UPLOADS_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Of all bodies together; half of what may wait for the bus. What is beyond it comes slower, and does not fail."""
+BODIES_BYTES_MAX: Final = 48 * 1024 * 1024
+"""What all bodies that are let in may need together, unless the process is told otherwise. What is beyond it is refused
+before it is read: a client that is told so at once is better off than one that shares too little with too many."""
+UPLOADS_BYTES_MAX: Final = BODIES_BYTES_MAX // 2
+"""What uploads hold together when they are at their fastest. What is beyond it comes slower, and does not fail."""
+UPLOAD_BYTES: Final = 768 * 1024
+"""What one upload needs at least to get on: what was read of it at once, and the frames until its replica's credit."""
 FAIR_BYTES: Final = 64 * 1024
 """What each body may hold however many others there are: the one that has a replica must get on."""
 
 
 @final
 class UploadRoom:
-    """The memory that all uploads of a process share."""
+    """The memory that the bodies of all requests of a process share."""
 
-    __slots__ = ("_bytes_max", "_waiting", "held_bytes")
+    __slots__ = ("_admitted_bytes_max", "_bytes_max", "_waiting", "admitted_bytes", "held_bytes", "refused")
 
-    def __init__(self, bytes_max: int = UPLOADS_BYTES_MAX) -> None:
+    def __init__(
+        self, bytes_max: int = UPLOADS_BYTES_MAX, admitted_bytes_max: int = BODIES_BYTES_MAX
+    ) -> None:
+        """``bytes_max`` is what uploads may hold, ``admitted_bytes_max`` what bodies that were let in may need."""
         self.held_bytes = 0
+        self.admitted_bytes = 0
+        """What the bodies that were let in may need."""
+        self.refused = 0
+        """Bodies that were not let in."""
         self._bytes_max = bytes_max
+        self._admitted_bytes_max = admitted_bytes_max
         self._waiting: dict[RequestBody, None] = {}
+
+    def admit(self, need_bytes: int) -> bool:
+        """Let a body in that may need so much, until `leave`; False when there is no room for it.
+
+        One body is let in whatever it needs, so that no request is refused for ever.
+        """
+        if self.admitted_bytes and self.admitted_bytes + need_bytes > self._admitted_bytes_max:
+            self.refused += 1
+            return False
+        self.admitted_bytes += need_bytes
+        return True
+
+    def leave(self, need_bytes: int) -> None:
+        """A body that was let in is no longer held."""
+        self.admitted_bytes -= need_bytes
 
     @property
     def is_full(self) -> bool:
@@ -156,7 +184,10 @@ class RequestBody:
             return True
         if self._loose_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= HELD_BYTES_MAX:
             return False
-        return self._held_bytes < FAIR_BYTES or not self._room.is_full
+        if self._held_bytes < FAIR_BYTES or not self._room.is_full:
+            return True
+        # All that came was sent, but too few frames for the replica to give credit: it would be waited for in vain.
+        return not self._loose and 0 < len(self._pieces) < CREDIT_FRAMES
 
     def wake(self) -> None:
         """Let the producer go on if there is room."""

@@ -109,6 +109,21 @@ DROPPED_PLAIN_CALLS: Final = MetricSpec(
     unit="calls",
     exporters=_HERE,
 )
+BODY_BYTES: Final = MetricSpec(
+    name="serve_proxy_body_bytes",
+    kind=MetricKind.GAUGE,
+    text="Memory that the bodies of the requests under way may need; at most SERVE_BODY_MEMORY_MAX.",
+    unit="bytes",
+    exporters=_HERE,
+)
+REFUSED_BODIES: Final = MetricSpec(
+    name="serve_proxy_refused_bodies_total",
+    kind=MetricKind.COUNTER,
+    text="Requests that were refused with 503 before their body was read, because the bodies of others take all the "
+    "memory that there is for them.",
+    unit="requests",
+    exporters=_HERE,
+)
 CONNECTIONS: Final = MetricSpec(
     name="serve_proxy_connections",
     kind=MetricKind.GAUGE,
@@ -141,6 +156,8 @@ PROXY_METRICS: Final = (
     QUEUED_SECONDS,
     REFUSED,
     DROPPED_PLAIN_CALLS,
+    BODY_BYTES,
+    REFUSED_BODIES,
     RETRIES,
     EJECTIONS,
     CIRCUIT_OPEN,

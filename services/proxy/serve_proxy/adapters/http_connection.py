@@ -150,6 +150,8 @@ class HttpConnection(web.RequestHandler):
             return
         self._request_count += len(messages)
         self._messages.extend(messages)
+        if payload.total_bytes and not payload.is_eof() and not upgraded:
+            self.pause_reading()  # whoever wants the body reads on; until then it takes memory that nobody granted
         if self._fast is None:
             self._wake()
         if not self._buffer_paused and len(self._messages) >= self._max_msg_queue_size:

@@ -13,9 +13,10 @@ from typing import Final, final
 import structlog
 from aiohttp import web
 
+from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.incoming import ACCEPTED as SWITCHED
-from serve_common.dispatch.request_body import RequestBody, UploadRoom
+from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import ServeError
 from serve_common.tasks import TaskOwner
@@ -23,7 +24,7 @@ from serve_common.values.http_options import HttpOptions
 from serve_common.wires.frames import Kind
 from serve_proxy.adapters.http_answers import problem_response, respond, whole_bytes
 from serve_proxy.adapters.http_asks import ask_of
-from serve_proxy.adapters.http_body import feed_body, receive_body
+from serve_proxy.adapters.http_body import body_need, feed_body, receive_body, stop_reading
 from serve_proxy.adapters.http_chain import Exchange
 from serve_proxy.adapters.http_sockets import HttpSockets
 from serve_proxy.adapters.http_targets import authority_of, is_socket_wanted, peer_of, scheme_of
@@ -33,7 +34,7 @@ from serve_proxy.core.headers import (
     read_request_headers,
     use_host,
 )
-from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.core.problems import BodiesFull, Problem, problem_of
 from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_traces import RequestTraces
@@ -85,7 +86,7 @@ class EndpointAnswers:
         self._new_request_id = new_request_id
         self._forwarded_hops = forwarded_hops
         self._now = asyncio.get_running_loop().time
-        self._room = UploadRoom()
+        self._room = ingress.room
         self._tasks = TaskOwner("uploads")
 
     async def close(self, timeout_s: float) -> None:
@@ -173,6 +174,22 @@ class EndpointAnswers:
         method, options = request.method, visit.options
         endpoint = self._ingress.admit(method, visit.path)
         visit.tally = endpoint.tally
+        if not request.body_exists:
+            return await self._answer_admitted(request, headers, visit, endpoint)
+        need_bytes = body_need(request, options.body_bytes_max, is_copied=bool(endpoint.shadows))
+        if not self._room.admit(need_bytes):
+            stop_reading(request)
+            raise BodiesFull
+        try:
+            return await self._answer_admitted(request, headers, visit, endpoint)
+        finally:
+            self._room.leave(need_bytes)
+
+    async def _answer_admitted(
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit, endpoint: Endpoint
+    ) -> web.StreamResponse:
+        """There is room for the request's body, if it has one."""
+        method, options = request.method, visit.options
         is_socket = is_socket_wanted(request, headers.upgrade)
         body: bytes | RequestBody = b""
         if is_socket:

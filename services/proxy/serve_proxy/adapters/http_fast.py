@@ -34,13 +34,15 @@ from serve_proxy.core.headers import (
     read_request_headers,
     read_response_head,
 )
-from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.core.problems import BodiesFull, Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 
 _log = structlog.get_logger(__name__)
 
 _CACHED_HEADERS_MAX: Final = 8
 """Of one answer, for its head to be worth keeping."""
+COUNTED_BYTES_MIN: Final = 16 * 1024
+"""Smaller bodies cost less than the rest of their requests, whose number has limits of its own."""
 _BODILESS: Final = frozenset({204, 304})
 _TAIL: Final = f"\r\nserver: {SERVER_NAME}\r\n{REQUEST_ID.lower()}: ".encode()
 
@@ -72,6 +74,7 @@ class FastExchange:
         "_headers",
         "_ingress",
         "_is_done",
+        "_need_bytes",
         "_tally",
         "call",
         "message",
@@ -94,6 +97,8 @@ class FastExchange:
         self.call: Call | None = None
         """While it is under way."""
         self._is_done = False
+        self._need_bytes = 0
+        """What was reserved for the body."""
         self._connection = connection
         self._headers = headers
         self._ingress = ingress
@@ -115,6 +120,10 @@ class FastExchange:
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
+            if len(body) >= COUNTED_BYTES_MIN:
+                if not self._ingress.room.admit(len(body)):
+                    raise BodiesFull  # noqa: TRY301 - as what `admit` and `ask_of` raise
+                self._need_bytes = len(body)
             now = requests.now()
             ask = ask_of(
                 endpoint,
@@ -151,6 +160,9 @@ class FastExchange:
         # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
         self.call = None
         self._is_done = True
+        if self._need_bytes:
+            self._ingress.room.leave(self._need_bytes)
+            self._need_bytes = 0
         self._tally.add(self.message.method, status, time.perf_counter() - self._began)
         if self._headers.follower is not None:
             self._headers.follower.ended(status, None, len(sent))

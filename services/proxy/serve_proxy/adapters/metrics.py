@@ -15,11 +15,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from serve_common.adapters.process_metrics import add_observations, family_of, histogram_of
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.tallies import EndpointTally
 from serve_common.metrics_catalogue.everywhere import BUS_PENDING_BYTES, PERMISSION_VIOLATIONS
 from serve_common.metrics_catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
+    BODY_BYTES,
     CIRCUIT_OPEN,
     CONNECTIONS,
     DROPPED_PLAIN_CALLS,
@@ -30,6 +32,7 @@ from serve_common.metrics_catalogue.proxies import (
     QUEUED_SECONDS,
     RECONNECTS,
     REFUSED,
+    REFUSED_BODIES,
     REQUEST_SECONDS,
     REQUESTS,
     RETRIES,
@@ -66,14 +69,17 @@ def register_metrics(
     reconnects: Callable[[], int],
     connections: Callable[[], int],
     dropped_calls: Callable[[], int],
+    room: UploadRoom,
 ) -> None:
     """Make ``registry`` show them; ``reconnects`` counts those to NATS, ``connections`` those of clients.
 
-    ``dropped_calls``: see `Gateway.dropped_calls`.
+    ``dropped_calls``: see `Gateway.dropped_calls`; ``room`` is that of bodies.
     """
     registry.register(_RoutesCollector(routes))
     registry.register(
-        _ProxyCollector(proxy_id, routes, bus, reconnects, connections, dropped_calls=dropped_calls)
+        _ProxyCollector(
+            proxy_id, routes, bus, reconnects, connections, dropped_calls=dropped_calls, room=room
+        )
     )
 
 
@@ -88,6 +94,7 @@ class _ProxyCollector(Collector):
         connections: Callable[[], int],
         *,
         dropped_calls: Callable[[], int],
+        room: UploadRoom,
     ) -> None:
         self._proxy_id = proxy_id
         self._routes = routes
@@ -95,6 +102,7 @@ class _ProxyCollector(Collector):
         self._reconnects = reconnects
         self._connections = connections
         self._dropped_calls = dropped_calls
+        self._room = room
 
     def collect(self) -> Iterable[Metric]:
         """What there is one of."""
@@ -103,6 +111,8 @@ class _ProxyCollector(Collector):
         yield info
         yield _single(CONNECTIONS, self._connections())
         yield _single(DROPPED_PLAIN_CALLS, self._dropped_calls())
+        yield _single(BODY_BYTES, self._room.admitted_bytes)
+        yield _single(REFUSED_BODIES, self._room.refused)
         yield _single(RECONNECTS, self._reconnects())
         yield _single(APPLIED_SNAPSHOT_ID, self._routes.applied_snapshot_id)
         yield _single(BUS_PENDING_BYTES, self._bus.pending_bytes)

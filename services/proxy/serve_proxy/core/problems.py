@@ -43,6 +43,15 @@ class BodyTooLarge(LimitReached):
     status_hint = 413
 
 
+class BodiesFull(TransientError):
+    """The bodies of other requests take all the memory that this proxy has for them."""
+
+    error_code = "bodies_full"
+
+    def __init__(self) -> None:
+        super().__init__("the bodies of other requests take all the memory that this proxy has for them")
+
+
 class BodyTooSlow(DeadlineExceeded):
     """The client did not send its body in time."""
 

@@ -28,7 +28,7 @@ from serve_common.wires.frames import CallHead
 from serve_proxy.core.deadlines import earliest_deadline
 from serve_proxy.core.following import FollowedRequest
 from serve_proxy.core.headers import RequestHeaders, read_request_headers, value_of
-from serve_proxy.core.problems import BadRequest, Problem, problem_of
+from serve_proxy.core.problems import BadRequest, BodiesFull, Problem, problem_of
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.plain_replies import WANTS_STREAM, PlainReplies, ReplyBus
 from serve_proxy.shell.request_traces import RequestTraces
@@ -124,6 +124,9 @@ class Gateway:
             problem = problem_of(NoReplicaAvailable(f"{CALLS_MAX} calls are under way at this gateway"))
             self._replies.send_problem(reply, problem, "")
             return
+        if not self._ingress.room.admit(len(payload)):
+            self._replies.send_problem(reply, problem_of(BodiesFull()), "")
+            return
         self._tasks.start(self._answer(subject, reply, payload, headers), name="call")
 
     async def _answer(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
@@ -163,6 +166,7 @@ class Gateway:
             )
             self._replies.send_problem(reply, problem, request_id)
         finally:
+            self._ingress.room.leave(len(payload))
             tally.add(_METHOD, status, time.perf_counter() - began)
             if trace is not None:
                 trace.ended(status, problem)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
 from serve_common.dispatch.calls import Answer, Ask, Call
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.ports import Bus
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, ServeError
@@ -50,9 +51,12 @@ class Ingress:
         *,
         on_applied: Callable[[], None],
         bus_wait_s: float,
+        room: UploadRoom | None = None,
     ) -> None:
         """``on_applied`` is called after each change of the routing state."""
         self.is_draining = False
+        self.room: Final = UploadRoom() if room is None else room
+        """For the bodies of all requests."""
         self.routes = routes
         self._dispatcher = dispatcher
         self._bus = bus

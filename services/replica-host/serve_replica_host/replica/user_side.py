@@ -127,24 +127,25 @@ class UserSide:
             if self._traces is not None:
                 enter_trace(exchange, self._traces)
             outcome = await self._kinds.answer(exchange)
-        except asyncio.CancelledError:
-            if exchange.is_dropped:
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if exchange.is_dropped or task is None or task.cancelling():
                 raise
-            # The user's code was cancelled by its own doing; the caller must still hear of it.
+            # Nobody cancelled it: the user's code raised this by its own doing.
+            log_raised(exchange, error)
+            outcome = _raised(exchange, error)
         except HTTPException as error:
             answer = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
             outcome = Answered(exchange, error.status_code, answer.raw_headers, bytes(answer.body))
         except BadField as error:
             outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
+        except BaseException as error:  # noqa: BLE001 - it is the user's code that raised it
             if isinstance(error, ServeError) and is_passed_on(error):
                 outcome = failed_by(exchange, error)
             else:
                 if not (exchange.is_dropped and isinstance(error, CallerGone | ClientDisconnect)):
                     log_raised(exchange, error)
-                outcome = Failed(
-                    exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error)
-                )
+                outcome = _raised(exchange, error)
         finally:
             if exchange.trace is not None:
                 exchange.trace.code_ended(*_failure_of(outcome))
@@ -158,6 +159,10 @@ class UserSide:
             self._direct.send(outcome)
         else:
             self._to_bus(outcome)
+
+
+def _raised(exchange: Exchange, error: BaseException) -> Failed:
+    return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error))
 
 
 def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
