@@ -95,7 +95,7 @@ async def desk() -> Desk:
 
 
 async def test_the_answers_of_one_turn_leave_together_and_free_their_slots_at_once(desk: Desk) -> None:
-    for reply in (b"r1", b"r2", b"r3"):
+    for reply in (b"_INBOX.r1", b"_INBOX.r2", b"_INBOX.r3"):
         desk.ask(reply)
     desk.answer()
     desk.answer(b"teapot", 418)
@@ -103,8 +103,8 @@ async def test_the_answers_of_one_turn_leave_together_and_free_their_slots_at_on
     assert desk.wire.messages == []
     await asyncio.sleep(0)
     assert [(reply, head.status, body) for reply, head, body in desk.wire.messages] == [
-        (b"r1", 200, b"done"),
-        (b"r2", 418, b"teapot"),
+        (b"_INBOX.r1", 200, b"done"),
+        (b"_INBOX.r2", 418, b"teapot"),
     ]
     assert desk.wire.writes == 1
     assert [head.in_flight for _, head, _ in desk.wire.messages] == [2, 1]
@@ -114,7 +114,7 @@ async def test_the_answers_of_one_turn_leave_together_and_free_their_slots_at_on
 async def test_a_slot_is_free_for_the_request_that_follows_the_answer(desk: Desk) -> None:
     desk.bus_side.max_concurrent_queries = 1
     for number in range(5):
-        desk.ask(b"r%d" % number)
+        desk.ask(b"_INBOX.r%d" % number)
         desk.answer()
         await asyncio.sleep(0)
     assert len(desk.wire.messages) == 5
@@ -123,18 +123,18 @@ async def test_a_slot_is_free_for_the_request_that_follows_the_answer(desk: Desk
 
 async def test_a_request_that_waits_for_a_slot_gets_it_at_once(desk: Desk) -> None:
     desk.bus_side.max_concurrent_queries = 1
-    desk.ask(b"r1")
-    desk.ask(b"r2", patient=True)
+    desk.ask(b"_INBOX.r1")
+    desk.ask(b"_INBOX.r2", patient=True)
     assert len(desk.begun) == 1
     desk.answer()
     async with asyncio.timeout(30):
         while not desk.begun:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
-    assert desk.begun[0].reply == b"r2"
+    assert desk.begun[0].reply == b"_INBOX.r2"
 
 
 async def test_a_drain_ends_when_the_last_answer_has_left(desk: Desk) -> None:
-    desk.ask(b"r1")
+    desk.ask(b"_INBOX.r1")
     desk.bus_side.begin_drain()
     desk.answer()
     async with asyncio.timeout(30):
@@ -144,7 +144,7 @@ async def test_a_drain_ends_when_the_last_answer_has_left(desk: Desk) -> None:
 
 
 async def test_a_drain_knows_what_was_answered_before_it(desk: Desk) -> None:
-    desk.ask(b"r1")
+    desk.ask(b"_INBOX.r1")
     desk.answer()
     await asyncio.sleep(0)
     desk.bus_side.begin_drain()
@@ -154,21 +154,21 @@ async def test_a_drain_knows_what_was_answered_before_it(desk: Desk) -> None:
 
 async def test_a_router_that_asks_for_a_lost_answer_is_told_it(desk: Desk) -> None:
     desk.wire.takes = False  # the connection is lost in this moment
-    desk.ask(b"r1")
+    desk.ask(b"_INBOX.r1")
     desk.answer()
     await asyncio.sleep(0)
     desk.wire.can_write_shared = False
     probe = encode_frame(ProbeHead())
-    desk.bus_side.take_frame(b"subject", b"r1", probe, None)
+    desk.bus_side.take_frame(b"subject", b"_INBOX.r1", probe, None)
     ((reply, head),) = desk.sent
-    assert reply == b"r1"
+    assert reply == b"_INBOX.r1"
     assert type(head) is ResponseHead
     assert head.status == 200
 
 
 @pytest.mark.parametrize("why", ["large", "large head", "disconnected", "dropped"])
 async def test_all_else_is_left_to_the_bus_side(desk: Desk, why: str) -> None:
-    desk.ask(b"r1")
+    desk.ask(b"_INBOX.r1")
     exchange = desk.begun.pop()
     headers = []
     body = b"done"
@@ -189,7 +189,7 @@ async def test_all_else_is_left_to_the_bus_side(desk: Desk, why: str) -> None:
 
 
 async def test_an_answer_that_comes_with_its_deadline_frees_the_slot_once(desk: Desk) -> None:
-    desk.ask(b"r1")
+    desk.ask(b"_INBOX.r1")
     exchange = desk.begun[0]
     desk.answer()
     exchange.deadline = 0.0
@@ -197,5 +197,5 @@ async def test_an_answer_that_comes_with_its_deadline_frees_the_slot_once(desk: 
     assert desk.sent == []
     assert desk.bus_side.in_flight == 0
     assert desk.metrics.answered == [200]
-    desk.bus_side.take_frame(b"subject", b"r1", encode_frame(ProbeHead()), None)
+    desk.bus_side.take_frame(b"subject", b"_INBOX.r1", encode_frame(ProbeHead()), None)
     assert type(desk.sent[0][1]) is not RefusedHead
