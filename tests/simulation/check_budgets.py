@@ -136,7 +136,7 @@ class StuckIsGivenUp:
         self.world = world
 
     def on_cycle(self, controller: SimController, term: Term) -> None:
-        if controller.cycles % 10 or term.epoch != self.world.store.epoch:
+        if controller.cycles % 10 or term.epoch != self.world.store.epoch or self.world.bus.is_hanging:
             return
         for tag, replicas in term.checkpoint.replicas.items():
             config = term.checkpoint.backends[tag].target.backend_config

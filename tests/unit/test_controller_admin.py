@@ -277,6 +277,13 @@ async def test_a_backup_is_checked_before_and_restored_as_one_command(desk: Desk
     assert len(payload) < 500, "the file itself is no part of the audit log"
 
 
+async def test_who_is_a_claim_of_plain_text(desk: Desk) -> None:
+    await desk.admin.answer(
+        "delete_deployment", b'{"name":"a"}', "  ann\x1b[2J\u202e\r\n\x9b1m\ud800 b\u00e9a "
+    )
+    assert desk.led.executed[0][2] == "ann [2J 1m b\u00e9a"
+
+
 async def test_who_is_cut(desk: Desk) -> None:
     await desk.admin.answer("delete_deployment", b'{"name":"a"}', "w" * 10_000)
     assert len(desk.led.executed[0][2]) == 200

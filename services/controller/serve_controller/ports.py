@@ -55,7 +55,7 @@ class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     who: str = ""
-    """As the client says of itself; empty when it does not."""
+    """Who the client claims to be, unverified; empty when it says nothing."""
     verb: str
     subject: str
     """What it was about, such as a backend tag."""

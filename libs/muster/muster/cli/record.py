@@ -30,13 +30,14 @@ def history(
         int | None, typer.Option("--before", min=1, help="Only older than the entry with this id.")
     ] = None,
 ) -> Question[list[HistoryView]]:
-    """Show who changed what, the newest first.
+    """Show what was changed, and who claimed to do it, the newest first.
 
     Examples:
       muster history digits
       muster history --json
 
-    With --json each entry has the command, and what was before and after.
+    With --json each entry has the command, and what was before and after. Who it was is what the client says of itself;
+    nobody has verified it.
     """
     query = GetHistory(limit=limit, subject=subject, before=before)
 
@@ -72,7 +73,7 @@ def revisions(
 
 
 def _show_history(views: Sequence[HistoryView]) -> None:
-    rows = table("id", "at", "who", "verb", "subject", "goal")
+    rows = table("id", "at", "claimed by", "verb", "subject", "goal")
     for view in views:
         rows.add_row(
             Text(str(view.id)),

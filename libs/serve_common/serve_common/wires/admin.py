@@ -67,8 +67,13 @@ QUERIES: Final[Mapping[str, tuple[type[q.Query], Any]]] = {
 VERBS: Final[Mapping[str, tuple[type[c.Request], Any]]] = {**COMMANDS, **QUERIES}
 
 WHO_HEADER: Final = "Muster-Who"
-"""NATS header in which a client says who it is, for the audit log."""
+"""NATS header in which a client says who it is, for the audit log: a claim that nobody has verified."""
 WHO_LENGTH_MAX: Final = 200
+
+
+def sanitized_who(claimed: str) -> str:
+    """``claimed`` as it is kept and shown: what a terminal or a log could take for anything but text is left out."""
+    return " ".join("".join(c if c.isprintable() else " " for c in claimed).split())[:WHO_LENGTH_MAX]
 
 
 class ErrorView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

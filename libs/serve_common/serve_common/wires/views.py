@@ -244,7 +244,7 @@ class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     at: float
     who: str
-    """As the client says of itself; empty when it does not."""
+    """Who the client claims to be, unverified. Printable, at most 200 characters; empty when it says nothing."""
     epoch: int
     verb: str
     subject: str

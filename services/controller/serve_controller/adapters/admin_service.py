@@ -28,7 +28,7 @@ from serve_common.tasks import TaskOwner
 from serve_common.tracing.operations import operation
 from serve_common.tracing.spans import SpanKind
 from serve_common.tracing.trace_context import TRACEPARENT, TRACESTATE, usable_tracestate
-from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, WHO_LENGTH_MAX
+from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, sanitized_who
 from serve_controller.shell.requests import error_view
 
 _log = structlog.get_logger()
@@ -196,8 +196,7 @@ def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
 
 def _who(request: MicroRequest) -> str:
     """What the caller says of itself, fit to be kept and shown."""
-    who = (request.headers or {}).get(WHO_HEADER, "")
-    return "".join(c for c in who if c.isprintable())[:WHO_LENGTH_MAX]
+    return sanitized_who((request.headers or {}).get(WHO_HEADER, ""))
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:

@@ -54,8 +54,8 @@ def events_of(before: Checkpoint, after: Checkpoint, changes: Changes, now: floa
 
 
 def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalId | None) -> EventView:
-    """A command that was accepted."""
-    message = cut(f"{verb} by {who}" if who else verb)
+    """A command that was accepted; ``who`` is a claim, and is told as one."""
+    message = cut(f"{verb}, claimed by {who}" if who else verb)
     return EventView(at=now, kind="audit", subject=subject, message=message, state=verb, goal_id=goal_id)
 
 

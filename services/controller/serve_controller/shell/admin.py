@@ -16,7 +16,7 @@ from serve_common.names import GoalId
 from serve_common.ports import Clock
 from serve_common.wires import commands as c
 from serve_common.wires import queries as q
-from serve_common.wires.admin import WHO_LENGTH_MAX
+from serve_common.wires.admin import sanitized_who
 from serve_common.wires.commands import AnyCommand
 from serve_common.wires.views import GoalView
 from serve_controller.core.commands.restoring import RestoreFrom
@@ -71,11 +71,11 @@ class Admin:
         request = parse_request(verb, payload)
         term = self._term()
         if isinstance(request, c.Restore):
-            return await self._restore(term, request, who[:WHO_LENGTH_MAX])
+            return await self._restore(term, request, sanitized_who(who))
         if isinstance(request, q.GetBackup):
             return msgspec.json.encode(await self._desk.page(term, request))
         if isinstance(request, AnyCommand):
-            return await self._command(term, request, payload, who[:WHO_LENGTH_MAX])
+            return await self._command(term, request, payload, sanitized_who(who))
         if isinstance(request, q.WaitForGoal):
             return msgspec.json.encode(await self._wait_for_goal(request))
         return msgspec.json.encode(await self._queries.answer(term, request))
