@@ -6,7 +6,7 @@ Why drawn beforehand: a fault must not depend on what the code under test does, 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -87,9 +87,12 @@ def brew(world: World, dice: random.Random, until_s: float) -> list[str]:
     return names
 
 
-def brew_hang(world: World, dice: random.Random, until_s: float) -> float:
+def brew_hang(world: World, dice: random.Random, until_s: float, mishaps: Collection[str]) -> float:
     """Let the bus hang once; returns when the storm may end at the earliest."""
     begin_s, length_s = dice.uniform(0.1, until_s * 0.8), dice.choice(HANGS_S)
+    if "store goes back" in mishaps:
+        # What was given while nothing came through, and lost with the store, nobody can know of.
+        begin_s = until_s
     world.after(begin_s, world.bus.hang)
     world.after(begin_s + length_s, world.bus.thaw)
     return max(until_s, begin_s + length_s)
