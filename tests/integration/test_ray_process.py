@@ -47,7 +47,7 @@ class Bomb(Exception):
 
     def __reduce__(self):
         place = os.environ["BOMB"]
-        return exec, (f"import os; open({place!r}, 'a').write(f'{os.getpid()}\\\\n')",)
+        return exec, (f"import os; open({place!r}, 'a').write(f'{{os.getpid()}}\\\\n')",)
 
 
 class Hostile:
