@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ bench-full-disk: $(STAMP) ## Fill the disk under a whole stack for a minute (nee
 
 bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle and in an update, and count what that costs
 	$(PY) -m tests.bench.hangs
+
+bench-restored: $(STAMP) ## Restore Postgres to a state of 20 changes ago under load, again and again; backups under changes
+	$(PY) -m tests.bench.restored
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
 	$(PY) -m tests.bench.scale

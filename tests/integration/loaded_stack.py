@@ -28,7 +28,7 @@ from muster.embedded.postgres import EmbeddedPostgres
 from muster.embedded.process import ProcessSpec, RunningProcess
 from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
 from muster.embedded.supervisor import Supervisor
-from muster.secrets import generate
+from muster.secrets import NAMES, generate
 from serve_common.names import GoalId
 from serve_common.tasks import TaskOwner
 from serve_common.values.backend_config import BackendConfig
@@ -268,6 +268,17 @@ class LoadedStack:
     def system_password(self) -> str:
         """Of the server's system account, which may end connections."""
         return self._secrets.read("nats_system")
+
+    async def connect_postgres(self) -> asyncpg.Connection:
+        """To the controllers' database, as they reach it."""
+        environment = self._controller_environment
+        return await asyncpg.connect(
+            environment["SERVE_POSTGRES_DSN"], password=self._secrets.read("postgres_password")
+        )
+
+    def passwords(self) -> list[str]:
+        """All of the stack."""
+        return [self._secrets.read(name) for name in NAMES]
 
     def log(self, name: str) -> str:
         """What a supervised process wrote, in all its lives."""

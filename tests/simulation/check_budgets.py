@@ -134,8 +134,12 @@ class StuckIsGivenUp:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._unknown_at = 0.0
+        """When a leader last did not know the bucket."""
 
     def on_cycle(self, controller: SimController, term: Term) -> None:
+        if term.observed.bucket is None:
+            self._unknown_at = self.world.time  # it plans nothing yet
         if controller.cycles % 10 or term.epoch != self.world.store.epoch or self.world.bus.is_hanging:
             return
         for tag, replicas in term.checkpoint.replicas.items():
@@ -153,7 +157,7 @@ class StuckIsGivenUp:
     @property
     def _since(self) -> float:
         """Since when a leader could do something about it."""
-        return self.world.checks.led_since
+        return max(self.world.checks.led_since, self._unknown_at)
 
 
 class ForceKillIsForced:

@@ -109,7 +109,8 @@ class GoalsEndOnce:
                 continue
             known = before.goals.get(value.goal_id)
             if known is None:
-                check(value.goal_id not in self.given, f"{value.goal_id} was given again")
+                is_again = value.goal_id in self.given and value.goal_id not in self.world.unseen_goals
+                check(not is_again, f"{value.goal_id} was given again")
                 self.given.add(value.goal_id)
                 check(value.status is GoalStatus.PENDING, f"{value.goal_id} began as {value.status}")
                 if value.request_id is not None:

@@ -57,6 +57,8 @@ class World(Kernel):
         self.lost_epoch = self.lost_snapshot = 0
         """The highest numbers that were given in what a restored store lost."""
         self.lost_goals: set[GoalId] = set()
+        self.unseen_goals: set[GoalId] = set()
+        """Those of them of which nothing had come to anybody: nobody can know that their ids were given."""
         self.traced: list[str] = []
         self._ordered_at: dict[str, float] = {}
         self.hosts: list[SimHost] = []
@@ -88,6 +90,15 @@ class World(Kernel):
 
     # -- a store that goes back in time --------------------------------------------------------------------------------
 
+    def _is_store_behind(self) -> bool:
+        """Whether anybody outside has seen a number that the store has yet to give."""
+        given = self.store.checkpoint.counters
+        seen = [snapshot.snapshot_id for _, snapshot in self.bus.bucket.values()]
+        seen += [proxy.applied for proxy in self.proxies if proxy.is_up]
+        return max(seen, default=0) > given.snapshot or any(
+            host.is_up and host.state.generation > given.generation for host in self.hosts
+        )
+
     @property
     def is_restore_unnoticed(self) -> bool:
         """Whether some controller still takes the store for what it was before it went back."""
@@ -104,9 +115,10 @@ class World(Kernel):
             self.lost_epoch = max(self.lost_epoch, self.store.epoch)
             self.lost_snapshot = max(self.lost_snapshot, lost.counters.snapshot)
             self.store.restore(saved)
-            self.lost_goals |= {
-                goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals
-            }
+            goals = {goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals}
+            self.lost_goals |= goals
+            if not self._is_store_behind():
+                self.unseen_goals |= goals
             self.checks.go_back(judged, self.store.epoch)
             for client in self.clients:
                 client.lose(self.lost_goals)

@@ -16,7 +16,7 @@ from serve_controller.core.changes import Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Counters, HostRecord, ReplicaState, SnapshotRecord
 from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
-from serve_controller.core.reconcile import SendHostGoal, reconcile
+from serve_controller.core.reconcile import PublishSnapshot, SendHostGoal, reconcile
 from serve_controller.core.restored import (
     AHEAD_MAX,
     MARGIN,
@@ -110,6 +110,24 @@ def test_snapshots_keep_their_order_and_what_the_store_does_not_know_is_gone() -
     assert told["endpoints.default.x"].snapshot.content is None
     assert told[HTTP_KEY].snapshot.voids_below == 41 + MARGIN, "what nobody knows of any more is gone by that"
     assert all(r.snapshot.snapshot_id >= 41 + MARGIN for r in told.values())
+
+
+def test_what_voids_the_rest_is_published_after_all_that_is_told_anew() -> None:
+    """Else a router would drop, for a moment, what the next plan changes, with all requests in flight there."""
+    known = [
+        SnapshotRecord(key=key, snapshot=Snapshot(snapshot_id=3 + n, epoch=1, content=None))
+        for n, key in enumerate((backend_key(TAG), "endpoints.default.a"))
+    ]
+    checkpoint, observed = restored(*known, running=((6, ReplicaStatus.RUNNING),))
+    lost = Map({record.key: 38 for record in known})
+    observed = msgspec.structs.replace(observed, bucket=lost)
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    plan = reconcile(draft.checkpoint(), observed, EPOCH, NOW)
+    told = [action for action in plan.actions if isinstance(action, PublishSnapshot)]
+    assert {action.key for action in told} == {*lost, HTTP_KEY}
+    assert told[-1].key == HTTP_KEY
+    assert sorted(action.snapshot.snapshot_id for action in told) == [a.snapshot.snapshot_id for a in told]
+    assert [action.key for action in told if action.snapshot.voids_below] == [HTTP_KEY]
 
 
 def test_a_tag_that_may_have_run_since_is_not_used_unless_it_runs_and_counts_as_no_failed_start() -> None:

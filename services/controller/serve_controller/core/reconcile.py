@@ -31,7 +31,7 @@ from serve_controller.core.replica_reports import follow_reports
 from serve_controller.core.restored import adopt_replicas
 from serve_controller.core.rollout import look_again_at, roll
 from serve_controller.core.scaling import apply_scalings
-from serve_controller.core.snapshots import renew_snapshots
+from serve_controller.core.snapshots import renew_snapshots, void_last
 from serve_controller.core.tidy import tidy
 
 
@@ -138,6 +138,7 @@ def reconcile(
         scope.endpoints.union(EndpointTag(name) for kind, name in touched if kind is Kind.ENDPOINT),
         scope.backends.union(BackendTag(name) for kind, name in touched if kind is Kind.BACKEND),
     )
+    void_last(draft, observed.bucket, epoch)
     succeed_where_reached(draft, observed, _goals_in(draft, scope), now)
     if attention.tidy:
         tidy(draft, observed, now)

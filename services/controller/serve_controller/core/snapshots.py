@@ -6,7 +6,7 @@ learn of it. A snapshot gets its durable id in the same change that makes it nec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
@@ -144,6 +144,16 @@ def _renew(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) 
     if known is not None and known.snapshot.content == content:
         return
     put_snapshot(draft, key, content, epoch)
+
+
+def void_last(draft: Draft, bucket: Mapping[str, int] | None, epoch: int) -> None:
+    """Keep what voids all older snapshots behind those that are yet to be published: these are not gone."""
+    record = draft.snapshots.get(HTTP_KEY)
+    if record is None or not record.snapshot.voids_below or bucket is None:
+        return
+    number = record.snapshot.snapshot_id
+    if bucket.get(HTTP_KEY) != number and number < draft.counters.snapshot:
+        put_snapshot(draft, HTTP_KEY, record.snapshot.content, epoch)
 
 
 def put_snapshot(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) -> None:

@@ -1,0 +1,237 @@
+"""Postgres restored to an earlier state under load, and backups of a running system, all of it real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import itertools
+import time
+from collections.abc import AsyncIterator
+
+import asyncpg
+import msgspec
+import pytest
+import pytest_asyncio
+
+from serve_common.tasks import TaskOwner
+from serve_common.values.backend_config import BackendConfig
+from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.wires.commands import (
+    Command,
+    CreateEndpoint,
+    DeleteDeployment,
+    DeleteEndpoint,
+    Deploy,
+    DeployApplication,
+    DeploymentSpec,
+    SetEndpointOptions,
+    SetHttpOptions,
+    UpdateBackendConfig,
+)
+from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_controller.adapters.backup_file import BackupFiles
+from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
+from tests.integration.steady_load import SteadyLoad
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.integration,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+TABLES = ("leader", "checkpoint_rows", "history")
+Dump = dict[str, list[asyncpg.Record]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LoadedStack]:
+    async with LoadedStack.running(tmp_path_factory.mktemp("restored")) as stack:
+        yield stack
+
+
+@contextlib.asynccontextmanager
+async def database(stack: LoadedStack) -> AsyncIterator[asyncpg.Connection]:
+    connection = await stack.connect_postgres()
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def dump(stack: LoadedStack) -> Dump:
+    """All rows, as of one moment."""
+    async with (
+        database(stack) as connection,
+        connection.transaction(isolation="repeatable_read", readonly=True),
+    ):
+        return {table: await connection.fetch(f"SELECT * FROM muster.{table}") for table in TABLES}
+
+
+async def restore(stack: LoadedStack, rows: Dump) -> None:
+    """Behind the controllers' back, as `pg_restore --clean` in one transaction."""
+    async with database(stack) as connection, connection.transaction():
+        for table in TABLES:
+            await connection.execute(f"DELETE FROM muster.{table}")
+            for row in rows[table]:
+                names = list(row.keys())
+                places = ", ".join(f"${n}" for n in range(1, len(names) + 1))
+                await connection.execute(
+                    f"INSERT INTO muster.{table} ({', '.join(names)}) OVERRIDING SYSTEM VALUE VALUES ({places})",
+                    *row.values(),
+                )
+
+
+def idle(version: str, name: str = "idle") -> Deploy:
+    """A deployment without replicas: a change that costs nothing."""
+    config = BackendConfig(num_replicas=0)
+    return Deploy(name=name, version=version, replica_config=replica_config(version), backend_config=config)
+
+
+def twenty_changes() -> list[Command]:
+    """Deploys, scalings, deletes and traffic, at last with another version in another number."""
+    loaded = Deploy(
+        name=NAME,
+        version="v2",
+        route_prefix=ROUTE,
+        replica_config=replica_config("v2"),
+        backend_config=BackendConfig(num_replicas=2),
+    )
+    scaled = [UpdateBackendConfig(backend_tag=NAME, config={"num_replicas": number}) for number in (3, 1)]
+    return [
+        loaded,
+        *(idle(f"v{number}") for number in range(6)),
+        scaled[0],
+        CreateEndpoint(endpoint="other", traffic={NAME: 1.0}, route="/other"),
+        *(SetEndpointOptions(endpoint="other", options={"backend_header": f"X-{n}"}) for n in range(4)),
+        SetHttpOptions(options={"keep_alive_timeout_s": 77.0}),
+        idle("v1", "lost"),
+        DeleteDeployment(name="kept"),
+        DeleteEndpoint(endpoint="other"),
+        msgspec.structs.replace(loaded, version="v3", replica_config=replica_config("v3")),
+        scaled[1],
+        idle("v2", "lost"),
+    ]
+
+
+async def changed(stack: LoadedStack, commands: list[Command]) -> None:
+    for command in commands:
+        await stack.done(await stack.admin.change(command))
+
+
+async def until_as(stack: LoadedStack, names: set[str]) -> float:
+    """Until these, and no others, are deployed and healthy, and the restore was noticed; how long that took."""
+    began = time.monotonic()
+    async with asyncio.timeout(CHANGE_LIMIT_S):
+        while True:
+            status = await stack.admin.get_status()
+            is_so = {view.name for view in status.deployments} == names and all(
+                view.status is DeploymentStatus.HEALTHY
+                and {(r.state, r.version) for r in view.replicas} <= {("running", view.version)}
+                for view in status.deployments
+            )
+            behind = [p for p in status.proxies if p.applied_snapshot_id < status.snapshot_id]
+            if status.store_restored_at is not None and is_so and not behind:
+                return time.monotonic() - began
+            await asyncio.sleep(0.05)
+
+
+async def restored_under_load(stack: LoadedStack, *, how: str) -> tuple[str, float]:
+    """A line of figures, and how long it took until everything was as it was."""
+    await stack.deployed("v1", 2)
+    await changed(stack, [idle("v1", "kept")])
+    names = {view.name for view in (await stack.admin.get_status()).deployments}
+    rows = await dump(stack)
+    async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
+        await changed(stack, twenty_changes())
+        assert {answer.version for answer in await load.more(50)} == {"v3"}
+        if how == "stop and start":
+            for controller in list(stack.controllers):
+                await controller.end()
+            stack.controllers.clear()
+        await restore(stack, rows)
+        if how == "stop and start":
+            await asyncio.gather(stack.start_controller(), stack.start_controller())
+        took_s = await until_as(stack, names)
+        assert {answer.version for answer in await load.more(100)} == {"v1"}
+        # A goal that succeeds is served: had it been told by the numbers of what is lost, it would not be.
+        await stack.deployed("v4", 1)
+        assert {answer.version for answer in await load.more(100)} == {"v4"}
+    return load.result(f"store restored, {how}"), took_s
+
+
+async def test_postgres_restored_20_changes_later_fails_no_request_and_no_goal_succeeds_unserved(
+    stack: LoadedStack,
+) -> None:
+    await restored_under_load(stack, how="live")  # with a stop and start: tests.bench.restored
+    await changed(stack, [DeleteDeployment(name="kept")])
+
+
+def pair(number: int) -> DeployApplication:
+    """Two deployments that are always of the same version."""
+    parts = [
+        DeploymentSpec(
+            name=name,
+            version=f"v{number}",
+            replica_config=replica_config(f"v{number}"),
+            backend_config=BackendConfig(num_replicas=0),
+            endpoint_options=EndpointOptions(),
+        )
+        for name in ("front", "back")
+    ]
+    return DeployApplication(name="pair", deployments=parts, ingress="front", route_prefix="/pair")
+
+
+async def backups_under_changes(stack: LoadedStack, backups: int, pause_s: float) -> str:
+    """Changes at more than 100 a minute, and backups all the while; each of them must hold one moment's state."""
+    made = 0
+
+    async def change() -> None:
+        nonlocal made
+        for number in itertools.count():
+            await stack.admin.change(pair(number))
+            made = number
+            await asyncio.sleep(pause_s)
+
+    await stack.done(await stack.admin.change(pair(0)))
+    began = time.monotonic()
+    changing = TaskOwner("changing")
+    changing.start(change(), "change")
+    seen: set[str | None] = set()
+    try:
+        for _ in range(backups):
+            before = made
+            data = await stack.admin.fetch_backup()
+            _, saved = BackupFiles().read(data)
+            versions = {
+                backend.target.version for tag, backend in saved.backends.items() if tag.startswith("pair/")
+            }
+            assert len(versions) == 1, f"of two moments: {versions}"
+            seen |= versions
+            async with asyncio.timeout(CHANGE_LIMIT_S):
+                while made < before + 3:  # noqa: ASYNC110 - the changes are another task's
+                    await asyncio.sleep(0.01)
+    finally:
+        await changing.close(timeout_s=0.1)
+    rate = made / (time.monotonic() - began) * 60
+    checked = await stack.admin.send_backup(data, confirm=False)
+    reply = await stack.admin.send_backup(data, confirm=True)
+    assert checked.summary == reply.summary
+    for goal_id in reply.goal_ids:
+        view = await stack.admin.wait_for_goal(goal_id, deadline_s=CHANGE_LIMIT_S)
+        assert view.status is GoalStatus.SUCCEEDED, view
+    (version,) = versions
+    deployed = {v.name: v.version for v in (await stack.admin.get_status()).deployments}
+    assert deployed["pair/front"] == deployed["pair/back"] == version
+    return f"{backups} backups ({len(seen)} states) beside {rate:.0f} changes a minute, and restored"
+
+
+async def test_backups_under_changes_are_of_one_moment_and_restore_to_it(stack: LoadedStack) -> None:
+    await stack.deployed("v1", 1)
+    async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
+        await backups_under_changes(stack, 5, 0.2)
+    load.result("backups")
+    text = gzip.decompress(await stack.admin.fetch_backup()).decode()
+    assert "loaded_model" in text
+    assert not [password for password in stack.passwords() if password in text]
