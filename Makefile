@@ -5,7 +5,8 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-scale bench-autoscaling bench-scaling dashboards compose-up compose-down secrets lock clean
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-scale bench-autoscaling bench-scaling \
+	dashboards compose-up compose-down secrets plain-conf lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -97,7 +98,7 @@ dashboards: $(STAMP) ## Write METRICS.md and Grafana's dashboards anew from what
 	$(PY) -m serve_common.metrics_catalogue > METRICS.md
 	$(PY) -m deploy.grafana.boards
 
-secrets: $(STAMP) ## Generate the passwords that compose needs, into secrets/ (kept when present)
+secrets: $(STAMP) ## Generate the NATS identities and passwords that compose needs, into secrets/ (kept when present)
 	.venv/bin/muster secrets --directory secrets
 
 # Grafana's image is the only one that may be out of reach without harm: then the rest runs without it, and it is said.
@@ -111,6 +112,9 @@ compose-up: secrets ## Build and start the containers, wait until all are health
 
 compose-down: ## Stop the containers (volumes are kept)
 	docker compose down
+
+plain-conf: $(STAMP) ## Write deploy/nats/plain.conf anew from the table of roles
+	$(PY) -m serve_common.identities > deploy/nats/plain.conf
 
 lock: $(STAMP) ## Make requirements.lock anew, for Python 3.11 and later, with the hashes of all files of each release
 	.venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --group dev pyproject.toml \

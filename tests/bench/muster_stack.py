@@ -5,7 +5,6 @@ Why the embedded stack: the same processes, bus, passwords and permissions as us
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions,
 from muster.embedded.logfiles import last_lines
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
+from serve_common.identities.roles import Role
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
@@ -64,9 +64,11 @@ def logs_of(state_dir: Path) -> str:
 
 async def _deploy_all(record: RunRecord) -> dict[str, str]:
     """The route of each path that is served."""
-    password = await asyncio.to_thread(Secrets(Path(record.secrets)).read, "nats_admin")
+    credentials_file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
     routes: dict[str, str] = {}
-    async with connect_stack(StackAddress(urls=(record.nats_url,), password=password)) as reached:
+    async with connect_stack(
+        StackAddress(urls=(record.nats_url,), credentials_file=credentials_file)
+    ) as reached:
         admin = reached.admin
         await _done(
             admin, await admin.set_http_options(SetHttpOptions(options={"body_bytes_max": _BODY_BYTES_MAX}))

@@ -29,6 +29,7 @@ from testcontainers.compose import DockerCompose
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.secrets import Secrets
+from serve_common.identities.roles import Role
 
 ROOT: Final = Path(__file__).parents[2]
 PROJECT: Final = os.environ.get("MUSTER_TEST_PROJECT", "muster-test")
@@ -111,7 +112,7 @@ class Stack:
     def muster(self, *arguments: str) -> str:
         """The CLI, pointed at this stack as the admin."""
         command = [str(Path(sys.executable).with_name("muster")), *arguments, "--nats", self.nats_url]
-        return _run([*command, "--password-file", str(self.secrets.nats_password_file("admin"))], 300.0)
+        return _run([*command, "--creds", str(self.secrets.credentials_file(Role.ADMIN))], 300.0)
 
     def have_digits(self) -> None:
         """As `deploy_digits`, unless that was what was done last."""
@@ -155,7 +156,9 @@ class Stack:
 
     def _asked(self, question: Callable[[AdminClient], Awaitable[Any]]) -> Any:
         """The answer as the CLI's ``--json`` has it."""
-        address = StackAddress(urls=(self.nats_url,), password=self.secrets.read("nats_admin"))
+        address = StackAddress(
+            urls=(self.nats_url,), credentials_file=str(self.secrets.credentials_file(Role.ADMIN))
+        )
 
         async def ask() -> Any:
             async with connect_stack(address, connect_within_s=30.0, retry_for_s=60.0) as reached:

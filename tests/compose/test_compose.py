@@ -11,7 +11,11 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from serve_common.adapters.nats_client import login_arguments
+from serve_common.adapters.nats_login import login_of
+from serve_common.identities.roles import Role
 from tests.compose.stack import DIGITS_REQUESTS, Stack
+from tests.identities import bus_settings
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 
@@ -21,7 +25,8 @@ SERVICES = {"nats", "postgres", "prometheus", "ingress", *OURS}
 
 async def connect(stack: Stack, role: str, **options: Any) -> Client:
     """As any NATS client would."""
-    options |= {"user": role, "password": stack.secrets.read(f"nats_{role}")}
+    login = login_of(bus_settings(stack.secrets, stack.nats_url, Role(role)))
+    options |= login_arguments(login, "", "")
     return await nats.connect(
         stack.nats_url, connect_timeout=30, allow_reconnect=False, max_reconnect_attempts=0, **options
     )
@@ -206,7 +211,7 @@ async def test_an_anonymous_connection_is_refused(stack: Stack) -> None:
 
 async def test_a_proxys_credentials_do_not_serve_for_commands(stack: Stack) -> None:
     refusals: asyncio.Queue[Exception] = asyncio.Queue()
-    client = await connect(stack, "proxy", error_cb=refusals.put, inbox_prefix=b"_INBOX_proxy")
+    client = await connect(stack, "proxy", error_cb=refusals.put, inbox_prefix=b"_INBOX_proxy.proxy-1")
     try:
         with pytest.raises(NatsError):
             await client.request("serve.admin.list_deployments", b"{}", timeout=2)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from muster.secrets import NAMES
+from serve_common.identities.roles import Role
 from tests.compose.stack import Stack
+from tests.identities import signing_key
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1200)]
 
@@ -25,6 +27,10 @@ def hostile(stack: Stack) -> Iterator[Stack]:
     )  # fmt: skip
     yield stack
     stack.muster("delete", "hostile")
+
+
+TOKEN = b"eyJ0eXAiOiJKV1QiLCJhbGciOiJlZDI1NTE5LW5rZXkifQ."
+"""How the token of any user of NATS begins."""
 
 
 def ask(stack: Stack, path: str, body: bytes | None = None) -> Any:
@@ -83,12 +89,13 @@ def test_user_code_reads_no_secret_of_the_host_and_cannot_reach_its_process(host
         assert [name for name, value in secrets.items() if value in environment] == []
 
 
-def test_what_user_code_can_read_of_other_processes_has_no_password_of_the_host(hostile: Stack) -> None:
-    found = ask(hostile, "find", hostile.secrets.read("nats_host").encode())
-    assert len(found) >= 2  # Ray's, and other replicas'
-    assert set(found.values()) == {0}
-    own = ask(hostile, "find", hostile.secrets.read("nats_replica").encode())
-    assert sum(own.values()) > 0  # it finds what is there
+def test_what_user_code_can_read_of_other_processes_has_no_key_of_the_host(hostile: Stack) -> None:
+    for role in (Role.HOST, Role.REPLICA):
+        found = ask(hostile, "find", signing_key(hostile.secrets, role).seed.encode())
+        assert len(found) >= 2  # Ray's, and other replicas'
+        assert set(found.values()) == {0}
+    tokens = ask(hostile, "find", TOKEN)
+    assert sum(tokens.values()) > 0  # it finds what is there
 
 
 def test_what_is_unpickled_runs_as_the_replicas_user_and_the_host_goes_on(hostile: Stack) -> None:

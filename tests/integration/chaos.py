@@ -16,9 +16,10 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import nats
 import psutil
 
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.identities.roles import Role
 from serve_common.wires.commands import DrainHost, UndrainHost, UpdateBackendConfig
 from tests.integration.chaos_load import ChaosLoad
 from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack
@@ -88,7 +89,7 @@ async def cut_connections(stack: LoadedStack, replicas: int) -> int:
             if found == expected and len(await stack.replicas()) == replicas:
                 break
             await asyncio.sleep(0.02)
-    client = await nats.connect(stack.nats_url, user="system", password=stack.system_password)
+    client = await connect_nats(stack.settings(Role.SYSTEM), name="chaos", deadline_s=20.0)
     try:
         for cid in wanted:
             await client.request(

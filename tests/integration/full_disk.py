@@ -22,6 +22,7 @@ from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.stack import EmbeddedStack
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
+from serve_common.identities.roles import Role
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy
@@ -107,8 +108,8 @@ async def full_for(seconds: float) -> Outcome:
 @contextlib.asynccontextmanager
 async def _reached(stack: EmbeddedStack, retry_for_s: float) -> AsyncIterator[AdminClient]:
     record = stack.record
-    password = Secrets(Path(record.secrets)).read("nats_admin")
-    address = StackAddress(urls=(record.nats_url,), password=password)
+    file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
+    address = StackAddress(urls=(record.nats_url,), credentials_file=file)
     async with connect_stack(address, retry_for_s=retry_for_s) as reached:
         yield reached.admin
 

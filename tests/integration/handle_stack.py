@@ -5,26 +5,28 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from muster.secrets import NATS_INCLUDE, generate
+from muster.secrets import generate
 from serve_common.adapters.nats_client import connect_nats
+from serve_common.identities.roles import Role, call_tags
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
 from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects, backend_key, endpoint_key
+from serve_common.subjects import Subjects, backend_key, endpoint_key, tokens
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import ReplicaGoal
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_controller.adapters.snapshot_bucket import bucket_config
 from serve_replica_host.replica.orders import StartOrder, encode
+from tests.identities import bus_settings, lay_out_nats
 
 ROOT = Path(__file__).parents[2]
 APP_DIR = Path(__file__).parent / "handle_app"
@@ -37,10 +39,9 @@ class GuardedNats:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.secrets = generate(directory / "secrets")
-        shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
-        shutil.copy(self.secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+        config = lay_out_nats(directory, self.secrets)
         binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        command = [binary, "-c", str(directory / "nats.conf"), "-a", "127.0.0.1", "-p", "-1"]
+        command = [binary, "-c", str(config), "-a", "127.0.0.1", "-p", "-1"]
         command += ["-sd", str(directory / "js"), "--ports_file_dir", str(directory)]
         with (directory / "log").open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=log)
@@ -52,14 +53,8 @@ class GuardedNats:
         self.process.kill()
         self.process.wait()
 
-    def settings(self, role: str) -> BusSettings:
-        return BusSettings(
-            servers=[self.url],
-            user=role,
-            password=self.secrets.read(f"nats_{role}"),
-            inbox_prefix=f"_INBOX_{role}",
-            subject_prefix="serve",
-        )
+    def settings(self, role: Role, **more: Any) -> BusSettings:
+        return bus_settings(self.secrets, self.url, role, **more)
 
 
 class HandleStack:
@@ -114,7 +109,9 @@ class HandleStack:
             code_version=code_version,
             companions=dict(companions or {}),
         )
-        return StartOrder(goal=goal, bus=self.nats.settings("replica"), app_dir=str(APP_DIR))
+        tags = call_tags(goal.backend_tag, goal.may_call)
+        bus = self.nats.settings(Role.REPLICA, name=tokens(goal.replica_tag), tags=tags)
+        return StartOrder(goal=goal, bus=bus, app_dir=str(APP_DIR))
 
     def wait_ready(self) -> None:
         """Until all replicas serve."""
@@ -135,7 +132,7 @@ class HandleStack:
         routes: Mapping[str, str | None] | None = None,
     ) -> None:
         """One without replicas is scaled to zero."""
-        client = await connect_nats(self.nats.settings("controller"), name="test", deadline_s=20.0)
+        client = await connect_nats(self.nats.settings(Role.CONTROLLER), name="test", deadline_s=20.0)
         try:
             bucket = await client.jetstream().create_key_value(bucket_config(SUBJECTS))
             for deployment, replicas in deployments.items():

@@ -29,12 +29,15 @@ from muster.embedded.process import ProcessSpec, RunningProcess
 from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
 from muster.embedded.supervisor import Supervisor
 from muster.secrets import NAMES, generate
+from serve_common.identities.roles import Role
 from serve_common.names import GoalId
+from serve_common.settings import BusSettings
 from serve_common.tasks import TaskOwner
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.views import GoalStatus, ReplicaView
+from tests.identities import bus_settings
 from tests.integration.control_plane import ControllerProcess
 from tests.integration.held_port import HeldPort
 
@@ -97,7 +100,10 @@ class LoadedStack:
                 await asyncio.gather(
                     self._supervisor.start(), self.start_controller(), self.start_controller()
                 )
-                address = StackAddress(urls=(self._nats_url,), password=self._secrets.read("nats_admin"))
+                address = StackAddress(
+                    urls=(self._nats_url,),
+                    credentials_file=str(self._secrets.credentials_file(Role.ADMIN)),
+                )
                 async with connect_stack(
                     address, retry_for_s=CHANGE_LIMIT_S, on_retry=self.retries.append
                 ) as reached:
@@ -255,19 +261,14 @@ class LoadedStack:
         """Of the server."""
         return self._nats_url
 
-    def password(self, role: str) -> str:
-        """Of a user of the server."""
-        return self._secrets.read(f"nats_{role}")
+    def settings(self, role: Role) -> BusSettings:
+        """As a process of that role comes to the server."""
+        return bus_settings(self._secrets, self._nats_url, role)
 
     @property
     def nats_monitor_port(self) -> int:
         """Of the server's own HTTP."""
         return self._ports["nats_monitor"]
-
-    @property
-    def system_password(self) -> str:
-        """Of the server's system account, which may end connections."""
-        return self._secrets.read("nats_system")
 
     async def connect_postgres(self) -> asyncpg.Connection:
         """To the controllers' database, as they reach it."""

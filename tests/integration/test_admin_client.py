@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import subprocess
 import sysconfig
@@ -22,7 +21,7 @@ from nats.micro.request import Request
 from nats.micro.service import ServiceConfig
 
 from muster.client import Stack, StackAddress, connect_stack
-from muster.secrets import NATS_INCLUDE, Secrets, generate
+from muster.secrets import Secrets, generate
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -39,6 +38,7 @@ from serve_common.wires.admin import ErrorView
 from serve_common.wires.commands import ChangeReply, Deploy
 from serve_common.wires.queries import GetStatus
 from serve_common.wires.views import GoalStatus, GoalView
+from tests.identities import lay_out_nats
 from tests.integration.held_port import HeldPort
 from tests.integration.nats_server import until_known
 
@@ -56,9 +56,8 @@ class NatsServer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.secrets: Secrets = generate(directory / "secrets")
-        shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
-        shutil.copy(self.secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+        self.secrets: Secrets = generate(directory / "secrets", plain=True)
+        lay_out_nats(directory, self.secrets, plain=True)
         self._held_port = HeldPort()
         self.port = self._held_port.port
         self._process: subprocess.Popen[bytes] | None = None

@@ -17,6 +17,7 @@ from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackOptions
 from muster.secrets import Secrets
 from serve_common.autoscaling import AutoscalingConfig
+from serve_common.identities.roles import Role
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy
@@ -99,8 +100,8 @@ async def scaled(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scal
     options = StackOptions(http_port=0, nats_port=0, controller_ops_port=0, proxy_ops_port=0, host_ops_port=0)
     async with EmbeddedStack(tmp_path_factory.mktemp("scaled"), options) as stack:
         record = stack.record
-        password = Secrets(Path(record.secrets)).read("nats_admin")
-        async with connect_stack(StackAddress(urls=(record.nats_url,), password=password)) as reached:
+        file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
+        async with connect_stack(StackAddress(urls=(record.nats_url,), credentials_file=file)) as reached:
             yield Scaled(reached.admin, record.http_url)
 
 

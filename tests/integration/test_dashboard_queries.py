@@ -26,6 +26,7 @@ from muster.client.address import StackAddress
 from muster.client.connect import connect_stack
 from muster.embedded import EmbeddedStack, StackOptions
 from muster.secrets import Secrets
+from serve_common.identities.roles import Role
 from tests.dashboards.promql_words import selectors
 from tests.dashboards.reading import ROOT, Question, all_questions, as_grafana_sends, dashboards
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
@@ -119,7 +120,8 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
             await asyncio.to_thread(prometheus.configure, config)
             since = time.time()  # noqa: TID251 - a real clock
             address = StackAddress(
-                urls=(record.nats_url,), password=Secrets(Path(record.secrets)).read("nats_admin")
+                urls=(record.nats_url,),
+                credentials_file=str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN)),
             )
             async with connect_stack(address) as reached:
                 await asyncio.to_thread(prometheus.wait_for, "count(up == 1) == 3")

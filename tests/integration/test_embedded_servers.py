@@ -37,6 +37,9 @@ from muster.embedded.process import ProcessSpec
 from muster.embedded.tcp_ports import choose_ports
 from muster.embedded.unprivileged import Way
 from muster.secrets import NAMES, Secrets
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.identities.roles import Role
+from tests.identities import bus_settings
 
 pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -219,15 +222,14 @@ async def test_services_get_the_variables_that_compose_gives(
     async with make_stack(tmp_path / "state", Heard()) as stack:
         ports, secrets = stack.record.ports, Secrets(tmp_path / "state" / "secrets")
         environments = {name: await environment_of(stack, name) for name in SERVICES}
-    for name, role, ops in (
-        ("controller", "controller", "controller_ops"),
-        ("proxy", "proxy", "proxy_ops"),
-        ("replica-host", "host", "host_ops"),
+    for name, variable, file, ops in (
+        ("controller", "SERVE_NATS_CREDS_FILE", "controller.creds", "controller_ops"),
+        ("proxy", "SERVE_NATS_KEYS_FILE", "proxy.keys", "proxy_ops"),
+        ("replica-host", "SERVE_NATS_KEYS_FILE", "host.keys", "host_ops"),
     ):
         given = environments[name]
         assert given["SERVE_NATS_URL"] == f"nats://127.0.0.1:{ports['nats']}"
-        assert given["SERVE_NATS_USER"] == role
-        assert given["SERVE_NATS_PASSWORD_FILE"] == str(secrets.nats_password_file(role))
+        assert given[variable] == str(secrets.path(file))
         assert given["SERVE_OPS_PORT"] == str(ports[ops])
         assert given["SERVE_BODY_BYTES_MAX"] == "77"
         assert not any(secrets.read(secret) in given.values() for secret in NAMES)
@@ -241,7 +243,6 @@ async def test_services_get_the_variables_that_compose_gives(
     assert environments["replica-host"]["PGHOST"] == "elsewhere.example"
     assert environments["proxy"]["SERVE_HTTP_PORT"] == str(ports["http"])
     host = environments["replica-host"]
-    assert host["SERVE_REPLICA_NATS_PASSWORD_FILE"] == str(secrets.nats_password_file("replica"))
     assert host["SERVE_NUM_CPUS"] == "1"
     assert len(host["SERVE_RAY_TEMP_DIR"]) <= 40
 
@@ -270,12 +271,8 @@ async def test_data_and_ports_survive_a_restart(tmp_path: Path) -> None:
 
 
 async def connect_nats_as_controller(stack: EmbeddedStack) -> nats.NATS:
-    return await nats.connect(
-        stack.record.nats_url,
-        user="controller",
-        password=Secrets(Path(stack.record.secrets)).read("nats_controller"),
-        inbox_prefix=b"_INBOX_controller",
-    )
+    settings = bus_settings(Secrets(Path(stack.record.secrets)), stack.record.nats_url, Role.CONTROLLER)
+    return await connect_nats(settings, name="test", deadline_s=20.0)
 
 
 async def test_every_killed_process_comes_back_with_its_data(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,12 @@ from serve_common.errors import (
     NotFound,
     UserCodeRaised,
 )
+from serve_common.identities.credentials import (
+    CredentialsFile,
+    encode_credentials_file,
+    parse_credentials_file,
+)
+from serve_common.identities.roles import Role
 from serve_common.names import BackendTag
 from serve_common.request_context import RequestContext, request_context
 from serve_common.settings import BusSettings
@@ -53,7 +60,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HandleStack]:
         replicas = {LEAF: leaves[:1], ROLLED: leaves[1:], MIDDLE: [f"{MIDDLE}#0"]}
         asyncio.run(stack.write_bucket(replicas, versions))
         stack.wait_ready()
-        handle_runtime.use(nats.settings("client"))
+        handle_runtime.use(nats.settings(Role.CLIENT))
         yield stack
     finally:
         handle_runtime.disconnect()
@@ -242,13 +249,13 @@ async def test_a_chain_keeps_to_the_version_that_it_belongs_to(middle: Deploymen
 def elsewhere(stack: HandleStack) -> Iterator[Callable[[BusSettings], None]]:
     """Connects this process' handles in another way, for one test."""
     yield handle_runtime.use
-    handle_runtime.use(stack.nats.settings("client"))
+    handle_runtime.use(stack.nats.settings(Role.CLIENT))
 
 
 async def test_calls_from_outside_and_inside_wake_a_deployment_that_was_scaled_to_zero(
     stack: HandleStack, leaf: DeploymentHandle, middle: DeploymentHandle
 ) -> None:
-    controller = await connect_nats(stack.nats.settings("controller"), name="test", deadline_s=20.0)
+    controller = await connect_nats(stack.nats.settings(Role.CONTROLLER), name="test", deadline_s=20.0)
     said = await controller.subscribe(SUBJECTS.wakes)
     await until_known(controller)
     await stack.write_bucket({LEAF: []})
@@ -304,12 +311,17 @@ def waited_s(files: MetricsFiles) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("wrong", [{"user": "admin"}, {"password": "wrong-one"}])
+@pytest.mark.parametrize("seed_of", [Role.ADMIN, Role.CLIENT])
 async def test_who_may_not_call_replicas_is_told(
-    stack: HandleStack, elsewhere: Callable[[BusSettings], None], wrong: dict[str, str]
+    stack: HandleStack, elsewhere: Callable[[BusSettings], None], tmp_path: Path, seed_of: Role
 ) -> None:
-    right = stack.nats.settings(wrong.get("user", "client"))
-    elsewhere(msgspec.structs.replace(right, inbox_prefix="_INBOX_client", **wrong))
+    """An admin may not, and whoever has a client's token without its seed is nobody."""
+    jwt, _ = parse_credentials_file(stack.nats.secrets.credentials_file(seed_of).read_text())
+    _, seed = parse_credentials_file(stack.nats.secrets.credentials_file(Role.ADMIN).read_text())
+    file = tmp_path / "wrong.creds"
+    file.write_text(encode_credentials_file(jwt, seed))
+    right = stack.nats.settings(Role.CLIENT)
+    elsewhere(msgspec.structs.replace(right, credentials=CredentialsFile(str(file))))
     with pytest.raises(BusAuthorizationFailed, match="user"):
         await get_deployment_handle("leaf").remote()
 
@@ -318,7 +330,7 @@ async def test_a_stack_that_is_not_there_is_told(
     elsewhere: Callable[[BusSettings], None], stack: HandleStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("muster.handles.router.BUCKET_WAIT_S", 0.1)
-    elsewhere(msgspec.structs.replace(stack.nats.settings("client"), servers=["nats://127.0.0.1:9"]))
+    elsewhere(msgspec.structs.replace(stack.nats.settings(Role.CLIENT), servers=["nats://127.0.0.1:9"]))
     with pytest.raises(BusUnavailable, match=r"127\.0\.0\.1:9 does not answer"):
         await get_deployment_handle("leaf").remote()
 
@@ -329,7 +341,7 @@ async def test_calls_under_way_end_with_the_connection(
     started, cancelled = await leaf.counts.remote()
     response = leaf.hold.remote()
     await until_counted(leaf, started + 1, cancelled)
-    elsewhere(stack.nats.settings("client"))
+    elsewhere(stack.nats.settings(Role.CLIENT))
     with pytest.raises(BusUnavailable, match="no longer calls"):
         await asyncio.wait_for(response, 30)
     await until_counted(leaf, started + 1, cancelled + 1)
@@ -338,9 +350,9 @@ async def test_calls_under_way_end_with_the_connection(
 async def test_calls_that_wait_for_the_connection_end_with_it(
     leaf: DeploymentHandle, elsewhere: Callable[[BusSettings], None], stack: HandleStack
 ) -> None:
-    elsewhere(msgspec.structs.replace(stack.nats.settings("client"), servers=["nats://127.0.0.1:9"]))
+    elsewhere(msgspec.structs.replace(stack.nats.settings(Role.CLIENT), servers=["nats://127.0.0.1:9"]))
     response = leaf.hold.remote()
-    elsewhere(stack.nats.settings("client"))
+    elsewhere(stack.nats.settings(Role.CLIENT))
     with pytest.raises(BusUnavailable, match="no longer calls"):
         await asyncio.wait_for(response, 30)
     assert await leaf.remote(1) == 1

@@ -1,11 +1,12 @@
-"""What each role may say and hear on the bus, proven on a real server with the very file that compose uses."""
+"""What each role may say and hear on the bus, proven on a real server with the very files that compose uses, and with
+the plain users of a NATS that has no identities."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
-import shutil
 import socket
 import subprocess
 import sysconfig
@@ -26,15 +27,21 @@ from nats.micro import ServiceConfig, add_service
 from nats.micro.request import Request
 from nats.micro.service import EndpointConfig
 
-from muster.secrets import NATS_INCLUDE, NATS_ROLES, Secrets, generate
+from muster.secrets import NATS_ROLES, Secrets, generate
 from serve_common.adapters.bucket_watch import BucketWatch, Entries
-from serve_common.adapters.nats_client import connect_nats
+from serve_common.adapters.nats_client import connect_nats, login_arguments
+from serve_common.adapters.nats_login import login_of, mint_now
+from serve_common.identities.credentials import parse_credentials_file
+from serve_common.identities.minting import mint_user, sign_nonce
+from serve_common.identities.nkeys import KeyKind, NatsKey, encode_base64
+from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, call_tags, inbox_prefix
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
 from serve_common.settings import BusSettings
-from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
+from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
 from serve_common.wires.views import EventView
 from serve_controller.adapters.event_stream import EventStream, recent_events
 from serve_controller.adapters.snapshot_bucket import bucket_config
+from tests.identities import NAMES, bus_settings, lay_out_nats, signing_key
 from tests.integration.nats_server import until_known
 
 pytestmark = pytest.mark.integration
@@ -43,7 +50,10 @@ ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects()
 STREAM = f"KV_{SUBJECTS.bucket}"
 ENDPOINT = EndpointTag("shop/digits")
-REPLICA = SUBJECTS.replica(replica_tag(BackendTag("shop/digits"), 7))
+REPLICA_TAG = replica_tag(BackendTag("shop/digits"), 7)
+REPLICA = SUBJECTS.replica(REPLICA_TAG)
+OTHER_REPLICA_TAG = replica_tag(BackendTag("bank/ledger"), 8)
+OTHER_REPLICA = SUBJECTS.replica(OTHER_REPLICA_TAG)
 HOST_GOAL = SUBJECTS.host_goal(HostId("host-1"))
 HOST_REPORT = SUBJECTS.host_report(HostId("host-1"))
 PROXY_REPORT = SUBJECTS.proxy_report(ProxyId("proxy-1"))
@@ -52,36 +62,61 @@ SNAPSHOT = SUBJECTS.snapshots.replace(">", "endpoints.shop.digits")
 EVENT = SUBJECTS.event("goal", "g7")
 WAKE = SUBJECTS.wake(BackendTag("shop/digits"))
 LOGGING = ("controller", "proxy", "host", "replica")
+ROLES = ("controller", "proxy", "host", "replica", "client", "admin")
+NAMES_HERE = {**NAMES, Role.REPLICA: tokens(REPLICA_TAG)}
+PROCESS_OF = {"controller": "c1", "proxy": "proxy-1", "host": "host-1", "replica": REPLICA_TAG}
+"""Of each kind that logs: the one that the tests come as."""
 
-Connect = Callable[[str], Awaitable[Client]]
+Connect = Callable[..., Awaitable[Client]]
 
 
 class Server:
-    """A nats-server of this module's own."""
+    """A nats-server of this module's own, with identities or with plain users."""
 
-    def __init__(self, port: int, secrets: Secrets) -> None:
+    def __init__(self, port: int, secrets: Secrets, *, is_plain: bool) -> None:
         self.port = port
         self.secrets = secrets
+        self.is_plain = is_plain
         self.url = f"nats://127.0.0.1:{port}"
 
-    def password(self, role: str) -> str:
-        return self.secrets.read(f"nats_{role}")
+    def settings(self, role: str, name: str | None = None) -> BusSettings:
+        """As a process of that role has them; replicas may call what is in the application shop."""
+        known = Role(role)
+        return bus_settings(
+            self.secrets,
+            self.url,
+            known,
+            name=NAMES_HERE.get(known, "") if name is None else name,
+            tags=call_tags("shop/digits", None) if known is Role.REPLICA else (),
+            plain=self.is_plain,
+        )
 
-    def refusals(self, credentials: dict[str, str], *lines: bytes) -> list[str]:
-        """What the server objects to when these credentials send these protocol lines."""
+    def login(self, role: str, nonce: str) -> dict[str, str]:
+        """What CONNECT says of it."""
+        settings = self.settings(role)
+        login = login_of(settings)
+        return {"user": settings.user, "pass": settings.password} if login is None else login.fields(nonce)
+
+    def refusals(self, login: Callable[[str], dict[str, str]], *lines: bytes) -> list[str]:
+        """What the server objects to when whoever logs in like this sends these protocol lines."""
         while True:
-            refused = self._refusals(credentials, *lines)
+            refused = self._refusals(login, *lines)
             # So it answers who stands still for 2 s before giving them, as a busy machine may.
             if refused != ["-ERR 'Authentication Timeout'"]:
                 return refused
 
-    def _refusals(self, credentials: dict[str, str], *lines: bytes) -> list[str]:
-        options = {**credentials, "verbose": False, "pedantic": False, "headers": True}
+    def _refusals(self, login: Callable[[str], dict[str, str]], *lines: bytes) -> list[str]:
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection,
             connection.makefile("rb") as answers,
         ):
-            assert answers.readline().startswith(b"INFO ")
+            greeting = json.loads(answers.readline().removeprefix(b"INFO "))
+            options = {
+                **login(greeting.get("nonce", "")),
+                "verbose": False,
+                "pedantic": False,
+                "headers": True,
+            }
             connect = f"CONNECT {json.dumps(options)}\r\n".encode()
             connection.sendall(connect + b"".join(line + b"\r\n" for line in lines) + b"PING\r\n")
             refused = []
@@ -96,19 +131,19 @@ class Server:
 
     def refusals_of(self, role: str, *lines: bytes) -> list[str]:
         """What the server objects to when `role` sends these protocol lines."""
-        return self.refusals({"user": role, "pass": self.password(role)}, *lines)
+        return self.refusals(lambda nonce: self.login(role, nonce), *lines)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=["identities", "plain"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    is_plain = request.param == "plain"
     directory = tmp_path_factory.mktemp("nats")
-    secrets = generate(directory / "secrets")
-    shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
-    shutil.copy(secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+    secrets = generate(directory / "secrets", plain=is_plain)
+    config = lay_out_nats(directory, secrets, plain=is_plain)
     binary = Path(sysconfig.get_path("scripts")) / "nats-server"
     arguments = [
         "-c",
-        directory / "nats.conf",
+        config,
         "--addr",
         "127.0.0.1",
         "--port",
@@ -128,7 +163,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             assert time.monotonic() < give_up_at, (directory / "log").read_text()
             time.sleep(0.01)  # the server has no other way to tell its port
         url = json.loads(ports_file.read_text())["nats"][0]
-        yield Server(int(url.rpartition(":")[2]), secrets)
+        yield Server(int(url.rpartition(":")[2]), secrets, is_plain=is_plain)
     finally:
         process.terminate()
         process.wait(timeout=10)
@@ -138,18 +173,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 async def connect(server: Server) -> AsyncIterator[Connect]:
     async with contextlib.AsyncExitStack() as stack:
 
-        async def connect_as(role: str) -> Client:
-            client = await connect_nats(
-                BusSettings(
-                    servers=[server.url],
-                    user=role,
-                    password=server.password(role),
-                    inbox_prefix=f"_INBOX_{role}",
-                    subject_prefix="serve",
-                ),
-                name=role,
-                deadline_s=20,
-            )
+        async def connect_as(role: str, name: str | None = None) -> Client:
+            client = await connect_nats(server.settings(role, name), name=role, deadline_s=20)
             stack.push_async_callback(client.close)
             return client
 
@@ -166,7 +191,8 @@ async def bucket(connect: Connect) -> None:
 
 
 def inbox(role: str) -> str:
-    return f"_INBOX_{role}.abc.def"
+    """Of the process of that role that the tests come as."""
+    return f"{inbox_prefix(Role(role), NAMES_HERE.get(Role(role)))}.abc.def"
 
 
 ALLOWED = [
@@ -180,7 +206,6 @@ ALLOWED = [
     ("controller", "PUB", f"$JS.API.CONSUMER.CREATE.{SUBJECTS.event_stream}.name.x"),
     ("controller", "PUB", "_INBOX.abc"),
     ("controller", "PUB", inbox("admin")),
-    ("controller", "PUB", inbox("host")),
     ("controller", "SUB", SUBJECTS.admin("deploy")),
     ("controller", "SUB", SUBJECTS.host_reports),
     ("controller", "SUB", SUBJECTS.proxy_reports),
@@ -193,12 +218,9 @@ ALLOWED = [
     ("proxy", "PUB", inbox("replica")),
     ("proxy", "SUB", SUBJECTS.calls),
     ("proxy", "SUB", SUBJECTS.leader),
-    ("proxy", "SUB", "$SRV.STATS"),
     ("host", "PUB", HOST_REPORT),
-    ("host", "PUB", inbox("controller")),
     ("host", "SUB", HOST_GOAL),
     ("host", "SUB", SUBJECTS.leader),
-    ("host", "SUB", "$SRV.PING"),
     ("replica", "PUB", REPLICA),
     ("replica", "PUB", SUBJECTS.call(ENDPOINT)),
     ("replica", "PUB", inbox("proxy")),
@@ -221,16 +243,13 @@ ALLOWED = [
     *((role, "PUB", WAKE) for role in ("proxy", "replica", "client")),
     ("controller", "SUB", SUBJECTS.wakes),
     # all processes publish their log lines, also when they are asked for them; the admin hears them
-    *((kind, "PUB", SUBJECTS.log(kind, "shop/digits#7")) for kind in LOGGING),
+    *((kind, "PUB", SUBJECTS.log(kind, PROCESS_OF[kind])) for kind in LOGGING),
     *((kind, "PUB", SUBJECTS.recalled_log("t1", kind)) for kind in LOGGING),
     *((kind, "SUB", SUBJECTS.log_recall) for kind in LOGGING),
     ("admin", "PUB", SUBJECTS.log_recall),
     ("admin", "SUB", SUBJECTS.logs()),
     ("admin", "SUB", SUBJECTS.recalled_log("t1")),
-    *(
-        (role, "SUB", f"_INBOX_{role}.>")
-        for role in ("controller", "proxy", "host", "replica", "client", "admin")
-    ),
+    *((role, "SUB", inbox(role).removesuffix("abc.def") + ">") for role in ROLES),
 ]
 
 DENIED = [
@@ -296,12 +315,7 @@ DENIED = [
     *((role, "SUB", REPLICA) for role in ("controller", "proxy", "host", "client", "admin")),
     *((role, "SUB", SUBJECTS.calls) for role in ("controller", "host", "replica", "client", "admin")),
     # answers are private; the plain inbox belongs to foreign clients, which are admins
-    *(
-        (role, "SUB", f"_INBOX_{other}.>")
-        for role in ("controller", "proxy", "host", "replica", "client", "admin")
-        for other in ("controller", "proxy", "host", "replica", "client", "admin")
-        if role != other
-    ),
+    *((role, "SUB", f"_INBOX_{other}.>") for role in ROLES for other in ROLES if role != other),
     *((role, "SUB", "_INBOX.>") for role in ("controller", "proxy", "host", "replica", "client")),
     # a replica runs users' code: it answers its callers and nobody else
     ("replica", "PUB", inbox("controller")),
@@ -309,12 +323,40 @@ DENIED = [
     ("replica", "PUB", inbox("admin")),
     ("replica", "PUB", "_INBOX.abc"),
     ("replica", "PUB", "$SRV.PING"),
-    ("replica", "SUB", "$SRV.PING"),
+    *((role, "SUB", "$SRV.PING") for role in ("proxy", "host", "replica", "client", "admin")),
+    ("controller", "PUB", inbox("host")),
+    ("host", "PUB", inbox("controller")),
     # nobody hears everything, and nobody but the system user sees the system
     *((role, "SUB", ">") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
     *((role, "SUB", "serve.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
     *((role, "SUB", "$SYS.>") for role in ("controller", "proxy", "host", "replica", "client", "admin")),
 ]
+
+
+OTHERS = [
+    # a host and a proxy speak for themselves, and a host hears its own goal
+    ("host", "PUB", SUBJECTS.host_report(HostId("host-2"))),
+    ("host", "SUB", SUBJECTS.host_goal(HostId("host-2"))),
+    ("host", "SUB", SUBJECTS.host_goal(HostId("*"))),
+    ("proxy", "PUB", SUBJECTS.proxy_report(ProxyId("proxy-2"))),
+    ("proxy", "PUB", SUBJECTS.log("proxy", "proxy-2")),
+    ("host", "PUB", SUBJECTS.log("host", "host-2")),
+    *((role, "SUB", f"_INBOX_{role}.>") for role in ("host", "proxy", "replica")),
+    *((role, "SUB", f"_INBOX_{role}.other.>") for role in ("host", "proxy", "replica")),
+    # a replica hears its own requests, and says only of itself what it holds and logs
+    ("replica", "SUB", OTHER_REPLICA),
+    ("replica", "SUB", SUBJECTS.replica(replica_tag(BackendTag("shop/digits"), 9))),
+    ("replica", "SUB", SUBJECTS.replica(replica_tag(BackendTag("shop/digits"), 77))),
+    ("replica", "SUB", "serve.replica.>"),
+    ("replica", "SUB", "serve.replica.shop.*.7"),
+    ("replica", "PUB", SUBJECTS.models(OTHER_REPLICA_TAG)),
+    ("replica", "PUB", SUBJECTS.log("replica", OTHER_REPLICA_TAG)),
+    # and calls whom its configuration says
+    ("replica", "PUB", OTHER_REPLICA),
+    ("replica", "PUB", SUBJECTS.call(EndpointTag("bank/ledger"))),
+    ("replica", "PUB", SUBJECTS.wake(BackendTag("bank/ledger"))),
+]
+"""What only identities deny: plain users of a role are one."""
 
 
 def line(verb: str, subject: str) -> bytes:
@@ -334,6 +376,13 @@ def test_a_role_may_do_nothing_else(server: Server, role: str, verb: str, subjec
     assert refused[0].startswith(f'-ERR \'Permissions Violation for {kind} to "{subject}"')
 
 
+@pytest.mark.parametrize(("role", "verb", "subject"), OTHERS)
+def test_nobody_speaks_for_or_hears_another_of_its_role(
+    server: Server, role: str, verb: str, subject: str
+) -> None:
+    assert bool(server.refusals_of(role, line(verb, subject))) is not server.is_plain
+
+
 @pytest.mark.parametrize(
     "credentials",
     [
@@ -345,14 +394,40 @@ def test_a_role_may_do_nothing_else(server: Server, role: str, verb: str, subjec
     ],
 )
 def test_who_gives_no_or_wrong_credentials_is_refused(server: Server, credentials: dict[str, str]) -> None:
-    assert server.refusals(credentials) == ["-ERR 'Authorization Violation'"]
+    assert server.refusals(lambda _nonce: credentials) == ["-ERR 'Authorization Violation'"]
 
 
 @pytest.mark.parametrize("role", NATS_ROLES)
-async def test_every_role_has_its_own_password(server: Server, connect: Connect, role: str) -> None:
-    client = await connect(role)
-    assert client.is_connected
-    assert [other for other in NATS_ROLES if server.password(other) == server.password(role)] == [role]
+async def test_every_role_has_its_own_credentials(server: Server, connect: Connect, role: str) -> None:
+    assert (await connect(role)).is_connected
+    own = server.login(role, "nonce")
+    assert [other for other in NATS_ROLES if other != role and server.login(other, "nonce") == own] == []
+
+
+def test_a_token_without_its_seed_or_with_more_than_its_scope_or_too_old_is_nothing(server: Server) -> None:
+    if server.is_plain:
+        pytest.skip("plain users have no tokens")
+    key = signing_key(server.secrets, Role.REPLICA)
+    minted = mint_now(key, "shop.digits.7", lifetime_s=60)
+    signer, user = NatsKey.from_seed(key.seed, KeyKind.ACCOUNT), NatsKey.from_seed(minted.seed, KeyKind.USER)
+    _, other = parse_credentials_file(server.secrets.credentials_file(Role.CLIENT).read_text())
+    # Whoever holds a scoped key cannot say more than its scope does.
+    head, body, _ = minted.jwt.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=="))
+    claims["nats"] |= {"pub": {"allow": [">"]}, "sub": {"allow": [">"]}}
+    wider = f"{head}.{encode_base64(json.dumps(claims).encode())}"
+    expired = mint_user(key, "x", now=1_000_000.0, lifetime_s=60, random_bytes=bytes(32))
+    for jwt, seed in (
+        (minted.jwt, other),
+        (f"{wider}.{signer.sign(wider.encode())}", minted.seed),
+        (f"{wider}.{user.sign(wider.encode())}", minted.seed),
+        (expired.jwt, expired.seed),
+    ):
+        refused = server.refusals(
+            lambda nonce, jwt=jwt, seed=seed: {"jwt": jwt, "sig": sign_nonce(seed, nonce)}
+        )
+        assert refused == ["-ERR 'Authorization Violation'"]
+    assert server.refusals(lambda nonce: {"jwt": minted.jwt, "sig": sign_nonce(minted.seed, nonce)}) == []
 
 
 @contextlib.asynccontextmanager
@@ -471,7 +546,9 @@ async def test_a_plain_client_of_the_admin_user_commands_a_micro_service(
         EndpointConfig(name="deploy", handler=deploy, subject=SUBJECTS.admin("deploy"))
     )
     await until_known(controller)
-    plain = await nats.connect(server.url, user="admin", password=server.password("admin"))
+    settings = server.settings("admin")
+    login = login_arguments(login_of(settings), settings.user, settings.password)
+    plain = await nats.connect(server.url, **login)
     try:
         answer = await plain.request(SUBJECTS.admin("deploy"), b"x", timeout=20)
         info = await plain.request(f"$SRV.INFO.{ADMIN_SERVICE}", b"", timeout=20)
@@ -501,9 +578,6 @@ async def test_an_absent_controller_is_known_at_once(server: Server, connect: Co
         ("client", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("admin", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
         ("replica", "proxy", SUBJECTS.call(ENDPOINT), GATEWAY_QUEUE),
-        ("controller", "host", HOST_GOAL, ""),
-        ("host", "controller", HOST_REPORT, ""),
-        ("proxy", "controller", PROXY_REPORT, ""),
     ],
 )
 async def test_who_may_ask_gets_the_answer(
@@ -520,6 +594,121 @@ async def test_who_may_ask_gets_the_answer(
     # Here and not with its connection: the server might choose it for the next test's request before it knows.
     await subscription.unsubscribe()
     await until_known(answering)
+
+
+@pytest.mark.parametrize(
+    ("speaker", "subject", "hearers"),
+    [
+        ("controller", HOST_GOAL, ["host"]),
+        ("controller", SUBJECTS.leader, ["host", "proxy"]),
+        ("host", HOST_REPORT, ["controller", "admin"]),
+        ("proxy", PROXY_REPORT, ["controller", "admin"]),
+        ("proxy", WAKE, ["controller"]),
+        ("replica", WAKE, ["controller"]),
+        ("client", WAKE, ["controller"]),
+        ("replica", SUBJECTS.models(REPLICA_TAG), ["proxy", "replica", "client"]),
+        ("host", SUBJECTS.log("host", "host-1"), ["admin"]),
+        ("proxy", SUBJECTS.log("proxy", "proxy-1"), ["admin"]),
+        ("replica", SUBJECTS.log("replica", REPLICA_TAG), ["admin"]),
+        ("replica", SUBJECTS.recalled_log("t1", "replica"), ["admin"]),
+        ("admin", SUBJECTS.log_recall, ["controller", "proxy", "host", "replica"]),
+    ],
+)
+async def test_what_is_told_is_heard_once(
+    connect: Connect, speaker: str, subject: str, hearers: list[str]
+) -> None:
+    telling = await connect(speaker)
+    heard = []
+    for hearer in hearers:
+        client = await connect(hearer)
+        heard.append(await client.subscribe(subject))
+        await until_known(client)
+    await telling.publish(subject, b"1")
+    await telling.publish(subject, b"2")
+    for subscription in heard:
+        assert [(await subscription.next_msg(timeout=20)).data for _ in range(2)] == [b"1", b"2"]
+        await subscription.unsubscribe()
+
+
+@pytest.mark.parametrize("caller", ["proxy", "client", "replica", "admin"])
+async def test_a_dead_replica_or_no_proxy_is_known_at_once(connect: Connect, caller: str) -> None:
+    subject = SUBJECTS.call(ENDPOINT) if caller == "admin" else REPLICA
+    with pytest.raises(NoRespondersError):
+        await (await connect(caller)).request(subject, b"", timeout=20)
+
+
+DEPUTIES = [
+    (f"$JS.API.CONSUMER.CREATE.{STREAM}", {"stream_name": STREAM, "config": {"deliver_subject": "TARGET"}}),
+    ("$JS.API.INFO", {}),
+    (f"$JS.API.STREAM.INFO.{STREAM}", {}),
+    (f"$JS.API.DIRECT.GET.{STREAM}", {"seq": 1, "next_by_subj": f"$KV.{SUBJECTS.bucket}.>", "batch": 10}),
+    (f"$JS.API.DIRECT.GET.{STREAM}", {"seq": 1_000_000}),
+    (SUBJECTS.call(ENDPOINT), {}),
+    (REPLICA, {}),
+]
+"""Who answers wherever a request says: JetStream, proxies and replicas."""
+
+
+@pytest.mark.parametrize("role", ["proxy", "host", "replica", "client"])
+@pytest.mark.parametrize("target", [SUBJECTS.admin("shutdown"), SUBJECTS.host_report(HostId("host-2")), KEY])
+async def test_no_deputy_says_what_its_principal_may_not(
+    server: Server, connect: Connect, bucket: None, role: str, target: str
+) -> None:
+    """Neither with an empty payload, which some take for a command, nor with any other."""
+    if server.is_plain:
+        pytest.skip("with plain users all are in one account, as docs and a warning say")
+    controller, attacker = await connect("controller"), await connect(role)
+    heard = await controller.subscribe(target)
+    await until_known(controller)
+    gateway, replica = await connect("proxy", "gateway"), await connect("replica")
+
+    async def answer(message: Msg) -> None:
+        await message.respond(b"")
+
+    for client, subject in ((gateway, SUBJECTS.calls), (replica, REPLICA)):
+        await client.subscribe(subject, cb=answer)
+        await until_known(client)
+    for subject, body in DEPUTIES:
+        payload = json.dumps(body).replace("TARGET", target).encode()
+        headers = {"Nats-Trace-Dest": target}
+        await attacker.publish(subject, payload, reply=target)
+        await attacker.publish(subject, payload, reply=target, headers=headers)
+    for client in (attacker, gateway, replica, controller):
+        await until_known(client)
+    # What JetStream says comes by threads of its own; it answers this after all of those.
+    assert await controller.jetstream(timeout=20).stream_info(STREAM)
+    await until_known(controller)
+    assert heard.pending_msgs == 0
+
+
+def test_clients_that_connect_without_end_shut_out_nobody_else(server: Server) -> None:
+    """They have an account of their own, whose connections are limited."""
+    if server.is_plain:
+        pytest.skip("plain users share the server's connections")
+    limit = ACCOUNT_LIMITS[AccountName.CLIENT].connections
+    with contextlib.ExitStack() as stack:
+        refused: bytes | None = None
+        for _ in range(limit + 10):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            answers = stack.enter_context(connection.makefile("rb"))
+            greeting = json.loads(answers.readline().removeprefix(b"INFO "))
+            options = {**server.login("client", greeting["nonce"]), "verbose": False}
+            connection.sendall(f"CONNECT {json.dumps(options)}\r\nPING\r\n".encode())
+            answer = answers.readline()
+            if answer.startswith(b"-ERR"):
+                refused = answer
+                break
+        assert refused == b"-ERR 'maximum account active connections exceeded'\r\n"
+        for role in ("controller", "proxy", "host", "replica", "admin", "system"):
+            assert server.refusals_of(role) == []
+
+
+def test_a_replica_that_subscribes_without_end_is_stopped(server: Server) -> None:
+    if server.is_plain:
+        pytest.skip("plain users have no limits of their own")
+    lines = [f"SUB {REPLICA} {number}".encode() for number in range(200)]
+    assert "maximum subscriptions exceeded" in server.refusals_of("replica", *lines)[0]
+    assert server.refusals_of("replica") == []
 
 
 async def test_the_admin_follows_events_but_only_the_controller_keeps_them(connect: Connect) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-import nats
 import pytest
 import pytest_asyncio
 
+from serve_common.adapters.nats_client import connect_nats
+from serve_common.identities.roles import Role
 from tests.integration import bus_hangs, chaos
 from tests.integration.chaos_load import CLIENTS, KINDS
 from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack
@@ -128,9 +129,7 @@ async def _die_by_http(_stack: LoadedStack, url: str) -> tuple[int, str, str]:
 
 
 async def _die_by_call(stack: LoadedStack, _url: str) -> tuple[int, str, str]:
-    client = await nats.connect(
-        stack.nats_url, user="client", password=stack.password("client"), inbox_prefix=b"_INBOX_client"
-    )
+    client = await connect_nats(stack.settings(Role.CLIENT), name="test", deadline_s=20.0)
     try:
         headers = {"Idempotency-Key": "poison", "Content-Type": "application/octet-stream"}
         reply = await client.request(f"serve.call.{NAME}", b"die", timeout=60, headers=headers)

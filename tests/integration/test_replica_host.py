@@ -27,11 +27,13 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from muster.secrets import NATS_INCLUDE, generate
+from muster.secrets import Secrets, generate
 from serve_common.adapters.nats_client import connect_nats
+from serve_common.adapters.nats_login import login_of
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
 from serve_common.bus.requests import Inbox
+from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
@@ -53,6 +55,7 @@ from serve_common.wires.frames import (
     split_body,
 )
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from tests.identities import NAMES, bus_settings, lay_out_nats
 from tests.integration.held_port import HeldPort
 
 pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]
@@ -195,22 +198,16 @@ class Picky:
 class Stack:
     """What the tests of this module share: a nats-server and one host process."""
 
-    def __init__(self, url: str, passwords: Callable[[str], str], host: subprocess.Popen[bytes]) -> None:
+    def __init__(self, url: str, secrets: Secrets, host: subprocess.Popen[bytes]) -> None:
         self.url = url
-        self.passwords = passwords
+        self.secrets = secrets
         self.host = host
         self.ops_url = ""
         self.app_dir = ""
         self.log = Path()
 
-    def bus_settings(self, role: str) -> BusSettings:
-        return BusSettings(
-            servers=[self.url],
-            user=role,
-            password=self.passwords(role),
-            inbox_prefix=f"_INBOX_{role}",
-            subject_prefix="serve",
-        )
+    def bus_settings(self, role: Role) -> BusSettings:
+        return bus_settings(self.secrets, self.url, role)
 
     def get(self, path: str) -> tuple[int, str]:
         try:
@@ -234,10 +231,9 @@ class Nats:
 
     def start(self) -> None:
         directory = self._directory
-        shutil.copy(ROOT / "deploy/nats/nats.conf", directory / "nats.conf")
-        shutil.copy(self.secrets.path(NATS_INCLUDE), directory / "passwords.conf")
+        config = lay_out_nats(directory, self.secrets)
         binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
-        command = [binary, "-c", str(directory / "nats.conf"), "--addr", "127.0.0.1"]
+        command = [binary, "-c", str(config), "--addr", "127.0.0.1"]
         command += ["--port", str(self.port), "--store_dir", str(directory / "js")]
         with (directory / "nats.log").open("wb") as log:
             self._process = subprocess.Popen(command, stderr=log, stdout=log)
@@ -263,8 +259,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     } | {
         "HOME": "/nonexistent",
         "SERVE_NATS_URL": nats.url,
-        "SERVE_NATS_PASSWORD_FILE": str(nats.secrets.nats_password_file("host")),
-        "SERVE_REPLICA_NATS_PASSWORD_FILE": str(nats.secrets.nats_password_file("replica")),
+        "SERVE_NATS_KEYS_FILE": str(nats.secrets.keys_file(Role.HOST)),
         "SERVE_HOST_ID": HOST,
         "SERVE_OPS_PORT": "0",
         "SERVE_RAY_TEMP_DIR": str(ray_dir),
@@ -278,7 +273,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     log_path = directory / "host.log"
     with log_path.open("wb") as log:
         host = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=directory)
-    stack = Stack(nats.url, lambda role: nats.secrets.read(f"nats_{role}"), host)
+    stack = Stack(nats.url, nats.secrets, host)
     stack.log, stack.app_dir = log_path, "apps"
     try:
         stack.ops_url = f"http://127.0.0.1:{_port(stack)}"
@@ -546,13 +541,12 @@ def _status(report: HostReport, tag: ReplicaTag) -> ReplicaStatus | None:
 async def driver(stack: Stack) -> AsyncIterator[Driver]:
     options = BusOptions(
         servers=[stack.url],
-        user="proxy",
-        password=stack.passwords("proxy"),
-        inbox_prefix="_INBOX_proxy",
+        login=login_of(stack.bus_settings(Role.PROXY)),
+        inbox_prefix=inbox_prefix(Role.PROXY, NAMES[Role.PROXY]),
     )
     connection = BusConnection(options, random.Random(1))
     await connection.connect(WITHIN_S)
-    controller = await connect_nats(stack.bus_settings("controller"), name="test", deadline_s=WITHIN_S)
+    controller = await connect_nats(stack.bus_settings(Role.CONTROLLER), name="test", deadline_s=WITHIN_S)
     driver = Driver(stack, connection, controller)
 
     async def on_report(message: Any) -> None:
@@ -1045,7 +1039,7 @@ async def muster_logs(stack: Stack, *arguments: str) -> asyncio.subprocess.Proce
         env={
             **os.environ,
             "MUSTER_NATS_URL": stack.url,
-            "MUSTER_NATS_PASSWORD": stack.passwords("admin"),
+            "MUSTER_NATS_CREDS": str(stack.secrets.credentials_file(Role.ADMIN)),
         },
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,

@@ -31,6 +31,7 @@ from muster.client import StackAddress, connect_stack
 from muster.embedded.supervisor import STOP_TIMEOUT_S
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
+from serve_common.identities.roles import Role
 from serve_common.tasks import raise_if_cancelled
 from tests.integration.scraped_pages import contradictions, missing
 
@@ -129,8 +130,8 @@ class Stack:
 
     async def _status(self) -> dict[str, Any]:
         record = self.record()
-        password = Secrets(Path(record["secrets"])).read("nats_admin")
-        async with connect_stack(StackAddress(urls=(record["nats_url"],), password=password)) as reached:
+        file = str(Secrets(Path(record["secrets"])).credentials_file(Role.ADMIN))
+        async with connect_stack(StackAddress(urls=(record["nats_url"],), credentials_file=file)) as reached:
             return msgspec.to_builtins(await reached.admin.get_status())
 
     def deploy(self, *more: str, version: str = "v1", exit_code: int = 0) -> str:

@@ -16,6 +16,7 @@ import pytest
 
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
+from serve_common.identities.roles import Role
 from serve_common.metrics_catalogue.everywhere import SPANS_DROPPED
 from serve_common.tracing.settings import read_tracing_settings
 from serve_common.values.http_options import HttpOptions
@@ -100,7 +101,7 @@ async def client(
     settings = make_settings(
         stack.nats, HttpOptions(request_timeout_s=30.0), tracing=read_tracing_settings(receiver.environment())
     )
-    settings = msgspec.structs.replace(settings, bus=stack.nats.settings("proxy"))
+    settings = msgspec.structs.replace(settings, bus=stack.nats.settings(Role.PROXY))
     proxy = Proxy(settings, on_failure=lambda: None)
     url = f"http://{await proxy.start()}"
     async with aiohttp.ClientSession() as session:
@@ -242,7 +243,7 @@ async def test_a_websocket_is_traced_while_it_lasts(client: Client) -> None:
 async def test_a_call_that_nobody_has_decided_about_begins_its_trace_in_the_replica(
     stack: HandleStack, receiver: OtlpReceiver
 ) -> None:
-    handle_runtime.use(stack.nats.settings("client"))
+    handle_runtime.use(stack.nats.settings(Role.CLIENT))
     try:
         assert await get_deployment_handle("back").remote("from outside") == "from outside"
     finally:

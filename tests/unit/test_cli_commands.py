@@ -31,6 +31,7 @@ from serve_common.errors import (
     TransientError,
     UserCodeRaised,
 )
+from serve_common.identities.credentials import parse_credentials_file
 from serve_common.names import GoalId
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
@@ -521,13 +522,30 @@ def test_a_call_that_cannot_be_is_refused(muster: Muster, arguments: tuple[str, 
 def test_secrets_are_made_once_and_never_shown(muster: Muster, tmp_path: Path) -> None:
     first = muster("secrets", "--directory", "secrets")
     assert first.exit_code == 0
-    assert "made secrets/nats_admin" in first.stdout
-    password = (tmp_path / "secrets/nats_admin").read_text().strip()
+    assert "made secrets/admin.creds" in first.stdout
+    before = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
     second = muster("secrets", "--directory", "secrets", "--json")
-    assert json.loads(second.stdout)["made"] == []
-    assert "nats_admin" in json.loads(second.stdout)["kept"]
-    assert (tmp_path / "secrets/nats_admin").read_text().strip() == password
-    assert password not in first.output + second.output
+    assert json.loads(second.stdout)["made"] == json.loads(second.stdout)["changed"] == []
+    assert "admin.creds" in json.loads(second.stdout)["kept"]
+    assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == before
+    _, seed = parse_credentials_file(before["admin.creds"])
+    for secret in (seed, before["postgres_password"].strip()):
+        assert secret not in first.output + second.output
+
+
+def test_a_role_is_rotated(muster: Muster, tmp_path: Path) -> None:
+    muster("secrets", "--directory", "secrets")
+    rotated = json.loads(muster("secrets", "--directory", "secrets", "--rotate", "host", "--json").stdout)
+    assert rotated["changed"] == ["host.keys", "nats_identities.conf", "nats_operator.json"]
+    assert muster("secrets", "--rotate", "nobody").exit_code == 2
+    refused = muster("secrets", "--rotate", "host", "--plain")
+    assert refused.exit_code == 2
+    assert "--rotate" in refused.stderr
+
+
+def test_passwords_for_plain_users_are_made_instead_of_identities(muster: Muster, tmp_path: Path) -> None:
+    assert "made plain/nats_admin" in muster("secrets", "--directory", "plain", "--plain").stdout
+    assert not list((tmp_path / "plain").glob("*.creds"))
 
 
 def test_the_stack_may_be_named_before_or_after_the_command(muster: Muster, stack: PlayedStack) -> None:

@@ -1,4 +1,4 @@
-"""Which stack is meant, and whose password is sent where."""
+"""Which stack is meant, and whose credentials are used where."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import pytest
 from muster.cli.connection import StackChoice, find_stack
 from muster.embedded.options import StatePaths
 from muster.embedded.run_record import RunRecord, write_record
-from muster.secrets import generate
+from muster.secrets import Secrets, generate
 from serve_common.errors import BadField, BusUnavailable
+from serve_common.identities.credentials import CredentialsFile
+from serve_common.identities.roles import Role
 
 EMBEDDED_URL = "nats://127.0.0.1:4333"
 
 
-def embedded_password(directory: Path) -> str:
-    return generate(directory / ".muster/secrets").read("nats_admin")
+def admin_of(secrets: Secrets) -> str:
+    return str(secrets.credentials_file(Role.ADMIN))
 
 
 def write_run_file(state_dir: Path) -> StatePaths:
@@ -42,26 +44,26 @@ def write_run_file(state_dir: Path) -> StatePaths:
 
 @pytest.fixture
 def embedded(tmp_path: Path) -> Iterator[str]:
-    """An embedded stack that runs from `.muster`; its admin password."""
-    password = embedded_password(tmp_path)
+    """An embedded stack that runs from `.muster`; its admin's credentials."""
+    credentials = admin_of(generate(tmp_path / ".muster/secrets"))
     paths = write_run_file(tmp_path / ".muster")
     with paths.lock_file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield password
+        yield credentials
 
 
 def test_a_running_embedded_stack_is_found_from_below(tmp_path: Path, embedded: str) -> None:
     below = tmp_path / "a/b"
     below.mkdir(parents=True)
     found = find_stack(StackChoice(), {}, below)
-    assert (found.urls, found.user, found.password) == ((EMBEDDED_URL,), "admin", embedded)
+    assert (found.urls, found.credentials_file, found.password) == ((EMBEDDED_URL,), embedded, None)
 
 
 def test_a_running_embedded_stack_is_found_by_its_state_directory(tmp_path: Path, embedded: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     found = find_stack(StackChoice(), {"MUSTER_STATE_DIR": str(tmp_path / ".muster")}, elsewhere)
-    assert found.password == embedded
+    assert found.credentials_file == embedded
 
 
 def test_a_stopped_embedded_stack_is_not_meant(tmp_path: Path) -> None:
@@ -71,24 +73,31 @@ def test_a_stopped_embedded_stack_is_not_meant(tmp_path: Path) -> None:
 
 
 def test_the_secrets_of_compose_are_used_when_no_embedded_stack_runs(tmp_path: Path) -> None:
-    password = generate(tmp_path / "secrets").read("nats_admin")
+    credentials = admin_of(generate(tmp_path / "secrets"))
     found = find_stack(StackChoice(), {}, tmp_path)
-    assert (found.urls, found.password) == (("nats://127.0.0.1:4222",), password)
+    assert (found.urls, found.credentials_file) == (("nats://127.0.0.1:4222",), credentials)
     given = find_stack(StackChoice(nats="nats://localhost:4555"), {}, tmp_path)
-    assert given.password == password
+    assert given.credentials_file == credentials
+
+
+def test_the_passwords_of_a_stack_with_plain_users_are_found_too(tmp_path: Path) -> None:
+    password = generate(tmp_path / "secrets", plain=True).read("nats_admin")
+    found = find_stack(StackChoice(), {}, tmp_path)
+    assert (found.credentials_file, found.user, found.password) == (None, "admin", password)
 
 
 def test_the_running_embedded_stack_goes_before_the_secrets_of_compose(tmp_path: Path, embedded: str) -> None:
     generate(tmp_path / "secrets")
-    assert find_stack(StackChoice(), {}, tmp_path).password == embedded
+    assert find_stack(StackChoice(), {}, tmp_path).credentials_file == embedded
 
 
-def test_a_found_password_is_sent_to_no_other_machine_and_for_no_other_user(
+def test_found_credentials_are_used_with_no_other_machine_and_for_no_other_user(
     tmp_path: Path, embedded: str
 ) -> None:
     generate(tmp_path / "secrets")
-    assert find_stack(StackChoice(nats="nats://far.example"), {}, tmp_path).password is None
-    assert find_stack(StackChoice(user="proxy"), {}, tmp_path).password is None
+    for choice in (StackChoice(nats="nats://far.example"), StackChoice(user="proxy")):
+        found = find_stack(choice, {}, tmp_path)
+        assert (found.credentials_file, found.password) == (None, None)
 
 
 def test_what_is_given_goes_before_what_is_found(tmp_path: Path, embedded: str) -> None:
@@ -111,6 +120,21 @@ def test_what_is_given_goes_before_what_is_found(tmp_path: Path, embedded: str) 
     assert find_stack(StackChoice(), by_file, tmp_path).password == "from-file"
 
 
+def test_a_file_of_credentials_may_be_given(tmp_path: Path, embedded: str) -> None:
+    given, named = tmp_path / "given.creds", tmp_path / "named.creds"
+    given.touch()
+    named.touch()
+    variables = {"MUSTER_NATS_URL": "nats://far.example", "MUSTER_NATS_CREDS": "named.creds"}
+    assert find_stack(StackChoice(), variables, tmp_path).credentials_file == str(named)
+    chosen = find_stack(StackChoice(creds=Path("given.creds")), variables, tmp_path)
+    assert (chosen.credentials_file, chosen.identity) == (str(given), str(given))
+    # A plain user that is named goes before a file that only lies there.
+    plain = find_stack(StackChoice(nats="nats://me:secret@far.example"), variables, tmp_path)
+    assert (plain.credentials_file, plain.user, plain.password) == (None, "me", "secret")
+    assert chosen.bus_settings("_INBOX_x").credentials == CredentialsFile(str(given))
+    assert plain.bus_settings("_INBOX_x").is_plain
+
+
 @pytest.mark.parametrize(
     ("choice", "variables", "field"),
     [
@@ -118,6 +142,8 @@ def test_what_is_given_goes_before_what_is_found(tmp_path: Path, embedded: str) 
         (StackChoice(), {"MUSTER_NATS_URL": "http://x"}, "MUSTER_NATS_URL"),
         (StackChoice(nats="nats://x", password_file=Path("/absent")), {}, "--password-file"),
         (StackChoice(nats="nats://x"), {"MUSTER_NATS_PASSWORD_FILE": "/absent"}, "MUSTER_NATS_PASSWORD_FILE"),
+        (StackChoice(nats="nats://x", creds=Path("/absent")), {}, "--creds"),
+        (StackChoice(nats="nats://x"), {"MUSTER_NATS_CREDS": "/absent"}, "MUSTER_NATS_CREDS"),
         (StackChoice(nats="nats://x"), {"MUSTER_NATS_TLS_CA_FILE": "/absent"}, "MUSTER_NATS_TLS_CA_FILE"),
     ],
 )

@@ -116,7 +116,7 @@ class PlayedStack:
     ) -> AsyncIterator[PlayedStack]:
         assert self.is_running
         assert address.urls == ("nats://127.0.0.1:4333",)
-        assert address.password
+        assert address.credentials_file
         yield self
 
     async def change(self, request: Deploy) -> ChangeReply:

@@ -17,7 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from deploy.images import install_dependencies
-from muster.secrets import NAMES, NATS_INCLUDE
+from muster.secrets import FILES
 from serve_common.tracing.sampling import ALWAYS
 from serve_common.tracing.settings import read_tracing_settings
 
@@ -141,7 +141,7 @@ def test_compose_uses_secrets_that_are_generated_and_declares_no_other(compose: 
     files = {
         name: Path(secret["file"]).name.rpartition("}/")[2] for name, secret in compose["secrets"].items()
     }
-    assert set(files.values()) <= {*NAMES, NATS_INCLUDE}
+    assert set(files.values()) <= set(FILES)
     used = {
         secret if isinstance(secret, str) else secret["source"]
         for service in compose["services"].values()

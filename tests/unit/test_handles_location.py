@@ -9,6 +9,8 @@ import pytest
 from muster.handles.location import find_bus, find_outside
 from muster.secrets import generate
 from serve_common.errors import BusUnavailable
+from serve_common.identities.credentials import CredentialsFile
+from serve_common.identities.roles import Role
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.replica_context import ReplicaContext, set_replica_context
 from serve_common.settings import BusSettings
@@ -16,7 +18,25 @@ from serve_common.settings import BusSettings
 
 @pytest.fixture
 def password(tmp_path: Path) -> str:
-    return generate(tmp_path / "secrets").read("nats_client")
+    return generate(tmp_path / "secrets", plain=True).read("nats_client")
+
+
+def test_credentials_lie_with_the_stack_that_is_found(tmp_path: Path) -> None:
+    secrets = generate(tmp_path / "secrets")
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    admins = {"MUSTER_NATS_CREDS": str(secrets.credentials_file(Role.ADMIN))}
+    for variables in ({}, admins):
+        bus = find_outside(variables, tmp_path / "deep" / "down")
+        assert bus.servers == ["nats://127.0.0.1:4222"]
+        assert bus.credentials == CredentialsFile(str(secrets.credentials_file(Role.CLIENT)))
+        assert (bus.inbox_prefix, bus.subject_prefix) == ("_INBOX_client", "serve")
+
+
+def test_credentials_may_be_given(tmp_path: Path) -> None:
+    file = tmp_path / "given.creds"
+    file.touch()
+    bus = find_outside({"MUSTER_NATS_URL": "nats://elsewhere", "MUSTER_CLIENT_CREDS": str(file)}, tmp_path)
+    assert (bus.servers, bus.credentials) == (["nats://elsewhere:4222"], CredentialsFile(str(file)))
 
 
 def test_the_password_lies_with_the_stack_that_is_found(tmp_path: Path, password: str) -> None:

@@ -66,6 +66,9 @@ def goal(ordinal: int) -> ReplicaGoal:
     )
 
 
+BUS = BusSettings(servers=[], user="", inbox_prefix="i", subject_prefix="serve")
+
+
 @pytest.fixture
 def events() -> list[ReplicaEvent]:
     return []
@@ -74,12 +77,10 @@ def events() -> list[ReplicaEvent]:
 @pytest.fixture
 def runtime(tmp_path: Path, events: list[ReplicaEvent]) -> RayRuntime:
     """Without a Ray: nothing here gets that far."""
-    bus = BusSettings(servers=[], user="", password="", inbox_prefix="i", subject_prefix="serve")
     settings = RaySettings(
         temp_dir=str(tmp_path),
         address=None,
         num_cpus=1,
-        replica_bus=bus,
         app_root="",
         metrics_dir="",
         host_id="h",
@@ -145,7 +146,7 @@ async def test_a_start_that_is_killed_while_it_waits_never_begins(
     begun = list[ReplicaTag]()
     monkeypatch.setattr(runtime._spares, "take", lambda: begun.append(goal(1).replica_tag))
     blocked = Blocked(runtime._thread)
-    runtime.start(goal(1))
+    runtime.start(goal(1), BUS)
     runtime.kill(goal(1).replica_tag)
     runtime.kill(goal(1).replica_tag)
 

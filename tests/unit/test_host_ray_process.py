@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.identities.credentials import UserIdentity
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.settings import BusSettings
 from serve_common.tasks import TaskOwner
@@ -36,6 +37,7 @@ from serve_replica_host.adapters.ray_protocol import (
     RaySettings,
     RayUnavailable,
     Reconfigure,
+    Renew,
     Resources,
     Start,
     decode_call,
@@ -61,17 +63,17 @@ SETTINGS = RaySettings(
     temp_dir="/tmp/ray",
     address=None,
     num_cpus=1,
-    replica_bus=BusSettings(
-        servers=["nats://127.0.0.1:1"],
-        user="u",
-        password="p",
-        inbox_prefix="_INBOX_r",
-        subject_prefix="serve",
-    ),
     app_root="/",
     metrics_dir="/tmp/metrics",
     host_id="host-1",
     spare_replicas=0,
+)
+BUS = BusSettings(
+    servers=["nats://127.0.0.1:1"],
+    user="replica default/app#1",
+    credentials=UserIdentity(jwt="a.b.c", seed="SU", expires_at=1.5),
+    inbox_prefix="_INBOX_replica.default.app.1",
+    subject_prefix="serve",
 )
 NOTICES: list[Notice] = [
     Placed(TAG, 7, True, "abc-7", "10.0.0.2"),
@@ -104,8 +106,9 @@ def goal(**changes: Any) -> ReplicaGoal:
 
 CALLS: list[Call] = [
     Open(SETTINGS),
-    Start(goal()),
+    Start(goal(), BUS),
     Reconfigure(goal(user_config={"a": 1.5})),
+    Renew(TAG, UserIdentity(jwt="d.e.f", seed="SV", expires_at=2.5)),
     CheckHealth(TAG),
     Drain(TAG),
     Kill(TAG),
@@ -209,7 +212,7 @@ def test_garbage_is_refused_or_within_all_bounds() -> None:
 
 def test_a_number_that_cannot_be_sent_is_said_and_breaks_nothing() -> None:
     with pytest.raises(ProtocolError, match="cannot be sent"):
-        encode(Start(goal(user_config=2**80)))
+        encode(Start(goal(user_config=2**80), BUS))
 
 
 def test_honest_text_of_any_length_fits() -> None:
@@ -349,7 +352,7 @@ async def test_a_runtime_that_reads_nothing_is_ended_when_too_much_waits_for_it(
     monkeypatch.setattr(ray_process, "UNSENT_BYTES_MAX", 2 * 1024 * 1024)
     process = await world.opened("time.sleep(600)")
     for _ in range(8):
-        process.start(goal(user_config="x" * 500_000))
+        process.start(goal(user_config="x" * 500_000), BUS)
     with pytest.raises(RayUnavailable, match="does not read"):
         await process.run()
     assert is_gone(process)
@@ -357,7 +360,7 @@ async def test_a_runtime_that_reads_nothing_is_ended_when_too_much_waits_for_it(
 
 async def test_a_goal_that_cannot_be_sent_fails_its_replica_alone(world: World) -> None:
     process = await world.opened("time.sleep(600)")
-    process.start(goal(user_config=2**80))
+    process.start(goal(user_config=2**80), BUS)
     process.reconfigure(goal(user_config=2**80))
     assert [type(event) for event in world.events] == [StartFailed, ProcessEnded, Reconfigured]
     assert not is_gone(process)

@@ -114,13 +114,13 @@ def test_clients_lines_are_encoded_as_servers_expect_them() -> None:
 
 
 def test_connect_sends_credentials_only_when_there_are_some() -> None:
-    line = encode_connect(name="proxy-1", user="proxy", password='s"cret')
+    line = encode_connect(name="proxy-1", login={"user": "proxy", "pass": 's"cret'})
     verb, _, text = line.partition(b" ")
     options = json.loads(text)
     assert (verb, text[-2:]) == (b"CONNECT", b"\r\n")
     assert (options["user"], options["pass"], options["name"]) == ("proxy", 's"cret', "proxy-1")
     assert (options["headers"], options["no_responders"], options["verbose"]) == (True, True, False)
-    assert not {"user", "pass"} & set(json.loads(encode_connect(name="x").partition(b" ")[2]))
+    assert not {"user", "pass"} & set(json.loads(encode_connect(name="x", login={}).partition(b" ")[2]))
 
 
 @pytest.mark.parametrize("subject", [b"", b"a b", b"a\r\nPUB b 0", b"a\tb", b"a\x00b", b"x" * 5000])

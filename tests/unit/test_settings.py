@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve_common.errors import BadField
+from serve_common.identities.roles import Role
 from serve_common.settings import Environment, read_bus_settings, read_operations_settings
 from serve_controller.settings import read_settings
 
@@ -66,11 +67,11 @@ def test_the_bus_settings_of_a_role() -> None:
     environment = Environment(
         {"SERVE_NATS_URL": " nats://a:1 , nats://b:2,", "SERVE_NATS_PASSWORD": "hunter2"}
     )
-    settings = read_bus_settings(environment, "proxy")
+    settings = read_bus_settings(environment, Role.PROXY, "p-1")
     assert settings.servers == ["nats://a:1", "nats://b:2"]
     assert (settings.user, settings.inbox_prefix, settings.subject_prefix) == (
         "proxy",
-        "_INBOX_proxy",
+        "_INBOX_proxy.p-1",
         "serve",
     )
     assert "hunter2" not in repr(settings)
@@ -81,12 +82,17 @@ def test_the_bus_settings_of_a_role() -> None:
     [
         ({"SERVE_NATS_URL": " , "}, "SERVE_NATS_URL"),
         ({"SERVE_SUBJECT_PREFIX": "a.b"}, "SERVE_SUBJECT_PREFIX"),
-        ({"SERVE_NATS_PASSWORD": ""}, "SERVE_NATS_PASSWORD"),
+        ({"SERVE_NATS_PASSWORD": ""}, "SERVE_NATS_CREDS_FILE"),
+        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_CREDS_FILE": "/absent"}, "SERVE_NATS_CREDS_FILE"),
+        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_CREDS_FILE": __file__}, "SERVE_NATS_CREDS_FILE"),
+        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_KEYS_FILE": "/absent"}, "SERVE_NATS_KEYS_FILE"),
+        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_KEYS_FILE": __file__}, "SERVE_NATS_KEYS_FILE"),
+        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_PASSWORD_FILE": "/absent"}, "SERVE_NATS_PASSWORD_FILE"),
     ],
 )
 def test_bad_bus_settings_name_their_variable(variables: dict[str, str], field: str) -> None:
     environment = Environment({"SERVE_NATS_PASSWORD": "x", **variables})
-    assert refused(read_bus_settings, environment, "proxy").field == field
+    assert refused(read_bus_settings, environment, Role.PROXY).field == field
 
 
 def test_the_controllers_settings_show_no_secret() -> None:

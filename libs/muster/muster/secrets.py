@@ -1,12 +1,13 @@
-"""The passwords of one stack: generated once, kept in files, never printed.
+"""The secrets of one stack: generated once, kept in files, never printed.
 
-Why files: compose mounts them as secrets and the embedded stack names them in ``…_PASSWORD_FILE`` variables, so no
-password stands in an environment that ``docker inspect`` or ``ps`` shows.
+Why files: compose mounts them as secrets and the embedded stack names them in ``…_FILE`` variables, so no secret stands
+in an environment that ``docker inspect`` or ``ps`` shows.
 
 Modes. The directory is 0700. Its files are 0600, or 0644 with ``for_containers``: compose mounts each file by itself
 and keeps its owner and mode, and the processes in the containers run as other users; on this machine the
 directory's 0700 still keeps everybody else out. Those of the replica host (`READ_AS_ROOT`) stay 0600: it reads them as
-root before it becomes another user, for user code runs in its container.
+root before it becomes another user, for user code runs in its container. So do the operator's keys, which no container
+needs.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ from typing import Final
 
 import msgspec
 
+from muster import identities
+from serve_common.adapters.system_clock import SystemClock
 from serve_common.errors import PermanentError
+from serve_common.identities.roles import Role
+from serve_common.names import check_name
 
-NATS_ROLES: Final = ("controller", "proxy", "host", "replica", "client", "admin", "system")
-"""The users of deploy/nats/nats.conf; the file ``nats_<role>`` holds the password of each."""
+NATS_ROLES: Final = tuple(role.value for role in Role)
+"""The plain users of deploy/nats/plain.conf; the file ``nats_<role>`` holds the password of each."""
 NATS_INCLUDE: Final = "nats_passwords.conf"
-"""Made of the others: what nats.conf includes under the name ``passwords.conf``."""
-NAMES: Final = (
-    *(f"nats_{role}" for role in NATS_ROLES),
-    "postgres_password",
-    "postgres_superuser_password",
-    "grafana_admin_password",
-)
+"""Made of the others: what plain.conf includes under the name ``passwords.conf``."""
+PLAIN_NAMES: Final = tuple(f"nats_{role}" for role in NATS_ROLES)
+"""Passwords that only a NATS with plain users needs."""
+NAMES: Final = ("postgres_password", "postgres_superuser_password", "grafana_admin_password")
+"""Passwords that every stack needs."""
+FILES: Final = (*NAMES, identities.OPERATOR_FILE, *identities.FILES)
+"""All that `generate` makes for a stack that is not plain."""
 
-READ_AS_ROOT: Final = ("nats_host", "nats_replica")
+READ_AS_ROOT: Final = (identities.KEYS[Role.HOST][0], "nats_host", "nats_replica")
 """What a container reads that starts as root."""
 
 _ENTROPY_BYTES: Final = 24
@@ -41,61 +46,102 @@ _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{8,128}")
 
 
 class SecretUnusable(PermanentError):
-    """A secret's file cannot be read or written, or holds something that a password may not be."""
+    """A secret's file cannot be read or written, or holds something that it may not."""
 
     error_code = "secret_unusable"
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """Where the passwords of one stack lie. Holds no value, so it can be shown and logged."""
+    """Where the secrets of one stack lie. Holds no value, so it can be shown and logged."""
 
     directory: Path
 
     def path(self, name: str) -> Path:
-        """The file of one of `NAMES`, or `NATS_INCLUDE`."""
-        if name not in NAMES and name != NATS_INCLUDE:
+        """The file of one of `FILES` and `PLAIN_NAMES`, or `NATS_INCLUDE`."""
+        if name not in (*FILES, *PLAIN_NAMES, NATS_INCLUDE):
             raise ValueError(f"there is no secret named {name!r}")
         return self.directory / name
 
     def read(self, name: str) -> str:
-        """The value; raises `SecretUnusable` naming the file (never its content)."""
+        """The value of a password; raises `SecretUnusable` naming the file (never its content)."""
         return _read(self.path(name))
+
+    def credentials_file(self, role: Role) -> Path:
+        """The file with the identity of one of `identities.CREDENTIALS`."""
+        return self.path(identities.CREDENTIALS[role])
+
+    def keys_file(self, role: Role) -> Path:
+        """The file with the signing keys of one of `identities.KEYS`."""
+        return self.path(identities.KEYS[role][0])
 
     def nats_password_file(self, role: str) -> Path:
         """The file with the password of one of `NATS_ROLES`."""
         return self.path(f"nats_{role}")
 
 
-def generate(directory: Path, *, for_containers: bool = False) -> Secrets:
+def generate(
+    directory: Path,
+    *,
+    for_containers: bool = False,
+    plain: bool = False,
+    subject_prefix: str = "serve",
+    rotate: Role | None = None,
+) -> Secrets:
     """Make what is missing in ``directory``, keep what is there, and set the modes; safe to call again and again.
 
-    Raises `SecretUnusable` when a file cannot be read or written or holds an unfit value.
+    With ``plain`` passwords for NATS' own users are made instead of identities. ``rotate`` replaces what proves that
+    role. Raises `BadField` and, when a file cannot be read or written or holds an unfit value, `SecretUnusable`.
     """
+    check_name(subject_prefix, "subject_prefix")
     mode = 0o644 if for_containers else 0o600
     made = Secrets(directory)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
-        for name in NAMES:
+        for name in (*NAMES, *(PLAIN_NAMES if plain else ())):
             path = made.path(name)
             if not path.exists():
                 _write(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
             path.chmod(0o600 if name in READ_AS_ROOT else mode)
-        include = made.path(NATS_INCLUDE)
-        text = _nats_include(made)
-        # Left alone when nothing changed: a container mounts this very file, not its name.
-        if not include.exists() or include.read_text(encoding="utf-8") != text:
-            _write(include, text)
-        include.chmod(mode)
+        if plain:
+            _keep(made.path(NATS_INCLUDE), _nats_include(made), mode)
+        else:
+            for name, text in identities.derive_files(_operator(made, subject_prefix, rotate)).items():
+                _keep(made.path(name), text, 0o600 if name in READ_AS_ROOT else mode)
     except OSError as error:
         where = error.filename or directory
         raise SecretUnusable(f"{where} cannot be used for secrets: {error.strerror}") from error
     return made
 
 
+def _operator(made: Secrets, subject_prefix: str, rotate: Role | None) -> identities.OperatorKeys:
+    path = made.path(identities.OPERATOR_FILE)
+    if path.exists():
+        try:
+            keys = identities.decode_operator_keys(path.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, identities.OperatorUnusable) as error:
+            raise SecretUnusable(f"{path} {error}") from error
+    else:
+        keys = identities.make_operator(
+            subject_prefix, now=SystemClock().now(), random_bytes=secrets.token_bytes
+        )
+    keys = msgspec.structs.replace(keys, subject_prefix=subject_prefix)
+    if rotate is not None:
+        keys = identities.rotate_role(keys, rotate, random_bytes=secrets.token_bytes)
+    _keep(path, identities.encode_operator_keys(keys), 0o600)
+    return keys
+
+
 def _nats_include(made: Secrets) -> str:
     lines = (f'NATS_{role.upper()}_PASSWORD: "{made.read(f"nats_{role}")}"' for role in NATS_ROLES)
     return "\n".join(("# Made of the files beside it; change those and generate again.", *lines, ""))
+
+
+def _keep(path: Path, text: str, mode: int) -> None:
+    """Left alone when nothing changed: a container mounts this very file, not its name."""
+    if not path.exists() or path.read_bytes() != text.encode():
+        _write(path, text)
+    path.chmod(mode)
 
 
 def _read(path: Path) -> str:

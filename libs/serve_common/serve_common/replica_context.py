@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from serve_common.bus.options import Login
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.settings import BusSettings
 
@@ -28,7 +29,11 @@ class ReplicaContext(msgspec.Struct, kw_only=True):
     replica_tag: ReplicaTag
     backend_tag: BackendTag
     bus: BusSettings
-    """With the credentials of role ``replica``: handles connect with these."""
+    """The replica's own: handles connect with these."""
+    login: Login | None = None
+    """As whom handles log in, now and from then on; None for a plain user."""
+    may_call: tuple[str, ...] | None = None
+    """As in `BackendConfig`; a reconfigure may renew it."""
     code_version: int
     companions: dict[BackendTag, int]
     """See `ReplicaGoal.companions`; a reconfigure may renew it."""

@@ -17,6 +17,14 @@ from typing import Final, NoReturn
 import msgspec
 
 from serve_common.errors import BadField
+from serve_common.identities.credentials import (
+    Credentials,
+    CredentialsFile,
+    CredentialsUnusable,
+    parse_credentials_file,
+    parse_keys_file,
+)
+from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.limits import shown
 from serve_common.names import check_name
 
@@ -51,12 +59,7 @@ class Environment:
         path = self._variables.get(f"{name}_FILE")
         if not path:
             return self.text(name)
-        try:
-            return Path(path).read_text(encoding="utf-8").rstrip("\r\n")
-        except OSError as error:
-            raise BadField(f"{name}_FILE", f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise BadField(f"{name}_FILE", f"{path} is not a text file in UTF-8") from error
+        return _read(path, f"{name}_FILE").rstrip("\r\n")
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
         """A whole number between ``low`` and ``high``."""
@@ -99,14 +102,23 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     servers: list[str]
     """``nats://host:port`` or ``tls://host:port``, several for a cluster."""
     user: str
-    password: str
+    """A plain user's name, or, with ``credentials``, what messages call their user."""
+    password: str = ""
+    """A plain user's."""
+    credentials: Credentials | None = None
+    """In place of a plain user and password."""
     inbox_prefix: str
     """Private to the role, so that no other role can read its answers."""
     subject_prefix: str
     tls_ca_file: str | None = None
 
     def __repr__(self) -> str:
-        return f"BusSettings(servers={self.servers!r}, user={self.user!r}, password=…)"
+        return f"BusSettings(servers={self.servers!r}, user={self.user!r}, …)"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the user is one of NATS' own, shared by all processes of its role."""
+        return self.credentials is None
 
 
 class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,24 +133,66 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long the loop may stand still, or NATS leave a ping unanswered, before a restart would help."""
 
 
-def read_bus_settings(environment: Environment, role: str, prefix: str = "SERVE_NATS") -> BusSettings:
-    """The bus settings of ``role`` (controller, proxy, host, replica, admin).
+def read_bus_settings(
+    environment: Environment, role: Role, name: str = "", *, prefix: str = "SERVE_NATS"
+) -> BusSettings:
+    """The bus settings of ``role``, and of the user ``name`` where users of that role bear names.
 
-    ``prefix`` tells whose credentials: a replica host holds its own (``SERVE_NATS``) and its replicas'
-    (``SERVE_REPLICA_NATS``). Raises `BadField` naming the variable.
+    A plain user where a password is given, else by a file of signing keys or of credentials. ``prefix`` tells whose
+    password: a replica host has its own (``SERVE_NATS``) and its replicas' (``SERVE_REPLICA_NATS``). Raises `BadField`
+    naming the variable.
     """
     urls = environment.text("SERVE_NATS_URL", "nats://127.0.0.1:4222")
     servers = [url.strip() for url in urls.split(",") if url.strip()]
     if not servers:
         raise BadField("SERVE_NATS_URL", "names no server")
+    is_plain = _has_secret(environment, f"{prefix}_PASSWORD")
+    credentials = None if is_plain else read_credentials(environment, role, name)
+    user = environment.text(f"{prefix}_USER", role.value)
     return BusSettings(
         servers=servers,
-        user=environment.text(f"{prefix}_USER", role),
-        password=environment.secret(f"{prefix}_PASSWORD"),
-        inbox_prefix=f"_INBOX_{role}",
+        user=f"{role.value} {name}".rstrip() if credentials else user,
+        password=environment.secret(f"{prefix}_PASSWORD") if is_plain else "",
+        credentials=credentials,
+        inbox_prefix=inbox_prefix(role, name),
         subject_prefix=check_name(environment.text("SERVE_SUBJECT_PREFIX", "serve"), "SERVE_SUBJECT_PREFIX"),
         tls_ca_file=environment.optional("SERVE_NATS_TLS_CA_FILE"),
     )
+
+
+def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:
+    """What ``SERVE_NATS_KEYS_FILE`` or ``SERVE_NATS_CREDS_FILE`` names; raises `BadField`."""
+    keys, file = environment.optional("SERVE_NATS_KEYS_FILE"), environment.optional("SERVE_NATS_CREDS_FILE")
+    if keys is not None:
+        text = _read(keys, "SERVE_NATS_KEYS_FILE")
+        try:
+            return parse_keys_file(text, role, name)
+        except CredentialsUnusable as error:
+            raise BadField("SERVE_NATS_KEYS_FILE", f"{keys} {error}") from error
+    if file is not None:
+        text = _read(file, "SERVE_NATS_CREDS_FILE")
+        try:
+            parse_credentials_file(text)
+        except CredentialsUnusable as error:
+            raise BadField("SERVE_NATS_CREDS_FILE", f"{file} {error}") from error
+        return CredentialsFile(file)
+    raise BadField(
+        "SERVE_NATS_CREDS_FILE",
+        "is not set, nor is SERVE_NATS_KEYS_FILE or, for a plain user, SERVE_NATS_PASSWORD or SERVE_NATS_PASSWORD_FILE",
+    )
+
+
+def _has_secret(environment: Environment, name: str) -> bool:
+    return any(environment.optional(each) for each in (name, f"{name}_FILE"))
+
+
+def _read(path: str, field: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadField(field, f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadField(field, f"{path} is not a text file in UTF-8") from error
 
 
 def read_operations_settings(environment: Environment, port_default: int) -> OperationsSettings:

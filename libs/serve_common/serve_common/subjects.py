@@ -39,7 +39,8 @@ def is_inbox(reply: bytes) -> bool:
     return reply.startswith(INBOXES)
 
 
-def _tokens(tag: str) -> str:
+def tokens(tag: str) -> str:
+    """A tag of a replica, deployment or endpoint as tokens of a subject: ``shop.digits.3`` of ``shop/digits#3``."""
     return tag.replace("#", "/").replace("/", ".")
 
 
@@ -63,7 +64,7 @@ class Subjects:
 
     def call(self, endpoint_tag: EndpointTag) -> str:
         """Where any NATS client calls an endpoint by plain request/reply."""
-        return f"{self.prefix}.call.{_tokens(endpoint_tag)}"
+        return f"{self.prefix}.call.{tokens(endpoint_tag)}"
 
     @property
     def calls(self) -> str:
@@ -77,11 +78,11 @@ class Subjects:
 
     def replica(self, replica_tag: ReplicaTag) -> str:
         """Where one replica hears requests and what belongs to them."""
-        return f"{self.prefix}.replica.{_tokens(replica_tag)}"
+        return f"{self.prefix}.replica.{tokens(replica_tag)}"
 
     def models(self, replica_tag: ReplicaTag) -> str:
         """Where one replica tells all routers which multiplexed models it holds."""
-        return f"{self.prefix}.models.{_tokens(replica_tag)}"
+        return f"{self.prefix}.models.{tokens(replica_tag)}"
 
     @property
     def all_models(self) -> str:
@@ -95,7 +96,7 @@ class Subjects:
 
     def wake(self, backend_tag: BackendTag) -> str:
         """Where a router says that requests wait for a backend that has no replica."""
-        return f"{self.prefix}.wake.{_tokens(backend_tag)}"
+        return f"{self.prefix}.wake.{tokens(backend_tag)}"
 
     @property
     def wakes(self) -> str:
@@ -130,7 +131,7 @@ class Subjects:
 
     def event(self, kind: str, subject: str) -> str:
         """Where an event of a kind about something is published: ``serve.event.goal.g7``."""
-        return f"{self.prefix}.event.{kind}.{_tokens(subject)}"
+        return f"{self.prefix}.event.{kind}.{tokens(subject)}"
 
     @property
     def events(self) -> str:
@@ -139,14 +140,14 @@ class Subjects:
 
     def log(self, kind: str, process_id: str) -> str:
         """Where a process publishes its log lines: ``serve.log.replica.shop.digits.3``."""
-        return f"{self.prefix}.log.{kind}.{_tokens(process_id)}"
+        return f"{self.prefix}.log.{kind}.{tokens(process_id)}"
 
     def logs(self, kind: str | None = None, process_id: str = "") -> str:
         """The log lines of all processes, of a kind, of one process, or of all replicas of a backend."""
         if kind is None:
             return f"{self.prefix}.log.>"
         # A backend's tag and a replica's are the same but for the last token.
-        return f"{self.prefix}.log.{kind}.{f'{_tokens(process_id)}.' if process_id else ''}>"
+        return f"{self.prefix}.log.{kind}.{f'{tokens(process_id)}.' if process_id else ''}>"
 
     def kind_of_log(self, subject: str) -> str:
         """The kind of process that a subject of `log` names; `RECALLED` for one of `recalled_log`."""
@@ -169,12 +170,12 @@ class Subjects:
 
 def endpoint_key(endpoint_tag: EndpointTag) -> str:
     """The bucket key of an endpoint's snapshot."""
-    return f"{ENDPOINTS}.{_tokens(endpoint_tag)}"
+    return f"{ENDPOINTS}.{tokens(endpoint_tag)}"
 
 
 def backend_key(backend_tag: BackendTag) -> str:
     """The bucket key of a backend's snapshot."""
-    return f"{BACKENDS}.{_tokens(backend_tag)}"
+    return f"{BACKENDS}.{tokens(backend_tag)}"
 
 
 def parse_key(key: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serve_common.errors import BadField
+from serve_common.identities.roles import Role
 from serve_common.names import ControllerId
 from serve_common.settings import (
     BusSettings,
@@ -70,7 +71,7 @@ def read_settings(environment: Environment) -> ControllerSettings:
         controller_id=ControllerId(environment.identity("SERVE_CONTROLLER_ID")),
         postgres_dsn=environment.text("SERVE_POSTGRES_DSN", "postgresql://muster@127.0.0.1:5432/muster"),
         postgres_password=environment.secret("SERVE_POSTGRES_PASSWORD"),
-        bus=read_bus_settings(environment, "controller"),
+        bus=read_bus_settings(environment, Role.CONTROLLER),
         operations=read_operations_settings(environment, 9101),
         tracing=read_tracing_settings(environment.variables),
         app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),

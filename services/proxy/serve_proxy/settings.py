@@ -8,6 +8,7 @@ import msgspec
 
 from serve_common.dispatch.request_body import BODIES_BYTES_MAX
 from serve_common.errors import BadField
+from serve_common.identities.roles import Role
 from serve_common.names import ProxyId
 from serve_common.settings import (
     BusSettings,
@@ -66,9 +67,10 @@ def read_settings(environment: Environment) -> ProxySettings:
             "SERVE_RATE_LIMIT_FORWARDED_HOPS", "has become SERVE_FORWARDED_HOPS, which holds for everything"
         )
     defaults = HttpOptions()
+    proxy_id = ProxyId(environment.identity("SERVE_PROXY_ID"))
     return ProxySettings(
-        proxy_id=ProxyId(environment.identity("SERVE_PROXY_ID")),
-        bus=read_bus_settings(environment, "proxy"),
+        proxy_id=proxy_id,
+        bus=read_bus_settings(environment, Role.PROXY, proxy_id),
         operations=read_operations_settings(environment, 9102),
         http_host=environment.text("SERVE_HTTP_HOST", "127.0.0.1"),
         http_port=environment.integer("SERVE_HTTP_PORT", 8000, 0, 65_535),

@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from serve_common.adapters.metrics_address import metrics_url
+from serve_common.adapters.nats_login import login_of
 from serve_common.adapters.operations import OperationsServer
 from serve_common.adapters.otlp import open_tracing
 from serve_common.adapters.process_metrics import register_process_metrics
@@ -295,6 +296,7 @@ def _bus_options(settings: ProxySettings) -> BusOptions:
     bus = settings.bus
     return BusOptions(
         servers=bus.servers,
+        login=login_of(bus),
         user=bus.user or None,
         password=bus.password or None,
         name=f"proxy {settings.proxy_id} data",

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from serve_common.errors import BadField
+from serve_common.identities.roles import Role
 from serve_common.names import HostId
 from serve_common.settings import (
     BusSettings,
@@ -34,7 +35,9 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusSettings
     """As role ``host``."""
     replica_bus: BusSettings
-    """As role ``replica``: what its replicas connect with."""
+    """What its replicas connect with: a key that makes an identity for each, or the plain user that all of them are."""
+    replica_identity_s: float
+    """How long an identity lasts; a newer one is given well before."""
     operations: OperationsSettings
     ray_temp_dir: str
     ray_address: str | None
@@ -74,8 +77,9 @@ def read_host_settings(environment: Environment) -> HostSettings:
     own_dir = f"{ray_temp_dir}{OWN_DIR_SUFFIX}" if replica_user else ray_temp_dir
     return HostSettings(
         host_id=host_id,
-        bus=read_bus_settings(environment, "host"),
-        replica_bus=read_bus_settings(environment, "replica", "SERVE_REPLICA_NATS"),
+        bus=read_bus_settings(environment, Role.HOST, host_id),
+        replica_bus=read_bus_settings(environment, Role.REPLICA, prefix="SERVE_REPLICA_NATS"),
+        replica_identity_s=environment.seconds("SERVE_REPLICA_IDENTITY_S", 3_600.0, 3.0, 30 * 86_400.0),
         operations=read_operations_settings(environment, OPERATIONS_PORT),
         ray_temp_dir=ray_temp_dir,
         ray_address=environment.optional("RAY_ADDRESS"),

@@ -29,6 +29,8 @@ from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_process import RayProcess
+from serve_replica_host.adapters.replica_identities import IdentifiedReplicas
+from serve_replica_host.core.events import ReplicaEvent
 from serve_replica_host.settings import HostSettings
 from serve_replica_host.shell.host import HostShell
 
@@ -39,7 +41,9 @@ STARTS_MIN: Final = 4
 """Processes that may start at once on the smallest machine; on others it is two for each processor."""
 
 
-async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, log_socket: LogSocket) -> int:
+async def run_host(  # noqa: PLR0915 - it joins everything
+    settings: HostSettings, logs: LogRelay, runtime: RayProcess, log_socket: LogSocket
+) -> int:
     """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure.
 
     ``logs`` are published. ``runtime`` is starting, and is closed in the end; so is ``log_socket``, which is bound.
@@ -60,6 +64,12 @@ async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, 
         metrics.count_reconnect()
         shell.report_now()
 
+    replicas = IdentifiedReplicas(runtime, settings.replica_bus, settings.replica_identity_s)
+
+    def take_event(event: ReplicaEvent) -> None:
+        replicas.take_event(event)
+        shell.take_event(event)
+
     bus = ControlBus(
         settings.bus,
         settings.host_id,
@@ -73,7 +83,7 @@ async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, 
     )
     shell = HostShell(
         settings.host_id,
-        runtime=runtime,
+        runtime=replicas,
         bus=bus,
         metrics=metrics,
         incarnation=uuid.uuid4().hex,
@@ -110,9 +120,10 @@ async def run_host(settings: HostSettings, logs: LogRelay, runtime: RayProcess, 
         await operations.start()
         _log.info("operations_port", host=settings.operations.host, port=operations.port)
         log_socket.open(logs.write_through)
-        await runtime.open(shell.take_event, lambda: shell.backlog)
+        await runtime.open(take_event, lambda: shell.backlog)
         is_ray_up = True
         tasks.start(bus.run(), "control_bus")
+        tasks.start(replicas.run(), "replica_identities")
         tasks.start(pulse.run(), "pulse")
         tasks.start(runtime.watch(), "ray_watch")
         tasks.start(lag.run(), "loop_lag")

@@ -10,6 +10,7 @@ from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackFailed, StackOptions
 from muster.secrets import Secrets
+from serve_common.identities.roles import Role
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import ChangeReply, Deploy
@@ -45,10 +46,12 @@ async def measure_muster(state_dir: Path, cpus: int, settle_s: float) -> SystemR
     )
     async with EmbeddedStack(state_dir, options) as stack:
         record = stack.record
-        password = await asyncio.to_thread(Secrets(Path(record.secrets)).read, "nats_admin")
+        credentials_file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
         port = urlsplit(record.http_url).port
         assert port is not None, record.http_url
-        async with connect_stack(StackAddress(urls=(record.nats_url,), password=password)) as reached:
+        async with connect_stack(
+            StackAddress(urls=(record.nats_url,), credentials_file=credentials_file)
+        ) as reached:
             with AnswerWatch(port, _ROUTE) as watch:
                 await asyncio.sleep(settle_s)
                 for change in WARM_UP:

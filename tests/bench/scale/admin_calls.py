@@ -16,8 +16,8 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
 from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.identities.roles import Role
 from serve_common.names import GoalId
-from serve_common.settings import BusSettings
 from serve_common.subjects import Subjects
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import ReplicaConfig
@@ -26,6 +26,7 @@ from serve_common.wires.queries import WaitForGoal
 from serve_common.wires.views import GoalStatus, GoalView
 from tests.bench.scale.servers import Servers
 from tests.bench.scale.sizes import REPLICAS_PER_BACKEND, backend_name
+from tests.identities import bus_settings
 
 _SLICE_S: Final = 20.0
 _SLACK_S: Final = 10.0
@@ -56,13 +57,7 @@ class AdminCalls:
     """A connection as the user ``admin``."""
 
     def __init__(self, servers: Servers) -> None:
-        self._settings = BusSettings(
-            servers=[servers.nats_url],
-            user="admin",
-            password=servers.secrets.read("nats_admin"),
-            inbox_prefix="_INBOX_admin",
-            subject_prefix="serve",
-        )
+        self._settings = bus_settings(servers.secrets, servers.nats_url, Role.ADMIN)
         self._subjects = Subjects()
         self._client: Client | None = None
 

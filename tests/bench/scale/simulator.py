@@ -21,14 +21,16 @@ from muster.secrets import Secrets
 from serve_common.adapters.bucket_watch import BucketWatch
 from serve_common.adapters.logs import configure_logs
 from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.adapters.nats_login import login_of
 from serve_common.adapters.system_clock import SystemClock
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.options import BusOptions
-from serve_common.settings import BusSettings
+from serve_common.identities.roles import Role
 from serve_common.subjects import Subjects
 from serve_common.tasks import TaskOwner
 from tests.bench.scale.fleets import HostFleet, ProxyFleet
 from tests.bench.scale.tally import Tally
+from tests.identities import bus_settings
 
 _TICK_S: Final = 0.02
 _CONNECT_WITHIN_S: Final = 10.0
@@ -55,13 +57,14 @@ class Beat:
             before = now
 
 
-async def _connected(url: str, role: str, secrets: Secrets) -> BusConnection:
+async def _connected(url: str, role: Role, secrets: Secrets) -> BusConnection:
+    """As all of that role at once: whoever holds their signing key may take any name."""
+    settings = bus_settings(secrets, url, role, name="*")
     options = BusOptions(
         servers=[url],
-        user=role,
-        password=secrets.read(f"nats_{role}"),
-        name=f"simulated {role}s",
-        inbox_prefix=f"_INBOX_{role}",
+        login=login_of(settings),
+        name=f"simulated {role.value}s",
+        inbox_prefix=settings.inbox_prefix,
     )
     bus = BusConnection(options, random.Random(1))
     await bus.connect(_CONNECT_WITHIN_S)
@@ -73,15 +76,9 @@ async def simulate(url: str, secrets: Secrets, hosts: int, proxies: int) -> None
     subjects = Subjects()
     tally = Tally()
     started_at = SystemClock().now()
-    bus_of_hosts = await _connected(url, "host", secrets)
-    bus_of_proxies = await _connected(url, "proxy", secrets)
-    settings = BusSettings(
-        servers=[url],
-        user="proxy",
-        password=secrets.read("nats_proxy"),
-        inbox_prefix="_INBOX_proxy",
-        subject_prefix=subjects.prefix,
-    )
+    bus_of_hosts = await _connected(url, Role.HOST, secrets)
+    bus_of_proxies = await _connected(url, Role.PROXY, secrets)
+    settings = bus_settings(secrets, url, Role.PROXY, name="simulated")
     client = await connect_nats(settings, name="simulated watch", deadline_s=_CONNECT_WITHIN_S)
     host_fleet = HostFleet(bus_of_hosts, subjects, hosts, tally, started_at)
     proxy_fleet = ProxyFleet(bus_of_proxies, subjects, proxies, tally, started_at)

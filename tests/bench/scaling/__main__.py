@@ -27,6 +27,7 @@ from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackOptions
 from muster.secrets import Secrets
 from serve_common.autoscaling import AutoscalingConfig
+from serve_common.identities.roles import Role
 from serve_common.values.backend_config import BackendConfig
 from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
 from serve_common.wires.commands import Deploy, PauseAutoscaling, ResumeAutoscaling, Scale
@@ -64,8 +65,8 @@ async def own_stack() -> AsyncIterator[Target]:
     with tempfile.TemporaryDirectory(prefix="muster-scaling-") as directory:
         async with EmbeddedStack(Path(directory), _OPTIONS) as stack:
             record = stack.record
-            password = Secrets(Path(record.secrets)).read("nats_admin")
-            address = StackAddress(urls=(record.nats_url,), password=password)
+            file = str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN))
+            address = StackAddress(urls=(record.nats_url,), credentials_file=file)
             yield Target(address, record.http_url, str(MODEL_DIR))
 
 
@@ -230,8 +231,7 @@ async def run(options: argparse.Namespace) -> bool:
     if options.nats is None:
         own = own_stack()
     else:
-        password = (await asyncio.to_thread(Path(options.password_file).read_text)).strip()
-        address = StackAddress(urls=(options.nats,), password=password)
+        address = StackAddress(urls=(options.nats,), credentials_file=options.creds)
         own = contextlib.nullcontext(Target(address, options.http.rstrip("/"), options.app_dir))  # type: ignore[assignment]
     good = True
     async with own as target, connect_stack(target.address) as stack:
@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load is high")
     parser.add_argument("--nats", help="of a stack that runs, such as nats://127.0.0.1:4222")
-    parser.add_argument("--password-file", help="of the NATS user admin")
+    parser.add_argument("--creds", help="NATS credentials file of an admin")
     parser.add_argument("--http", help="where that stack takes requests")
     parser.add_argument("--away", default="", help="for the story 'source': what ends Prometheus")
     parser.add_argument("--back", default="", help="and what starts it again")

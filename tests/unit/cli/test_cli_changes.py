@@ -488,6 +488,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
             min_replicas=1, max_replicas=4, aggregation_function=AggregationFunction.MAX
         ),
         max_concurrent_queries=3,
+        may_call=("shop", "bank/ledger"),
         max_queued_requests=-1,
         user_config={"a": [1]},
         graceful_shutdown_timeout_s=4.0,
@@ -514,6 +515,7 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
     )
     given = msgspec.to_builtins(config)
     given |= {"user_config": '{"a": [1]}', "on_failure": "go-back", "replica_policy": "round-robin"}
+    given["may_call"] = "shop, bank/ledger"
     given |= {
         "autoscaling_config": msgspec.json.encode(config.autoscaling_config).decode(),
         "backpressure_config": "status_code=429, retry_after_s=1.5",
@@ -538,7 +540,8 @@ def test_all_options_of_a_backend_arrive(muster: Muster, controller: Any) -> Non
             ray_actor_options=RayActorOptions(num_cpus=0.5, num_gpus=1.0),
         )
     assert muster("backend", "update", "v1", *options).exit_code == 0
-    assert controller.asked_of("update_backend_config")[0].config == msgspec.to_builtins(config)
+    wanted = {**msgspec.to_builtins(config), "may_call": ["shop", "bank/ledger"]}
+    assert controller.asked_of("update_backend_config")[0].config == wanted
 
 
 def test_of_a_group_only_what_was_given_is_sent_with_an_update(muster: Muster, controller: Any) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from muster.cli import output, values_given
 from muster.cli.connection import StackChoice
-from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
+from muster.cli.options import CredsOption, JsonOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.session import Session, session_of
 from muster.client.ports import Answer
 from serve_common.names import deployment_tag
@@ -33,6 +33,7 @@ def call(
     ] = 60.0,
     as_json: JsonOption = False,
     nats: NatsOption = None,
+    creds: CredsOption = None,
     user: UserOption = None,
     password_file: PasswordFileOption = None,
 ) -> None:
@@ -51,7 +52,7 @@ def call(
             data, session.directory, sys.stdin.buffer.read() if data == "-" else None
         )
         headers = values_given.read_headers(header or ())
-        stack = StackChoice(nats=nats, user=user, password_file=password_file)
+        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
         answer = asyncio.run(_call(session, stack, tag, body=body, headers=headers, timeout_s=timeout_s))
         if as_json:
             output.print_json({"headers": dict(answer.headers), **_body(answer.body)})

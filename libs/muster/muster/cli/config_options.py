@@ -58,6 +58,13 @@ CODE_OPTIONS: Final = (
 
 _FIELDS: Final = (
     ("user_config", str, "For reconfigure(); @file.json or @file.yaml.", _CODE, "JSON|@FILE"),
+    (
+        "may_call",
+        str,
+        "Applications or APP/DEPLOYMENTs that its handles may call; '*' allows all. Default: its own application.",
+        _CODE,
+        "NAME,...",
+    ),
     ("num_replicas", int, "How many run.", _SIZE, "N"),
     (
         "autoscaling_config",
@@ -186,6 +193,8 @@ def _fields(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if name in _BACKEND_FIELDS}
     if "user_config" in fields:
         fields["user_config"] = values_given.read_user_config(fields["user_config"], directory)
+    if "may_call" in fields:
+        fields["may_call"] = [name.strip() for name in fields["may_call"].split(",") if name.strip()]
     for name, kind in _CHOICES.items():
         if name in fields:
             fields[name] = kind[fields[name].name]

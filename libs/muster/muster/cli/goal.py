@@ -12,7 +12,14 @@ from muster.cli.connection import StackChoice
 from muster.cli.exit_codes import ExitCode
 from muster.cli.group import group
 from muster.cli.intent import EXIT_CODES, RESULT_OF
-from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, TimeoutOption, UserOption
+from muster.cli.options import (
+    CredsOption,
+    JsonOption,
+    NatsOption,
+    PasswordFileOption,
+    TimeoutOption,
+    UserOption,
+)
 from muster.cli.perform import show_progress
 from muster.cli.session import Session, session_of
 from serve_common.names import GoalId
@@ -29,6 +36,7 @@ def wait(
     timeout_s: TimeoutOption = 600.0,
     as_json: JsonOption = False,
     nats: NatsOption = None,
+    creds: CredsOption = None,
     user: UserOption = None,
     password_file: PasswordFileOption = None,
 ) -> None:
@@ -41,7 +49,7 @@ def wait(
     """
     session = session_of(context)
     with session.reporting(as_json=as_json, interrupted="stopped waiting; the change goes on"):
-        stack = StackChoice(nats=nats, user=user, password_file=password_file)
+        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
         view = asyncio.run(_wait(session, stack, GoalId(goal_id), timeout_s))
         code = EXIT_CODES[RESULT_OF[view.status]]
         if as_json:

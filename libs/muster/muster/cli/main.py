@@ -33,7 +33,7 @@ from muster.cli.exit_codes import EXIT_CODES_HELP
 from muster.cli.group import CONTEXT_SETTINGS
 from muster.cli.logs import logs
 from muster.cli.looking import info, list_, snapshot
-from muster.cli.options import NatsOption, PasswordFileOption, UserOption
+from muster.cli.options import CredsOption, NatsOption, PasswordFileOption, UserOption
 from muster.cli.plan import ANY_ARGUMENTS, plan
 from muster.cli.record import history, revisions
 from muster.cli.secrets import secrets
@@ -90,6 +90,7 @@ def root(
     context: typer.Context,
     *,
     nats: NatsOption = None,
+    creds: CredsOption = None,
     user: UserOption = None,
     password_file: PasswordFileOption = None,
     version: Annotated[  # noqa: ARG001 - its callback does it
@@ -112,7 +113,7 @@ def root(
     command's name.
     """
     session = context.obj if isinstance(context.obj, Session) else Session()
-    session.options = StackChoice(nats=nats, user=user, password_file=password_file)
+    session.options = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
     context.obj = session
 
 

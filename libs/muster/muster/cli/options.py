@@ -19,12 +19,21 @@ NatsOption = Annotated[
         rich_help_panel=_STACK,
     ),
 ]
+CredsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--creds",
+        metavar="FILE",
+        help="NATS credentials file, such as secrets/admin.creds (or MUSTER_NATS_CREDS).",
+        rich_help_panel=_STACK,
+    ),
+]
 UserOption = Annotated[
     str | None,
     typer.Option(
         "--user",
         metavar="USER",
-        help="NATS user, admin unless given (or MUSTER_NATS_USER).",
+        help="User of a NATS with plain users, admin unless given (or MUSTER_NATS_USER).",
         rich_help_panel=_STACK,
     ),
 ]

@@ -122,8 +122,8 @@ def _report(error: ServeError, *, as_json: bool) -> None:
     output.complain(f"error: {error}")
     if isinstance(error, BusAuthorizationFailed):
         output.complain(
-            "Give the user with --user and the password with --password-file, MUSTER_NATS_PASSWORD_FILE or "
-            "MUSTER_NATS_PASSWORD."
+            "Give credentials with --creds or MUSTER_NATS_CREDS; for a NATS with plain users, the user with --user and "
+            "the password with --password-file, MUSTER_NATS_PASSWORD_FILE or MUSTER_NATS_PASSWORD."
         )
     if as_json:
         field = error.field if isinstance(error, BadField) else ""

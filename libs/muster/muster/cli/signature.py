@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from muster.cli.connection import StackChoice
-from muster.cli.options import JsonOption, NatsOption, PasswordFileOption, UserOption
+from muster.cli.options import CredsOption, JsonOption, NatsOption, PasswordFileOption, UserOption
 
 Run = Callable[[typer.Context, dict[str, Any]], None]
 """Runs a command with the values of all its parameters by name."""
@@ -43,6 +43,7 @@ def option_of(name: str) -> str:
 STACK_OPTIONS = (
     parameter("as_json", JsonOption, default=False),
     parameter("nats", NatsOption),
+    parameter("creds", CredsOption),
     parameter("user", UserOption),
     parameter("password_file", PasswordFileOption),
 )
@@ -51,7 +52,7 @@ STACK_OPTIONS = (
 
 def stack_choice(values: dict[str, Any]) -> StackChoice:
     """Take the stack that was named out of ``values``."""
-    return StackChoice(**{name: values.pop(name) for name in ("nats", "user", "password_file")})
+    return StackChoice(**{name: values.pop(name) for name in ("nats", "creds", "user", "password_file")})
 
 
 def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Parameter]) -> Callable[..., None]:

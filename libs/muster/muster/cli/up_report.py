@@ -58,7 +58,7 @@ class UpReport:
             return
         rows = {
             "HTTP": record.http_url,
-            "NATS": f"{record.nats_url}  (user admin, password in {self._seen(record.secrets)}/nats_admin)",
+            "NATS": f"{record.nats_url}  (nats --creds {self._seen(record.secrets)}/admin.creds)",
             "NATS monitor": record.nats_monitor_url,
             "Postgres": record.postgres_dsn,
             **{f"{name} metrics": f"{url}/metrics" for name, url in record.ops_urls.items()},

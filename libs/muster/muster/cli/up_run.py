@@ -18,6 +18,7 @@ from muster.client.address import StackAddress
 from muster.embedded import leftovers
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
+from serve_common.identities.roles import Role
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXAMPLE_RETRY_S: Final = 60.0
@@ -84,7 +85,8 @@ class UpRun:
         example = ExampleDeployment(self._session.directory, record.http_url)
         try:
             address = StackAddress(
-                urls=(record.nats_url,), password=Secrets(Path(record.secrets)).read("nats_admin")
+                urls=(record.nats_url,),
+                credentials_file=str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN)),
             )
             with output.Progress(example.name) as progress:
                 async with self._session.connect(address, progress, retry_for_s=_EXAMPLE_RETRY_S) as stack:

@@ -1,4 +1,5 @@
-"""Where a stack is and who asks: read from a URL that may hold a password, kept so that none is ever shown."""
+"""Where a stack is and who asks: a file of credentials, or a plain user whose password a URL may hold; none is ever
+shown."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import msgspec
 
 from serve_common.errors import BadField
+from serve_common.identities.credentials import CredentialsFile
+from serve_common.settings import BusSettings
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 DEFAULT_USER = "admin"
@@ -17,13 +20,34 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach one instance. ``urls`` hold no user and no password."""
 
     urls: tuple[str, ...] = (DEFAULT_URL,)
+    credentials_file: str | None = None
+    """With the identity to come with, in NATS' format; then ``user`` and ``password`` mean nothing."""
     user: str = DEFAULT_USER
+    """Of a NATS with plain users."""
     password: str | None = None
     subject_prefix: str = "serve"
     tls_ca_file: str | None = None
 
     def __repr__(self) -> str:
         return f"StackAddress(urls={self.urls!r}, user={self.user!r}, password=…)"
+
+    @property
+    def identity(self) -> str:
+        """Who comes, for people."""
+        return f"the user {self.user!r}" if self.credentials_file is None else self.credentials_file
+
+    def bus_settings(self, inbox_prefix: str) -> BusSettings:
+        """The same for the connections of services; answers come to ``inbox_prefix``."""
+        file = self.credentials_file
+        return BusSettings(
+            servers=list(self.urls),
+            user=self.user if file is None else file,
+            password=self.password or "",
+            credentials=None if file is None else CredentialsFile(file),
+            inbox_prefix=inbox_prefix,
+            subject_prefix=self.subject_prefix,
+            tls_ca_file=self.tls_ca_file,
+        )
 
     @property
     def where(self) -> str:

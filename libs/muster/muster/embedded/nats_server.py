@@ -13,7 +13,8 @@ from muster.embedded.errors import StackFailed
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.probes import http_probe
 from muster.embedded.process import ProcessSpec
-from muster.secrets import NATS_INCLUDE, Secrets
+from muster.identities import SERVER_FILE
+from muster.secrets import Secrets
 from serve_common.adapters.own_directory import make_own_directory, move_aside
 
 NATS = "nats"
@@ -38,17 +39,18 @@ def storage_off(configuration: str) -> str:
 
 
 def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> None:
-    """Put the configuration and its passwords side by side. Raises `StackFailed`."""
+    """Put the configuration and the identities side by side. Raises `StackFailed`."""
     source = options.deploy_dir / "nats" / "nats.conf"
     try:
         make_own_directory(paths.nats)
-        for place in (nats_config(paths), paths.nats / "passwords.conf"):
+        identities = paths.nats / "identities.conf"
+        for place in (nats_config(paths), identities):
             if place.is_symlink() or place.is_dir():
                 move_aside(place)
         shutil.copyfile(source, nats_config(paths))
-        passwords = paths.nats / "passwords.conf"
-        passwords.touch(mode=0o600)
-        shutil.copyfile(secrets.path(NATS_INCLUDE), passwords)
+        shutil.copyfile(secrets.path(SERVER_FILE), identities)
+        # Of a stack from before there were identities.
+        (paths.nats / "passwords.conf").unlink(missing_ok=True)
     except OSError as error:
         raise StackFailed(
             f"{source} cannot be used ({error.strerror}): `muster up` needs the project's source tree"

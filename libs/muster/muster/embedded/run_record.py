@@ -24,7 +24,7 @@ _LOCK_ATTEMPTS = 10
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``run.json``. Holds no password."""
+    """The content of ``run.json``. Holds no secret."""
 
     stack_id: str
     state_dir: str
@@ -36,7 +36,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     postgres_dsn: str
     """Without its password, which is in ``<secrets>/postgres_password``."""
     secrets: str
-    """Directory of the passwords; people and tools connect to NATS as ``admin`` with ``nats_admin``."""
+    """Directory of the secrets; people and tools connect to NATS with ``admin.creds`` of it."""
     ports: dict[str, int]
     """By use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops."""
     ops_urls: dict[str, str]

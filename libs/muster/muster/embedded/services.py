@@ -17,6 +17,7 @@ from muster.embedded.postgres import POSTGRES, postgres_dsn, without_libpq
 from muster.embedded.probes import http_probe
 from muster.embedded.process import ProcessSpec
 from muster.secrets import Secrets
+from serve_common.identities.roles import Role
 
 CONTROLLER, HOST, PROXY = "controller", "replica-host", "proxy"
 _MODULES = {CONTROLLER: "serve_controller", HOST: "serve_replica_host", PROXY: "serve_proxy"}
@@ -46,7 +47,7 @@ class ServiceSpecs:
 
     def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
         """In the order in which they start; they stop in the reverse one, the proxy first."""
-        environment = self._with_bytecode(environment)
+        environment = self._with_bytecode(_without_other_credentials(environment))
         return [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
             self._spec(HOST, environment, self._host(environment), (NATS,)),
@@ -83,11 +84,9 @@ class ServiceSpecs:
     def _app_root(self) -> Path:
         return (self._options.app_root or Path.cwd()).resolve()
 
-    def _bus(self, role: str, ops: str) -> dict[str, str]:
+    def _bus(self, ops: str) -> dict[str, str]:
         return {
             "SERVE_NATS_URL": f"nats://127.0.0.1:{self._ports['nats']}",
-            "SERVE_NATS_USER": role,
-            "SERVE_NATS_PASSWORD_FILE": str(self._secrets.nats_password_file(role)),
             "SERVE_SUBJECT_PREFIX": "serve",
             "SERVE_OPS_HOST": "127.0.0.1",
             "SERVE_OPS_PORT": str(self._ports[ops]),
@@ -95,7 +94,8 @@ class ServiceSpecs:
 
     def _controller(self) -> dict[str, str]:
         return {
-            **self._bus("controller", "controller_ops"),
+            **self._bus("controller_ops"),
+            "SERVE_NATS_CREDS_FILE": str(self._secrets.credentials_file(Role.CONTROLLER)),
             "SERVE_CONTROLLER_ID": "controller-1",
             "SERVE_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
             "SERVE_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
@@ -105,10 +105,9 @@ class ServiceSpecs:
 
     def _host(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {
-            **self._bus("host", "host_ops"),
+            **self._bus("host_ops"),
+            "SERVE_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.HOST)),
             "SERVE_HOST_ID": "host-1",
-            "SERVE_REPLICA_NATS_USER": "replica",
-            "SERVE_REPLICA_NATS_PASSWORD_FILE": str(self._secrets.nats_password_file("replica")),
             "SERVE_RAY_TEMP_DIR": str(self._ray_dir),
             "SERVE_APP_ROOT": str(self._app_root),
             "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
@@ -125,7 +124,8 @@ class ServiceSpecs:
 
     def _proxy(self) -> dict[str, str]:
         return {
-            **self._bus("proxy", "proxy_ops"),
+            **self._bus("proxy_ops"),
+            "SERVE_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.PROXY)),
             "SERVE_PROXY_ID": "proxy-1",
             "SERVE_MIDDLEWARE_DIR": str(self._app_root),
             "SERVE_HTTP_HOST": self._options.http_host,
@@ -133,3 +133,9 @@ class ServiceSpecs:
             "SERVE_PROXY_PROCESSES": str(self._options.proxy_processes),
             "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
         }
+
+
+def _without_other_credentials(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of another stack, which would go before this one's."""
+    others = ("SERVE_NATS_", "SERVE_REPLICA_NATS_")
+    return {name: value for name, value in environment.items() if not name.startswith(others)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_common.dispatch.tallies import CLIENT_GONE
-from serve_common.errors import LimitReached, NoReplicaAvailable, RequestFailed
+from serve_common.errors import LimitReached, NoReplicaAvailable, PermanentError, RequestFailed
 
 
 class RequestCancelled(RequestFailed):
@@ -11,6 +11,13 @@ class RequestCancelled(RequestFailed):
 
     error_code = "request_cancelled"
     status_hint = CLIENT_GONE
+
+
+class CallNotAllowed(PermanentError):
+    """The calling replica's deployment may not call that one; nothing was sent. Its `may_call` says whom it may."""
+
+    error_code = "call_not_allowed"
+    status_hint = 403
 
 
 class ArgumentsTooLarge(LimitReached):

@@ -10,15 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.replica_context import current_replica
 from serve_common.settings import BusSettings
 
-ROLE: Final = "client"
 _OWN_VARIABLES: Final = {
+    "MUSTER_CLIENT_CREDS": "MUSTER_NATS_CREDS",
     "MUSTER_CLIENT_PASSWORD": "MUSTER_NATS_PASSWORD",
     "MUSTER_CLIENT_PASSWORD_FILE": "MUSTER_NATS_PASSWORD_FILE",
 }
-"""What a password for handles is given by, and what the command line's search knows it as."""
+"""What credentials for handles are given by, and what the command line's search knows them as."""
 
 
 def find_bus() -> BusSettings:
@@ -30,19 +31,21 @@ def find_bus() -> BusSettings:
 def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None = None) -> BusSettings:
     """The stack that ``nats`` or MUSTER_NATS_URL names, or that is found from ``directory`` upwards.
 
-    The user is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD, one that stands in the URL with
-    that user, or the one that lies with the stack. Raises `BusUnavailable` when no stack is found, `BadField`, and
-    `SecretUnusable`.
+    Credentials are the file MUSTER_CLIENT_CREDS, or those that lie with the stack. For a NATS with plain users the user
+    is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or one that stands in the URL with that
+    user. Raises `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
     """
     # Only here: a replica needs none of it.
     from muster.cli.connection import StackChoice, find_stack  # noqa: PLC0415 - as above
     from muster.client.address import parse_urls  # noqa: PLC0415 - as above
 
-    user = variables.get("MUSTER_CLIENT_USER") or ROLE
+    user = variables.get("MUSTER_CLIENT_USER") or Role.CLIENT.value
     own = {
         name: value
         for name, value in variables.items()
-        if not name.startswith(("MUSTER_NATS_PASSWORD", "MUSTER_NATS_USER", "MUSTER_CLIENT_"))
+        if not name.startswith(
+            ("MUSTER_NATS_CREDS", "MUSTER_NATS_PASSWORD", "MUSTER_NATS_USER", "MUSTER_CLIENT_")
+        )
     }
     own |= {known: variables[name] for name, known in _OWN_VARIABLES.items() if variables.get(name)}
     given = nats or variables.get("MUSTER_NATS_URL")
@@ -51,12 +54,5 @@ def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None
         own["MUSTER_NATS_URL"] = ",".join(parsed.urls)
         if parsed.user == user and parsed.password and not own.keys() & set(_OWN_VARIABLES.values()):
             own["MUSTER_NATS_PASSWORD"] = parsed.password
-    address = find_stack(StackChoice(user=user), own, directory)
-    return BusSettings(
-        servers=list(address.urls),
-        user=address.user,
-        password=address.password or "",
-        inbox_prefix=f"_INBOX_{ROLE}",
-        subject_prefix=address.subject_prefix,
-        tls_ca_file=address.tls_ca_file,
-    )
+    own["MUSTER_NATS_USER"] = user
+    return find_stack(StackChoice(), own, directory).bus_settings(inbox_prefix(Role.CLIENT))

@@ -14,7 +14,7 @@ from typing import Final, final
 import structlog
 
 from muster.handles.calls import HandleCall, Outcome
-from muster.handles.errors import RequestCancelled
+from muster.handles.errors import CallNotAllowed, RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
 from muster.handles.traces import headers_of
 from serve_common.dispatch.admission import Endpoint
@@ -26,9 +26,10 @@ from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.replica_context import HandleQueue
+from serve_common.replica_context import HandleQueue, current_replica
 from serve_common.subjects import HTTP_KEY
 from serve_common.tasks import TaskOwner
+from serve_common.values.may_call import allows
 from serve_common.wires.frames import Kind
 from serve_common.wires.snapshots import Snapshot
 
@@ -154,6 +155,7 @@ class HandleRouter:
             return
         if self._waiting:
             self._waiting.pop(call, None)
+        _check_allowed(endpoint)
         left_s = call.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"the deadline of the call of {endpoint.tag!r} had passed")
@@ -286,3 +288,20 @@ class HandleRouter:
 
 
 _NO_BYTES: Final = memoryview(b"")
+
+
+def _check_allowed(endpoint: Endpoint) -> None:
+    """NATS would drop what this replica may not send, and the caller would only wait. Raises `CallNotAllowed`."""
+    replica = current_replica()
+    if replica is None:
+        return
+    for tag in (endpoint.tag, *endpoint.split.backend_tags):
+        if not allows(replica.may_call, replica.backend_tag, tag):
+            calls = (
+                "its own application" if replica.may_call is None else ", ".join(replica.may_call) or "nobody"
+            )
+            via = "" if tag == endpoint.tag else f", which sends requests to {tag!r}"
+            raise CallNotAllowed(
+                f"{replica.backend_tag!r} may not call {endpoint.tag!r}{via}: "
+                f"may_call of its configuration allows {calls}"
+            )

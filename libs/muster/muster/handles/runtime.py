@@ -22,8 +22,9 @@ from muster.handles.calls import HandleCall
 from muster.handles.location import find_bus, find_outside
 from muster.handles.router import BUCKET_WAIT_S, CALLS_NO_LONGER, HandleRouter
 from serve_common.adapters.bucket_connection import BucketConnection
+from serve_common.adapters.nats_login import HeldLogin, login_of
 from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
+from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions, Login
 from serve_common.bus.requests import Inbox
 from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
@@ -55,13 +56,14 @@ _TRY_ANEW_S: Final = 1.0
 class _Parts:
     """What runs on the router's thread."""
 
-    def __init__(self, settings: BusSettings, name: str) -> None:
+    def __init__(self, settings: BusSettings, login: Login | None, name: str) -> None:
         """Makes everything and starts nothing; to be called on the loop."""
         chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._settings = settings
         self._bus = BusConnection(
             BusOptions(
                 servers=settings.servers,
+                login=login,
                 user=settings.user or None,
                 password=settings.password or None,
                 name=name,
@@ -81,7 +83,7 @@ class _Parts:
         self.router = HandleRouter(dispatcher, routes, shadows)
         self.mailbox: Mailbox[HandleCall] = Mailbox(loop, self.router.take)
         self._bucket = BucketConnection(
-            settings, name=f"{name} routes", listener=self.router, on_closed=self._bucket_closed
+            settings, name=f"{name} routes", login=login, listener=self.router, on_closed=self._bucket_closed
         )
         models = ModelHolders(routes, subjects, loop.time)
         self._bus.subscribe(subjects.all_models, models.take)
@@ -89,14 +91,20 @@ class _Parts:
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_is_back)
         self._bus.on_answers_again.append(dispatcher.bus_answers_again)
+        self._login = login
+        self._loop = loop
 
     def start(self) -> None:
         """Connect in the background; calls wait meanwhile."""
         self._tasks.start(self._connect(), "connect")
         self._tasks.start(self._beat.run(), "beat")
+        if isinstance(self._login, HeldLogin):
+            self._login.listen(self._renew)
 
     async def close(self) -> None:
         """End what is under way and disconnect."""
+        if isinstance(self._login, HeldLogin):
+            self._login.forget(self._renew)
         await self.router.close()
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._bucket.close()
@@ -134,6 +142,10 @@ class _Parts:
             "has a controller ever run there?"
         )
 
+    def _renew(self) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(lambda: self._tasks.start(self._bus.renew(), "renew"))
+
     def _bucket_closed(self) -> None:
         self.router.fail_all(BusUnavailable("the connection to NATS was closed for good"))
 
@@ -150,9 +162,10 @@ class Runtime:
         """Starts the thread, and connects in the background."""
         self.settings: Final = settings
         self._thread = LoopThread("muster-handles")
-        self._parts = self._thread.submit(_made(settings, name)).result(_START_TIMEOUT_S)
-        self._mailbox = self._parts.mailbox
         replica = current_replica()
+        login = login_of(settings) if replica is None or settings is not replica.bus else replica.login
+        self._parts = self._thread.submit(_made(settings, login, name)).result(_START_TIMEOUT_S)
+        self._mailbox = self._parts.mailbox
         if replica is not None:
             replica.handle_queues = self._parts.router.queues
 
@@ -178,8 +191,8 @@ class Runtime:
         self._thread.stop(_CLOSE_TIMEOUT_S)
 
 
-async def _made(settings: BusSettings, name: str) -> _Parts:
-    parts = _Parts(settings, name)
+async def _made(settings: BusSettings, login: Login | None, name: str) -> _Parts:
+    parts = _Parts(settings, login, name)
     parts.start()
     return parts
 
@@ -208,21 +221,26 @@ def runtime() -> Runtime:
 def connect(
     nats: str | None = None,
     *,
+    creds: str | None = None,
     user: str | None = None,
     password: str | None = None,
     subject_prefix: str | None = None,
 ) -> None:
     """Say where the handles of this process find their stack, instead of letting the first call search for one.
 
-    ``nats`` is as MUSTER_NATS_URL. Calls under way over another connection fail. Returns before the connection is
+    ``nats`` is as MUSTER_NATS_URL, ``creds`` a file of NATS credentials; ``user`` and ``password`` are for a NATS with
+    plain users. Calls under way over another connection fail. Returns before the connection is
     there; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for what cannot be.
     """
     given = {
+        "MUSTER_CLIENT_CREDS": creds,
         "MUSTER_CLIENT_USER": user,
         "MUSTER_CLIENT_PASSWORD": password,
         "MUSTER_SUBJECT_PREFIX": subject_prefix,
     }
     variables = {**os.environ, **{name: value for name, value in given.items() if value is not None}}
+    if creds is None and (user or password):
+        variables.pop("MUSTER_CLIENT_CREDS", None)
     use(find_outside(variables, Path.cwd(), nats))
 
 

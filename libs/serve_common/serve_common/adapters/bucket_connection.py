@@ -15,6 +15,7 @@ from nats.aio.client import Client
 
 from serve_common.adapters.bucket_watch import SnapshotWatch
 from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.bus.options import Login
 from serve_common.errors import BusUnavailable
 from serve_common.ports import SnapshotListener
 from serve_common.refused_messages import RefusedMessages
@@ -36,18 +37,22 @@ class BucketConnection:
         settings: BusSettings,
         *,
         name: str,
+        login: Login | None = None,
         listener: SnapshotListener,
         on_closed: Callable[[], None],
         on_reconnect: Callable[[], None] | None = None,
         refused: RefusedMessages | None = None,
     ) -> None:
-        """``on_closed``: the connection is gone for good. ``refused`` counts snapshots that cannot be read."""
+        """``login`` goes before what ``settings`` say. ``on_closed``: the connection is gone for good. ``refused``
+        counts snapshots that cannot be read.
+        """
         self._refused = RefusedMessages(asyncio.get_running_loop().time) if refused is None else refused
         self.client: Client | None = None
         """None until it is connected for the first time."""
         self.reconnects = 0
         self._settings = settings
         self._name = name
+        self._login = login
         self._listener = listener
         self._on_closed = on_closed
         self._on_reconnect = on_reconnect
@@ -62,6 +67,7 @@ class BucketConnection:
                     self._settings,
                     name=self._name,
                     deadline_s=_CONNECT_ROUND_S,
+                    login=self._login,
                     on_reconnect=self._reconnected,
                     on_closed=self._closed,
                 )

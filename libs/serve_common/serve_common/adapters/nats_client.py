@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import structlog
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 
-from serve_common.errors import BusAuthorizationFailed, BusUnavailable
+from serve_common.adapters.nats_login import login_of
+from serve_common.bus.options import Login
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.settings import BusSettings
 
 _log = structlog.get_logger()
@@ -31,26 +33,28 @@ async def connect_nats(
     *,
     name: str,
     deadline_s: float,
+    login: Login | None = None,
     on_disconnect: Callable[[], None] = lambda: None,
     on_reconnect: Callable[[], None] = lambda: None,
     on_closed: Callable[[], None] = lambda: None,
 ) -> Client:
-    """A connection that reconnects for ever.
+    """A connection that reconnects for ever, with ``login`` or else as ``settings`` say.
 
     Tries for ``deadline_s`` seconds; then raises `BusUnavailable`. Raises `BusAuthorizationFailed` at once when the
     user is refused. ``on_closed`` is called when the connection is closed, which the library also does by itself
     when it is refused for good: the process should then end, to be started anew.
     """
+    login = login or login_of(settings)
     told = _Told(name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed)
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + deadline_s
     while True:
-        client = Client()
+        client = NatsClient()
         try:
             # The library's own first connect tries for ever, also with a password that is wrong.
             async with asyncio.timeout(min(_ATTEMPT_S, max(give_up_at - loop.time(), 0.1))):
-                await _connect_once(client, settings, name, tls, told)
+                await _connect_once(client, settings, login=login, name=name, tls=tls, told=told)
         except asyncio.CancelledError:
             await close_nats(client)  # or its socket outlives whoever connects
             raise
@@ -112,13 +116,48 @@ class _Told:
         self._on_closed()
 
 
+class NatsClient(Client):
+    """The library's client, which takes a token that has expired for a lost connection instead of for a refusal."""
+
+    async def _process_err(self, err_msg: str) -> None:
+        if "expired" in err_msg.lower() and self._user_jwt_cb is not None:
+            await self._process_op_err(NatsError(f"nats: {err_msg}"))
+        else:
+            await super()._process_err(err_msg)
+
+
+def login_arguments(login: Login | None, user: str, password: str) -> dict[str, Any]:
+    """What the library's ``connect`` is to log in with: ``login``, or else a plain user."""
+    if login is None:
+        return {"user": user, "password": password}
+    fields: dict[str, str] = {}
+
+    def sign(nonce: str) -> bytes:
+        try:
+            fields.update(login.fields(nonce))
+        except ServeError as error:  # any other kind would end the library's reconnecting
+            raise NatsError(f"authorization: {error}") from error
+        return fields["sig"].encode()
+
+    def token() -> bytes:
+        return fields["jwt"].encode()
+
+    # The library asks for the signature first, and then for the token that belongs to it.
+    return {"signature_cb": sign, "user_jwt_cb": token}
+
+
 async def _connect_once(
-    client: Client, settings: BusSettings, name: str, tls: ssl.SSLContext | None, told: _Told
+    client: Client,
+    settings: BusSettings,
+    *,
+    login: Login | None,
+    name: str,
+    tls: ssl.SSLContext | None,
+    told: _Told,
 ) -> None:
     await client.connect(
         servers=settings.servers,
-        user=settings.user,
-        password=settings.password,
+        **login_arguments(login, settings.user, settings.password),
         name=name,
         inbox_prefix=settings.inbox_prefix.encode(),
         tls=tls,

@@ -16,12 +16,13 @@ import structlog
 
 from serve_common.bus.dial import Dialer
 from serve_common.bus.errors import NotConnected
+from serve_common.bus.handover import Handover, Newcomer
 from serve_common.bus.link import Link
-from serve_common.bus.options import BusOptions, reconnect_wait_s
+from serve_common.bus.options import BusOptions, Login, reconnect_wait_s
 from serve_common.bus.protocol import ServerError
 from serve_common.bus.quiet_log import QuietLog
 from serve_common.bus.subscriptions import MessageCallback, Subscription, Subscriptions
-from serve_common.errors import BusUnavailable
+from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.tasks import TaskOwner
 
 _log = structlog.get_logger(__name__)
@@ -82,6 +83,7 @@ class BusConnection:
         self._failed_callbacks = QuietLog(self._log.error)
         self._server_errors = QuietLog(self._log.warning)
         self._dialer = Dialer(self, options, chance)
+        self._is_renewing = False
 
     # -- life --
 
@@ -100,6 +102,25 @@ class BusConnection:
         self._is_started = True
         self._adopt(link)
         self._tasks.start(self._stay_connected(), "stay_connected")
+        if self._options.login is not None and self._options.login.renew_in_s() is not None:
+            self._tasks.start(self._stay_logged_in(self._options.login), "stay_logged_in")
+
+    async def renew(self) -> bool:
+        """Log in anew without losing or reordering anything, see `handover`. False when that did not come about.
+
+        Then the old link is still in use, until the server ends it; a link that was lost meanwhile is replaced as ever.
+        """
+        old = self._link
+        if old is None or self._is_renewing:
+            return False
+        self._is_renewing = True
+        try:
+            return await self._move_from(old)
+        except (BusUnavailable, BusAuthorizationFailed, TimeoutError) as error:
+            self._log.warning("bus_not_renewed", error=str(error) or type(error).__name__)
+            return False
+        finally:
+            self._is_renewing = False
 
     async def drain(self, timeout_s: float) -> None:
         """End all subscriptions without losing what the server has already sent, then close."""
@@ -262,6 +283,53 @@ class BusConnection:
             link = await self._dialer.dial(None)
             self.reconnects += 1
             self._adopt(link)
+
+    async def _stay_logged_in(self, login: Login) -> None:
+        while (wait_s := login.renew_in_s()) is not None:
+            await asyncio.sleep(wait_s)
+            await self.renew()
+
+    async def _move_from(self, old: Link) -> bool:
+        newcomer = Newcomer()
+        new = await self._dialer.dial_once(newcomer)
+        handover = Handover(old, new, newcomer, self.take_message)
+        try:
+            await handover.join(self._subscriptions.lasting)
+        except BaseException:
+            new.end(NotConnected("it was not needed"))
+            raise
+        if self._is_closed or old is not self._link or new.has_ended():
+            new.end(NotConnected("it was not needed"))
+            return False
+        if self._options.is_shared:
+            new.share()
+        self._link = new
+        self._linked_at_s = asyncio.get_running_loop().time()
+        try:
+            is_whole = await handover.part(self._subscriptions.lasting())
+        finally:
+            old.end(NotConnected("another link has taken over"))
+        if not is_whole:
+            self._log.warning("bus_renewal_cut", server=old.server)
+            self._tell(self.on_disconnected, "on_disconnected")
+        if self.reader is not None:
+            self.reader.detach()
+        new.change_owner(self)
+        handover.deliver()
+        new.let_go()
+        for error in newcomer.errors:
+            self.take_server_error(error)
+        if new.has_ended():
+            self.take_end(new)
+            return False
+        if self.reader is not None:
+            self.reader.attach(new)
+        self.take_pause()
+        self._log.info("bus_renewed", server=new.server)
+        if not is_whole:
+            self._tell(self.on_connected, "on_connected")
+        await handover.finish()
+        return True
 
     def _adopt(self, link: Link) -> None:
         if self._options.is_shared:

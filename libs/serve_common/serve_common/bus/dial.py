@@ -68,10 +68,14 @@ class Dialer:
             await asyncio.sleep(wait_s)
             failed_rounds += 1
 
-    async def _dial_next(self, timeout_s: float) -> Link:
+    async def dial_once(self, owner: LinkOwner) -> Link:
+        """A link of ``owner`` to the next server. Raises BusAuthorizationFailed and BusUnavailable."""
+        return await self._dial_next(self._options.connect_timeout_s, owner)
+
+    async def _dial_next(self, timeout_s: float, owner: LinkOwner | None = None) -> Link:
         address = self._addresses[self._turn % len(self._addresses)]
         self._turn += 1
-        return await open_link(address, self._options, self._owner, timeout_s)
+        return await open_link(address, self._options, owner or self._owner, timeout_s)
 
 
 async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwner, timeout_s: float) -> Link:
@@ -104,16 +108,14 @@ async def _shake_hands(link: Link, address: ServerAddress, options: BusOptions) 
     transport, _ = await loop.create_connection(lambda: link, address.host, address.port)
     if address.is_tls and options.tls_first:
         await _secure(link, transport, address, options)
-        await link.greeting()
+        greeting = await link.greeting()
     else:
-        _check_tls(address, await link.greeting())
+        greeting = await link.greeting()
+        _check_tls(address, greeting)
         if address.is_tls:
             await _secure(link, transport, address, options)
-    link.write(
-        encode_connect(
-            name=options.name, user=options.user, password=options.password, tls_required=address.is_tls
-        )
-    )
+    login = options.login_fields(greeting.nonce)
+    link.write(encode_connect(name=options.name, login=login, tls_required=address.is_tls))
     await link.round_trip()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast, final
 
 from serve_common.bus.errors import NotConnected, ProtocolError
@@ -61,7 +61,7 @@ class Link(asyncio.Protocol):
         self.max_payload = 0
         """Bytes of headers and payload that the server takes in one message; also told to the outbox."""
         self._owner = owner
-        self._take_message = owner.take_message
+        self._take_message: Callable[[Message], None] = owner.take_message
         self._options = options
         self._loop = loop
         self._transport: asyncio.Transport | None = None
@@ -161,6 +161,10 @@ class Link(asyncio.Protocol):
         self._pinged_at = self._loop.time()
         self._keepalive = self._loop.call_later(self._options.ping_interval_s, self._ping)
 
+    def has_ended(self) -> bool:
+        """Whether it cannot be used any more."""
+        return self.failure is not None
+
     def end(self, failure: Exception) -> None:
         """Give the link up at once; what was not yet sent is lost."""
         if self.failure is not None:
@@ -175,8 +179,7 @@ class Link(asyncio.Protocol):
     async def close(self, timeout_s: float) -> None:
         """Send what was written, then close. After `timeout_s` what the server has not taken is lost."""
         if self.failure is None:
-            self._outbox.flush()
-            self._write_left()
+            self._outbox.let_go()
             self._release(NotConnected("the connection was closed on this side"))
             if self._transport is not None:
                 self._transport.close()
@@ -186,6 +189,25 @@ class Link(asyncio.Protocol):
         except TimeoutError:
             if self._transport is not None:
                 self._transport.abort()
+
+    # -- from one link to the next, see `handover` --
+
+    def redirect(self, take_message: Callable[[Message], None]) -> None:
+        """Hand messages to ``take_message`` instead of to the owner."""
+        self._take_message = take_message
+
+    def change_owner(self, owner: LinkOwner) -> None:
+        """Tell ``owner`` from now on."""
+        self._owner = owner
+        self._take_message = owner.take_message
+
+    def hold_back(self) -> None:
+        """Send what was written so far, and keep what is written from now on, by any thread, until `let_go`."""
+        self._outbox.hold_back()
+
+    def let_go(self) -> None:
+        """Send what was kept."""
+        self._outbox.let_go()
 
     # -- writing --
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import urlsplit
 
 DEFAULT_PORT: Final = 4222
@@ -44,11 +44,28 @@ def parse_server(url: str) -> ServerAddress:
     return ServerAddress(parts.hostname, parts.port or DEFAULT_PORT, parts.scheme == "tls")
 
 
+class Login(Protocol):
+    """Proves who connects, anew at each connect."""
+
+    def fields(self, nonce: str) -> dict[str, str]:
+        """What CONNECT says of it; ``nonce`` is the server's, to be signed, and empty where it wants no signature.
+
+        Raises `BusAuthorizationFailed` when there is nothing to log in with.
+        """
+        ...
+
+    def renew_in_s(self) -> float | None:
+        """After so many seconds a connection should log in anew, before the server ends it; None is never."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class BusOptions:
     """Settings of one connection. Servers are tried in turn. Raises ValueError for what cannot work."""
 
     servers: Sequence[str]
+    login: Login | None = field(default=None, repr=False)
+    """In place of ``user`` and ``password``."""
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     name: str = "muster"
@@ -79,6 +96,12 @@ class BusOptions:
         for limit in ("connect_timeout_s", "ping_interval_s", "outstanding_pings_max", "pending_bytes_max"):
             if getattr(self, limit) <= 0:
                 raise ValueError(f"{limit} must be above 0")
+
+    def login_fields(self, nonce: str) -> dict[str, str]:
+        """What CONNECT says of who connects; nothing without a user."""
+        if self.login is not None:
+            return self.login.fields(nonce)
+        return {} if self.user is None else {"user": self.user, "pass": self.password or ""}
 
     @property
     def addresses(self) -> tuple[ServerAddress, ...]:

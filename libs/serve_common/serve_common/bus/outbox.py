@@ -40,6 +40,7 @@ class Outbox:
         self._batch_room = 0
         """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
         self._is_batch_copied = True
+        self._is_held_back = False
 
     @property
     def pending_bytes(self) -> int:
@@ -78,7 +79,7 @@ class Outbox:
 
     def flush(self) -> None:
         """Hand the batch to the socket now."""
-        if not self._batch or self.transport is None:
+        if not self._batch or self.transport is None or self._is_held_back:
             return
         pieces, is_copied = self._batch, self._is_batch_copied
         self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
@@ -88,6 +89,20 @@ class Outbox:
             self.transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
         else:
             self.transport.writelines(pieces)
+
+    def hold_back(self) -> None:
+        """Keep everything that is not written yet, until `let_go`."""
+        self.flush()
+        self._is_held_back = True
+        if self.shared is not None:
+            self.shared.hold_back()
+
+    def let_go(self) -> None:
+        """Write what was kept."""
+        self._is_held_back = False
+        if self.shared is not None:
+            self.shared.let_go()
+        self.flush()
 
     def clear(self) -> None:
         """Forget what was not sent."""

@@ -8,6 +8,7 @@ byte.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Final, NoReturn
 
 import msgspec
@@ -44,6 +45,8 @@ class Greeting(msgspec.Struct, frozen=True):
     tls_required: bool = False
     tls_available: bool = False
     lame_duck: bool = msgspec.field(default=False, name="ldm")
+    nonce: str = ""
+    """To be signed by who logs in with a key."""
 
 
 class ServerError(msgspec.Struct, frozen=True):
@@ -58,9 +61,11 @@ class ServerError(msgspec.Struct, frozen=True):
 
     @property
     def is_authorization_failure(self) -> bool:
-        """The server does not let this user in (any more); who only took too long to say its name may try again."""
+        """The server does not let this user in (any more). Who only took too long to say its name, or whose token has
+        expired since, may try again."""
         words = self.text.lower()
-        return not self.is_permission_violation and "timeout" not in words and "auth" in words
+        may_try_again = "timeout" in words or "expired" in words
+        return not self.is_permission_violation and not may_try_again and "auth" in words
 
 
 class Signal(enum.Enum):
@@ -74,10 +79,8 @@ class Signal(enum.Enum):
 ServerOp = Message | Greeting | ServerError | Signal
 
 
-def encode_connect(
-    *, name: str, user: str | None = None, password: str | None = None, tls_required: bool = False
-) -> bytes:
-    """The CONNECT line; without a user no credentials are sent."""
+def encode_connect(*, name: str, login: Mapping[str, str], tls_required: bool = False) -> bytes:
+    """The CONNECT line; ``login`` has the fields that say who connects."""
     options: dict[str, str | int | bool] = {
         "verbose": False,
         "pedantic": False,
@@ -90,10 +93,8 @@ def encode_connect(
         "name": name,
         # 1 asks for INFO while connected, which is how a lame duck makes itself known
         "protocol": 1,
+        **login,
     }
-    if user is not None:
-        options["user"] = user
-        options["pass"] = password or ""
     return b"CONNECT " + msgspec.json.encode(options) + CRLF
 
 

@@ -45,6 +45,7 @@ class SharedSocket:
         self._lock = threading.Lock()
         self._is_behind = False
         """The transport writes, until it has nothing left."""
+        self._is_held_back = False
         self._rest: list[bytes] = []
         """What the loop's thread has yet to give to the transport."""
         self._rest_bytes = 0
@@ -93,9 +94,24 @@ class SharedSocket:
                 self._leave(b"".join(pieces)[written_bytes:])
             return True
 
+    def hold_back(self) -> None:
+        """Keep what other threads write, until `let_go`."""
+        with self._lock:
+            self._is_held_back = self._is_behind = True
+
+    def let_go(self) -> None:
+        """Write what was kept; on the loop's thread only."""
+        with self._lock:
+            self._is_held_back = False
+        self.write_on_loop([])
+
     def write_on_loop(self, pieces: list[bytes]) -> None:
         """Send ``pieces``, and what other threads have left; on the loop's thread only."""
         with self._lock:
+            if self._is_held_back:
+                self._rest += pieces
+                self._rest_bytes += sum(map(len, pieces))
+                return
             if self._is_behind:
                 pieces = [*self._rest, *pieces]
                 self._rest, self._rest_bytes = [], 0

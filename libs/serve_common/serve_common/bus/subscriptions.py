@@ -84,11 +84,14 @@ class Subscriptions:
         self._write(line)
         return subscription
 
+    def lasting(self) -> list[Subscription]:
+        """All that are not about to end."""
+        return [subscription for subscription in self._by_sid.values() if not subscription.is_ending]
+
     def renew(self) -> None:
-        """Tell a new server of all that are not about to end."""
-        for subscription in self._by_sid.values():
-            if not subscription.is_ending:
-                self._write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
+        """Tell a new server of them."""
+        for subscription in self.lasting():
+            self._write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
 
     def end(self, subscription: Subscription) -> None:
         """See `Subscription.unsubscribe`."""

@@ -13,6 +13,7 @@ import msgspec
 from serve_common.autoscaling import REPLICAS_MAX, AutoscalingConfig, check_autoscaling_config
 from serve_common.errors import BadField
 from serve_common.limits import check_between, check_size
+from serve_common.values.may_call import check_may_call
 
 NUM_REPLICAS_MAX = REPLICAS_MAX
 
@@ -96,6 +97,9 @@ class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Requests that one router keeps waiting for this backend; beyond it 503. -1 means no limit of its own."""
     user_config: Any = None
     """Given to ``reconfigure`` of every replica at start and on change, without a restart."""
+    may_call: tuple[str, ...] | None = None
+    """Whom handles in its replicas may call: applications, deployments as ``application/deployment``, or ``*`` for all.
+    None means its own application, and nothing means nobody; who lists others lists that one too where it is called."""
     graceful_shutdown_timeout_s: float = 20.0
     """How long a replica that is stopped may finish what is in flight before it is killed."""
     health_check_period_s: float = 10.0
@@ -149,6 +153,8 @@ def check_backend_config(config: BackendConfig, field: str = "backend_config") -
     if config.autoscaling_config is not None:
         check_autoscaling_config(config.autoscaling_config, f"{field}.autoscaling_config")
     check_size(config.user_config, f"{field}.user_config")
+    if config.may_call is not None:
+        check_may_call(config.may_call, f"{field}.may_call")
     return config
 
 

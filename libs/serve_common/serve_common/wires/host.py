@@ -53,6 +53,8 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     health_check_timeout_s: Seconds
     start_timeout_s: Seconds
     health_check_failure_threshold: Count = 3
+    may_call: tuple[Annotated[str, Meta(max_length=256)], ...] | None = None
+    """As in `BackendConfig`."""
     code_version: Count = 0
     """The version of the code, as the backend counts them."""
     companions: dict[BackendTag, Count] = {}

@@ -26,8 +26,10 @@ import structlog
 
 from serve_common import guardian
 from serve_common.errors import BadField
+from serve_common.identities.credentials import UserIdentity
 from serve_common.logs.relay import PublishedRate
 from serve_common.names import ReplicaTag
+from serve_common.settings import BusSettings
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.adapters.ray_protocol import (
     NOTICE_BYTES_MAX,
@@ -46,6 +48,7 @@ from serve_replica_host.adapters.ray_protocol import (
     RaySettings,
     RayUnavailable,
     Reconfigure,
+    Renew,
     Resources,
     Start,
     decode_notice,
@@ -70,7 +73,9 @@ _BACKLOG_MAX: Final = 500
 _PAUSE_S: Final = 0.02
 
 _KEPT: Final = frozenset({"SERVE_LOG_LEVEL", "SERVE_UNCOUNTED"})
-_OURS: Final = re.compile(r"SERVE_.*|MUSTER_.*(PASSWORD|SECRET|TOKEN|KEY|_FILE).*|PROMETHEUS_MULTIPROC_DIR")
+_OURS: Final = re.compile(
+    r"SERVE_.*|MUSTER_.*(PASSWORD|SECRET|TOKEN|KEY|CREDS|_FILE).*|PROMETHEUS_MULTIPROC_DIR"
+)
 
 
 def runtime_environment(variables: Mapping[str, str], user: UnixUser | None = None) -> dict[str, str]:
@@ -89,7 +94,6 @@ def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
         temp_dir=settings.ray_temp_dir,
         address=settings.ray_address,
         num_cpus=settings.num_cpus,
-        replica_bus=settings.replica_bus,
         app_root=settings.app_root,
         metrics_dir=settings.metrics_dir,
         host_id=settings.host_id,
@@ -184,10 +188,10 @@ class RayProcess:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def start(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+    def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
+        """As `ports.ReplicaRuntime`, with ``bus``, which is the replica's own."""
         try:
-            self._call(Start(goal))
+            self._call(Start(goal, bus))
         except ProtocolError as error:
             self._on_event(StartFailed(goal.replica_tag, str(error)))
             self._on_event(ProcessEnded(goal.replica_tag, str(error)))
@@ -198,6 +202,10 @@ class RayProcess:
             self._call(Reconfigure(goal))
         except ProtocolError as error:
             self._on_event(Reconfigured(goal.replica_tag, goal.config_version, str(error)))
+
+    def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
+        """Have the replica log in with ``identity`` from now on."""
+        self._call(Renew(replica_tag, identity))
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
         """As `ports.ReplicaRuntime`."""

@@ -15,6 +15,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from serve_common.errors import TransientError
+from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
 from serve_common.settings import BusSettings
 from serve_common.wires.host import ReplicaGoal
@@ -50,7 +51,6 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     temp_dir: str
     address: str | None
     num_cpus: int | None
-    replica_bus: BusSettings
     app_root: str
     metrics_dir: str
     host_id: str
@@ -76,13 +76,21 @@ class Open(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """As `ports.ReplicaRuntime.start`; so are the others."""
+    """As `ports.ReplicaRuntime.start`; so are the others. ``bus`` is the replica's own."""
 
     goal: ReplicaGoal
+    bus: BusSettings
 
 
 class Reconfigure(_Message, frozen=True):
     goal: ReplicaGoal
+
+
+class Renew(_Message, frozen=True):
+    """A newer identity of a replica, in place of that in `Start`."""
+
+    replica_tag: ReplicaTag
+    identity: UserIdentity
 
 
 class CheckHealth(_Message, frozen=True):
@@ -105,7 +113,7 @@ class Close(_Message, frozen=True):
     """The last: shut Ray down and end."""
 
 
-Call = Open | Start | Reconfigure | CheckHealth | Drain | Kill | KillByForce | Close
+Call = Open | Start | Reconfigure | Renew | CheckHealth | Drain | Kill | KillByForce | Close
 
 # -- notices, from the runtime to its host ----------------------------------------------------------------------------
 

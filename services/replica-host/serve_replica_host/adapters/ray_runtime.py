@@ -16,12 +16,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, final
 
+import msgspec
 import ray
 import structlog
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
+from serve_common.settings import BusSettings
 from serve_common.values.replica_config import RayActorOptions
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.adapters.far_replicas import FarReplicas
@@ -86,7 +89,7 @@ class RayRuntime:
         self._loop = HostLoop(self._thread)
         self._processes: dict[ReplicaTag, LocalProcess] = {}
         # Put in on the loop, taken out on either thread, in one step each:
-        self._unbegun: dict[ReplicaTag, ReplicaGoal] = {}
+        self._unbegun: dict[ReplicaTag, tuple[ReplicaGoal, BusSettings]] = {}
         """Starts that wait for the Ray thread."""
         self._kills: set[ReplicaTag] = set()
         """Kills that do."""
@@ -127,14 +130,21 @@ class RayRuntime:
         except TimeoutError:
             _log.error("ray_shutdown_hangs", timeout_s=_SHUTDOWN_TIMEOUT_S)
 
-    def start(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
-        self._unbegun[goal.replica_tag] = goal
+    def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
+        """As `ports.ReplicaRuntime`, with ``bus``, which is the replica's own."""
+        self._unbegun[goal.replica_tag] = goal, bus
         self._thread.post(self._start, goal.replica_tag, urgency=Urgency.START)
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
         """As `ports.ReplicaRuntime`."""
         self._thread.post(self._reconfigure, goal)
+
+    def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
+        """Have the replica log in with ``identity`` from now on."""
+        unbegun = self._unbegun.get(replica_tag)
+        if unbegun is not None:
+            self._unbegun[replica_tag] = unbegun[0], msgspec.structs.replace(unbegun[1], credentials=identity)
+        self._thread.post(self._renew, replica_tag, identity)
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
         """As `ports.ReplicaRuntime`."""
@@ -199,9 +209,10 @@ class RayRuntime:
         return held
 
     def _start(self, tag: ReplicaTag) -> None:
-        goal = self._unbegun.pop(tag, None)
-        if goal is None:
+        unbegun = self._unbegun.pop(tag, None)
+        if unbegun is None:
             return  # killed meanwhile
+        goal, bus = unbegun
         options = goal.replica_config.ray_actor_options
         reservation = None
         try:
@@ -217,7 +228,7 @@ class RayRuntime:
             if reservation is not None:
                 remove_placement_group(reservation)
             return
-        held.replica_tag, held.reservation = tag, reservation
+        held.replica_tag, held.reservation, held.bus = tag, reservation, bus
         self._held[tag] = held
         if reservation is None:
             self._begin(held, goal)
@@ -228,9 +239,10 @@ class RayRuntime:
     def _begin(self, held: HeldActor, goal: ReplicaGoal) -> None:
         if self._held.get(goal.replica_tag) is not held:
             return  # killed meanwhile
+        assert held.bus is not None
         order = StartOrder(
             goal=goal,
-            bus=self._settings.replica_bus,
+            bus=held.bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
             tracing=self._settings.tracing,
         )
@@ -249,6 +261,14 @@ class RayRuntime:
             held.watch(
                 reference, lambda done: self._on_outcome(done, lambda e: Reconfigured(tag, version, e))
             )
+
+    def _renew(self, tag: ReplicaTag, identity: UserIdentity) -> None:
+        held = self._held.get(tag)
+        if held is None or held.bus is None:
+            return
+        held.bus = msgspec.structs.replace(held.bus, credentials=identity)
+        if held.is_placed:
+            held.watch(held.actor.renew.remote(encode(identity)), lambda done: self._on_renewed(tag, done))
 
     def _check_health(self, tag: ReplicaTag) -> None:
         held = self._held.get(tag)
@@ -345,6 +365,13 @@ class RayRuntime:
             self._emit(make(decode_outcome(done.result()).error))
         elif not isinstance(error, RayActorError):
             self._emit(make(str(error)))
+
+    def _on_renewed(self, tag: ReplicaTag, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None and not isinstance(error, RayActorError):
+            _log.warning(
+                "identity_not_renewed", replica_tag=tag, error=str(error)
+            )  # another one follows in time
 
     def _on_drained(self, held: HeldActor, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()

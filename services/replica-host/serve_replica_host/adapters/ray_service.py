@@ -36,6 +36,7 @@ from serve_replica_host.adapters.ray_protocol import (
     RaySettings,
     RayUnavailable,
     Reconfigure,
+    Renew,
     Resources,
     Start,
     decode_call,
@@ -121,10 +122,12 @@ async def _next_call(reader: asyncio.StreamReader) -> Call:
 
 def _perform(runtime: RayRuntime, call: Call) -> None:
     match call:
-        case Start(goal):
-            runtime.start(goal)
+        case Start(goal, bus):
+            runtime.start(goal, bus)
         case Reconfigure(goal):
             runtime.reconfigure(goal)
+        case Renew(tag, identity):
+            runtime.renew(tag, identity)
         case CheckHealth(tag):
             runtime.check_health(tag)
         case Drain(tag):

@@ -15,6 +15,7 @@ from typing import Any, final
 import msgspec
 
 from serve_common.names import ReplicaTag
+from serve_common.settings import BusSettings
 from serve_replica_host.adapters.far_replicas import FarReplica
 
 
@@ -26,6 +27,8 @@ class HeldActor(msgspec.Struct, eq=False):
     """None while it waits for a replica."""
     reservation: Any = None
     """The placement group that holds its replica's resources; None when Ray gave them to the actor itself."""
+    bus: BusSettings | None = None
+    """Its replica's own."""
     is_placed: bool = False
     """Its replica has its resources."""
     pid: int = 0

@@ -25,6 +25,7 @@ from serve_replica_host.replica.logs import ReplicaLogs
 from serve_replica_host.replica.orders import (
     ControlOutcome,
     decode_goal,
+    decode_identity,
     decode_order,
     encode,
 )
@@ -77,6 +78,10 @@ class ReplicaActor:
         """Apply a `ReplicaGoal`'s configuration; a `ControlOutcome`."""
         goal = decode_goal(goal_bytes)
         return encode(ControlOutcome(error=self._started().reconfigure(goal)))
+
+    def renew(self, identity_bytes: bytes) -> None:
+        """Log in with that `UserIdentity` from now on."""
+        self._started().renew(decode_identity(identity_bytes))
 
     def check_health(self) -> bytes:
         """A `ControlOutcome`; does not return while the user's code blocks its loop."""

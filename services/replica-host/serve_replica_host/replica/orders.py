@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.identities.credentials import UserIdentity
 from serve_common.settings import BusSettings
 from serve_common.wires.host import ReplicaGoal
 from serve_replica_host.replica.fetched import Fetched
@@ -17,7 +18,7 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     goal: ReplicaGoal
     bus: BusSettings
-    """With the credentials of role ``replica``."""
+    """The replica's own: its name, and its identity until the next one comes."""
     app_dir: str
     """Absolute; empty for none."""
     tracing: dict[str, str] = {}
@@ -33,7 +34,7 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The last that there is to say before this process is ended; None where its host need not fetch it."""
 
 
-def encode(value: StartOrder | ControlOutcome | ReplicaGoal) -> bytes:
+def encode(value: StartOrder | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
     """The bytes that travel through Ray."""
     return msgspec.msgpack.encode(value)
 
@@ -46,6 +47,11 @@ def decode_order(data: bytes) -> StartOrder:
 def decode_goal(data: bytes) -> ReplicaGoal:
     """A `ReplicaGoal`; raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=ReplicaGoal)
+
+
+def decode_identity(data: bytes) -> UserIdentity:
+    """A `UserIdentity`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=UserIdentity)
 
 
 def decode_outcome(data: bytes) -> ControlOutcome:

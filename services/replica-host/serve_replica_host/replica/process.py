@@ -15,12 +15,14 @@ from typing import Any, Final, final
 import msgspec
 import structlog
 
+from serve_common.adapters.nats_login import HeldLogin, login_of
 from serve_common.adapters.otlp import OpenTracing, open_tracing
 from serve_common.bus.connection import BusConnection
 from serve_common.bus.errors import NotConnected, OutboundFull
-from serve_common.bus.options import BusOptions
+from serve_common.bus.options import BusOptions, Login
 from serve_common.bus.subscriptions import Subscription
 from serve_common.errors import BusUnavailable, PermanentError
+from serve_common.identities.credentials import UserIdentity
 from serve_common.loop_lag import OtherLoopsLag
 from serve_common.measures import measures
 from serve_common.metrics_catalogue.replicas import REPLICA_LAG
@@ -75,6 +77,7 @@ class ReplicaProcess:
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
         self._tracing: OpenTracing | None = None
+        self._login = login_of(order.bus)
         self._models = HeldModels()
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
@@ -88,6 +91,8 @@ class ReplicaProcess:
             replica_tag=goal.replica_tag,
             backend_tag=goal.backend_tag,
             bus=self._order.bus,
+            login=self._login,
+            may_call=goal.may_call,
             code_version=goal.code_version,
             companions=dict(goal.companions),
             publish_models=self._publish_models,
@@ -125,8 +130,14 @@ class ReplicaProcess:
         context = current_replica()
         if context is not None:
             context.code_version = goal.code_version
+            context.may_call = goal.may_call
             context.companions = dict(goal.companions)
         return None
+
+    def renew(self, identity: UserIdentity) -> None:
+        """Log in with ``identity`` from now on; connections that are there do so at once."""
+        if isinstance(self._login, HeldLogin):
+            self._login.replace(identity)
 
     def check_health(self) -> str | None:
         """None when the user's code says that it is well, and its loop turns at all."""
@@ -180,7 +191,7 @@ class ReplicaProcess:
     # -- on the bus loop ------------------------------------------------------------------------------------------
 
     async def _serve(self, code: UserCode) -> None:
-        options = _options(self._order.bus, self._order.goal.replica_tag)
+        options = _options(self._order.bus, self._login, self._order.goal.replica_tag)
         connection = BusConnection(options, random.SystemRandom())
         limit = self._order.goal.max_concurrent_queries
         desk = BusDesk(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
@@ -192,8 +203,19 @@ class ReplicaProcess:
         if self._logs is not None:
             self._logs.join(connection, Subjects(self._order.bus.subject_prefix))
         await _connect(connection)
+        self._renew_when_told(connection)
         self._tasks.start(self._write_metrics(desk), "write_metrics")
         self._tasks.start(self._keep_telling_models(connection), "tell_models")
+
+    def _renew_when_told(self, connection: BusConnection) -> None:
+        loop, tasks = asyncio.get_running_loop(), self._tasks
+        assert tasks is not None
+
+        def renew() -> None:
+            loop.call_soon_threadsafe(lambda: tasks.start(connection.renew(), "renew"))
+
+        if isinstance(self._login, HeldLogin):
+            self._login.listen(renew)
 
     def _traces(self) -> Traces | None:
         goal = self._order.goal
@@ -288,9 +310,10 @@ def _open_tracing(order: StartOrder) -> OpenTracing | None:
     return opened
 
 
-def _options(bus: BusSettings, replica_tag: str) -> BusOptions:
+def _options(bus: BusSettings, login: Login | None, replica_tag: str) -> BusOptions:
     return BusOptions(
         servers=bus.servers,
+        login=login,
         user=bus.user,
         password=bus.password,
         name=f"replica {replica_tag}",

@@ -15,7 +15,7 @@ from muster.client.address import StackAddress
 from muster.client.feed import Heard
 from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.errors import BusUnavailable
-from serve_common.settings import BusSettings
+from serve_common.identities.roles import Role, inbox_prefix
 
 _CONNECT_S: Final = 5.0
 _FLUSH_S: Final = 5
@@ -37,14 +37,7 @@ class NatsFeed:
     async def open(self, subjects: Sequence[str]) -> None:
         """Connect and subscribe. Raises `BusUnavailable` and `BusAuthorizationFailed`."""
         address = self._address
-        settings = BusSettings(
-            servers=list(address.urls),
-            user=address.user,
-            password=address.password or "",
-            inbox_prefix="_INBOX_admin",
-            subject_prefix=address.subject_prefix,
-            tls_ca_file=address.tls_ca_file,
-        )
+        settings = address.bus_settings(inbox_prefix(Role.ADMIN))
         client = self._client = await connect_nats(settings, name="muster feed", deadline_s=_CONNECT_S)
         try:
             for subject in subjects:

@@ -18,14 +18,16 @@ from nats.errors import MaxPayloadError, NoRespondersError
 
 from muster.client.address import StackAddress
 from muster.client.ports import Answer, NoAnswer, NobodyListens
-from serve_common.adapters.nats_client import close_nats
+from serve_common.adapters.nats_client import close_nats, login_arguments
+from serve_common.adapters.nats_login import login_of
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
+from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.tasks import cancellations, raise_if_cancelled
 
 _CONNECT_S: Final = 2
 _PAUSE_S: Final = 0.25
-_INBOX_PREFIX: Final = b"_INBOX_admin"
-"""The one that the roles of deploy/nats/nats.conf may answer to and nobody else may read."""
+_INBOX_PREFIX: Final = inbox_prefix(Role.ADMIN)
+"""The one that other roles may answer to and only admins may read."""
 
 
 class NatsRequests:
@@ -87,7 +89,7 @@ class NatsRequests:
         except (NatsError, OSError, TimeoutError) as error:
             if self._forbidden is not None:
                 raise BusAuthorizationFailed(
-                    f"NATS does not allow the user {self._address.user!r} to do this: {self._forbidden}"
+                    f"NATS does not allow {self._address.identity} to do this: {self._forbidden}"
                 ) from error
             if not client.is_connected:
                 raise NoAnswer("the connection to NATS was lost") from error
@@ -107,17 +109,17 @@ class NatsRequests:
 
     async def _dial(self) -> Client:
         address = self._address
+        settings = address.bus_settings(_INBOX_PREFIX)
         client = Client()
         self._last_error = None
         try:
             tls = ssl.create_default_context(cafile=address.tls_ca_file) if address.tls_ca_file else None
             async with asyncio.timeout(2 * _CONNECT_S):
                 await client.connect(
-                    servers=list(address.urls),
-                    user=address.user,
-                    password=address.password or "",
+                    servers=settings.servers,
+                    **login_arguments(login_of(settings), settings.user, settings.password),
                     name="muster admin client",
-                    inbox_prefix=_INBOX_PREFIX,
+                    inbox_prefix=settings.inbox_prefix.encode(),
                     tls=tls,
                     connect_timeout=_CONNECT_S,
                     allow_reconnect=False,
@@ -139,6 +141,8 @@ class NatsRequests:
         return client
 
     def _refusal(self) -> str:
+        if self._address.credentials_file is not None:
+            return f"NATS at {self.where} refused the credentials in {self._address.credentials_file}"
         given = "with the password that was given" if self._address.password else "without a password"
         return f"NATS at {self.where} refused the user {self._address.user!r} {given}"
 

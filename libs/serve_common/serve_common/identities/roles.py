@@ -1,0 +1,369 @@
+"""Who may say and hear what: the accounts of an instance, and the roles in each with the subjects they need.
+
+Why one table: operator mode makes account tokens of it, deploy/nats/plain.conf is written from it, and the tests go
+through it row by row.
+
+Why several accounts: JetStream and services answer wherever a request says, past all permissions of the user that sent
+it, and NATS never checks reply subjects. What must not be reached by such a deputy is therefore in another account.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from serve_common.values.may_call import EVERYTHING
+
+NAME: Final = "{{name()}}"
+"""In a subject: the name in the user's token, which may be several tokens."""
+CALLED_REPLICAS: Final = "{{tag(replicas)}}"
+"""In a subject: once for each tag ``replicas:…`` of the user's token."""
+CALLED_ENDPOINTS: Final = "{{tag(endpoints)}}"
+CONNECTIONS_MAX: Final = 4096
+"""Of the server that nats.conf describes."""
+
+
+class AccountName(enum.Enum):
+    """The accounts; the value is how tokens name them."""
+
+    CONTROL = "control"
+    DATA = "data"
+    CLIENT = "client"
+    SYSTEM = "system"
+
+
+class Role(enum.Enum):
+    """What a process is to the bus; the value is also its plain user's name and the word in its inbox."""
+
+    CONTROLLER = "controller"
+    HOST = "host"
+    ADMIN = "admin"
+    PROXY = "proxy"
+    REPLICA = "replica"
+    CLIENT = "client"
+    SYSTEM = "system"
+
+
+class Permissions(msgspec.Struct, frozen=True):
+    """Subjects that a user may publish and subscribe; nothing else is allowed."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+    def as_claim(self) -> dict[str, Any]:
+        """As JWTs have it."""
+        return {"pub": {"allow": list(self.publish)}, "sub": {"allow": list(self.subscribe)}}
+
+
+class UserLimits(msgspec.Struct, frozen=True):
+    """What one connection of a user may use; -1 is no limit."""
+
+    subscriptions: int = -1
+    payload_bytes: int = -1
+
+    def as_claim(self) -> dict[str, Any]:
+        """As JWTs have it."""
+        return {"subs": self.subscriptions, "data": -1, "payload": self.payload_bytes}
+
+
+class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What all users of an account may use together; -1 is no limit. JetStream is off where it has no storage."""
+
+    connections: int = -1
+    subscriptions: int = -1
+    payload_bytes: int = -1
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    streams: int = 0
+    consumers: int = 0
+
+    def as_claim(self) -> dict[str, Any]:
+        """As JWTs have it."""
+        return {
+            "subs": self.subscriptions,
+            "data": -1,
+            "payload": self.payload_bytes,
+            "imports": -1,
+            "exports": -1,
+            "wildcards": True,
+            "conn": self.connections,
+            "leaf": 0,
+            "mem_storage": self.memory_bytes,
+            "disk_storage": self.disk_bytes,
+            "streams": self.streams,
+            "consumer": self.consumers,
+        }
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A subject that an account lets another one import."""
+
+    subject: str
+    is_service: bool = False
+    """Requests go to the exporter and answers come back; otherwise messages go from the exporter to the importer."""
+
+
+class RoleRights(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of the table."""
+
+    account: AccountName
+    permissions: Permissions
+    limits: UserLimits = UserLimits()
+    """Of each connection."""
+
+
+class Crossing(msgspec.Struct, frozen=True):
+    """A subject that leads from one account into others."""
+
+    exporter: AccountName
+    share: Share
+    importers: tuple[AccountName, ...]
+
+
+ACCOUNT_LIMITS: Final = {
+    AccountName.CONTROL: AccountLimits(
+        connections=1008,
+        subscriptions=65_536,
+        memory_bytes=64 << 20,
+        disk_bytes=2 << 30,
+        streams=4,
+        consumers=256,
+    ),
+    AccountName.DATA: AccountLimits(connections=2560, subscriptions=262_144),
+    AccountName.CLIENT: AccountLimits(connections=512, subscriptions=65_536),
+    AccountName.SYSTEM: AccountLimits(connections=16, subscriptions=4096),
+}
+"""Connections add up to `CONNECTIONS_MAX`, so that no account shuts out another."""
+
+
+def inbox_prefix(role: Role, name: str | None = None) -> str:
+    """Where replies to a user of ``role`` come; with a ``name``, to that user alone."""
+    return f"_INBOX_{role.value}" + (f".{name}" if name else "")
+
+
+def call_tags(backend_tag: str, may_call: Sequence[str] | None) -> tuple[str, ...]:
+    """What the token of a replica of ``backend_tag`` says of whom its handles may call; see `values.may_call`."""
+    calls = [backend_tag.partition("/")[0]] if may_call is None else may_call
+    tags = []
+    for called in calls:
+        app, slash, name = called.partition("/")
+        if called == EVERYTHING:
+            tags += ["replicas:>", "endpoints:>"]
+        elif slash:
+            tags += [f"replicas:{app}.{name}.*", f"endpoints:{app}.{name}"]
+        else:
+            tags += [f"replicas:{app}.>", f"endpoints:{app}.>"]
+    return tuple(tags)
+
+
+def rights_of(role: Role, prefix: str) -> RoleRights:
+    """The row of ``role`` in an instance whose subjects begin with ``prefix``."""
+    bucket = f"{prefix}-snapshots"
+    events = f"{prefix}-events"
+    reads_bucket = _reads_bucket(prefix)
+    hears_bucket = f"{prefix}.snapshot.>"
+    match role:
+        case Role.CONTROLLER:
+            # Decides: answers commands, tells hosts their goals, alone writes the bucket and the events and manages
+            # their streams.
+            return RoleRights(
+                account=AccountName.CONTROL,
+                permissions=Permissions(
+                    publish=(
+                        f"{prefix}.host.>",
+                        f"{prefix}.leader",
+                        f"{prefix}.event.>",
+                        f"{prefix}.log.controller.>",
+                        f"{prefix}.log.recalled.*.controller",
+                        f"$KV.{bucket}.>",
+                        "$JS.API.>",
+                        "$JS.ACK.>",
+                        "$JS.FC.>",
+                        # answers to those who send commands
+                        "_INBOX.>",
+                        "_INBOX_admin.>",
+                        "_INBOX_controller.>",
+                    ),
+                    subscribe=(
+                        f"{prefix}.admin.>",
+                        f"{prefix}.report.>",
+                        f"{prefix}.leader",
+                        f"{prefix}.event.>",
+                        f"{prefix}.wake.>",
+                        f"{prefix}.log-recall",
+                        hears_bucket,
+                        f"$KV.{bucket}.>",
+                        "$SRV.>",
+                        "_INBOX_controller.>",
+                    ),
+                ),
+            )
+        case Role.HOST:
+            # Runs replicas: hears its own goal, reports its own inventory. Sees no request and no snapshot.
+            return RoleRights(
+                account=AccountName.CONTROL,
+                permissions=Permissions(
+                    publish=(
+                        f"{prefix}.report.host.{NAME}",
+                        f"{prefix}.log.host.{NAME}",
+                        f"{prefix}.log.recalled.*.host",
+                    ),
+                    subscribe=(
+                        f"{prefix}.host.{NAME}.goal",
+                        f"{prefix}.leader",
+                        f"{prefix}.log-recall",
+                        f"{inbox_prefix(Role.HOST, NAME)}.>",
+                    ),
+                ),
+                limits=UserLimits(subscriptions=64),
+            )
+        case Role.ADMIN:
+            # People and their tools: any NATS client, with NATS' default inbox or with _INBOX_admin. Hears events, also
+            # those that the stream still keeps, and all log lines.
+            return RoleRights(
+                account=AccountName.CONTROL,
+                permissions=Permissions(
+                    publish=(
+                        f"{prefix}.admin.>",
+                        f"{prefix}.call.>",
+                        f"{prefix}.log-recall",
+                        "$SRV.>",
+                        "$JS.API.INFO",
+                        "$JS.API.STREAM.NAMES",
+                        "$JS.API.STREAM.LIST",
+                        "$JS.API.STREAM.INFO.*",
+                        f"$JS.API.DIRECT.GET.KV_{bucket}",
+                        f"$JS.API.DIRECT.GET.KV_{bucket}.>",
+                        *(
+                            subject
+                            for stream in (f"KV_{bucket}", events)
+                            for subject in (
+                                f"$JS.API.STREAM.MSG.GET.{stream}",
+                                f"$JS.API.CONSUMER.CREATE.{stream}",
+                                f"$JS.API.CONSUMER.CREATE.{stream}.>",
+                                f"$JS.API.CONSUMER.INFO.{stream}.>",
+                                f"$JS.API.CONSUMER.DELETE.{stream}.>",
+                                f"$JS.FC.{stream}.>",
+                            )
+                        ),
+                        f"$JS.API.CONSUMER.MSG.NEXT.{events}.>",
+                    ),
+                    subscribe=(
+                        f"{prefix}.event.>",
+                        f"{prefix}.log.>",
+                        f"{prefix}.report.>",
+                        f"{prefix}.leader",
+                        "_INBOX.>",
+                        "_INBOX_admin.>",
+                    ),
+                ),
+                limits=UserLimits(subscriptions=1024),
+            )
+        case Role.PROXY:
+            # Routes: reads the bucket, sends requests to replicas, answers plain calls, reports what it applied.
+            return RoleRights(
+                account=AccountName.DATA,
+                permissions=Permissions(
+                    publish=(
+                        f"{prefix}.replica.>",
+                        f"{prefix}.wake.>",
+                        f"{prefix}.report.proxy.{NAME}",
+                        f"{prefix}.log.proxy.{NAME}",
+                        f"{prefix}.log.recalled.*.proxy",
+                        *reads_bucket,
+                        # answers to those who call an endpoint over NATS; service answers to admins (_R_)
+                        "_R_.>",
+                        "_INBOX.>",
+                        "_INBOX_admin.>",
+                        "_INBOX_replica.>",
+                        "_INBOX_client.>",
+                    ),
+                    subscribe=(
+                        f"{prefix}.call.>",
+                        f"{prefix}.leader",
+                        f"{prefix}.models.>",
+                        f"{prefix}.log-recall",
+                        hears_bucket,
+                        f"{inbox_prefix(Role.PROXY, NAME)}.>",
+                    ),
+                ),
+                limits=UserLimits(subscriptions=1024),
+            )
+        case Role.REPLICA:
+            # Runs user code: answers its own requests, calls what its handles may call.
+            return RoleRights(
+                account=AccountName.DATA,
+                permissions=Permissions(
+                    publish=(
+                        f"{prefix}.models.{NAME}",
+                        f"{prefix}.log.replica.{NAME}",
+                        f"{prefix}.log.recalled.*.replica",
+                        f"{prefix}.replica.{CALLED_REPLICAS}",
+                        f"{prefix}.call.{CALLED_ENDPOINTS}",
+                        f"{prefix}.wake.{CALLED_ENDPOINTS}",
+                        *reads_bucket,
+                        # answers to its callers: proxies, other replicas, and handles outside
+                        "_INBOX_proxy.>",
+                        "_INBOX_replica.>",
+                        "_INBOX_client.>",
+                    ),
+                    subscribe=(
+                        f"{prefix}.replica.{NAME}",
+                        f"{prefix}.models.>",
+                        f"{prefix}.log-recall",
+                        hears_bucket,
+                        f"{inbox_prefix(Role.REPLICA, NAME)}.>",
+                    ),
+                ),
+                limits=UserLimits(subscriptions=64),
+            )
+        case Role.CLIENT:
+            # Programs outside of replicas that hold deployment handles: they route by themselves, as proxies do. What
+            # they send is pickled, and whoever can send pickles to a replica runs code there: these credentials are
+            # worth as much as the right to deploy. Who is to call models and no more uses HTTP.
+            return RoleRights(
+                account=AccountName.CLIENT,
+                permissions=Permissions(
+                    publish=(f"{prefix}.replica.>", f"{prefix}.call.>", f"{prefix}.wake.>", *reads_bucket),
+                    subscribe=(f"{prefix}.models.>", hears_bucket, f"{inbox_prefix(Role.CLIENT)}.>"),
+                ),
+                limits=UserLimits(subscriptions=64),
+            )
+        case Role.SYSTEM:
+            # Monitors the servers.
+            return RoleRights(
+                account=AccountName.SYSTEM, permissions=Permissions(publish=(">",), subscribe=(">",))
+            )
+
+
+def _reads_bucket(prefix: str) -> tuple[str, ...]:
+    """All that a router needs of JetStream: many keys at once, and what the stream has come to."""
+    stream = f"KV_{prefix}-snapshots"
+    return (f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.STREAM.INFO.{stream}")
+
+
+_SHADOW: Final = "$JS.API.INFO"
+"""Nobody who imports it may publish it. An account without it gets a JetStream API of the server's, which answers
+``STREAM.INFO`` before ours and says that JetStream is not enabled."""
+
+
+def crossings(prefix: str) -> Iterator[Crossing]:
+    """All that leads from one account into another."""
+    control, data, client = AccountName.CONTROL, AccountName.DATA, AccountName.CLIENT
+    for subject in (*_reads_bucket(prefix), _SHADOW):
+        yield Crossing(control, Share(subject=subject, is_service=True), (data, client))
+    yield Crossing(control, Share(subject=f"{prefix}.snapshot.>"), (data, client))
+    yield Crossing(control, Share(subject=f"{prefix}.leader"), (data,))
+    yield Crossing(control, Share(subject=f"{prefix}.log-recall"), (data,))
+    yield Crossing(data, Share(subject=f"{prefix}.call.>", is_service=True), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.report.proxy.*"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.wake.>"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.log.>"), (control,))
+    yield Crossing(data, Share(subject=f"{prefix}.models.>"), (client,))
+    yield Crossing(data, Share(subject=f"{inbox_prefix(Role.CLIENT)}.>"), (client,))
+    yield Crossing(client, Share(subject=f"{prefix}.replica.>"), (data,))
+    yield Crossing(client, Share(subject=f"{prefix}.call.>"), (data,))
+    yield Crossing(client, Share(subject=f"{prefix}.wake.>"), (control,))

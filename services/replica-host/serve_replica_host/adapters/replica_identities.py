@@ -1,0 +1,134 @@
+"""Gives each replica an identity of its own on the bus, and a newer one well before it expires.
+
+Why in front of the runtime: the signing key stays in the host's process, and what runs user code gets the replica's own
+token only. NATS checks tokens by itself, so a running replica connects again without controller and host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Final, Protocol, final
+
+import msgspec
+
+from serve_common.adapters.nats_login import mint_now
+from serve_common.identities.credentials import SigningKey, UserIdentity
+from serve_common.identities.roles import Role, call_tags, inbox_prefix
+from serve_common.names import ReplicaTag
+from serve_common.settings import BusSettings
+from serve_common.subjects import tokens
+from serve_common.wires.host import ReplicaGoal
+from serve_replica_host.core.events import ProcessEnded, ReplicaEvent
+
+_RENEWALS: Final = 3
+"""In the lifetime of an identity, so that one that is late does no harm."""
+
+
+class RunsReplicas(Protocol):
+    """A runtime that is told as whom each replica connects; else as `ports.ReplicaRuntime`."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+    def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
+        """Start it with ``bus``, which is its own."""
+        ...
+
+    def reconfigure(self, goal: ReplicaGoal) -> None:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+    def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
+        """Have it log in with ``identity`` from now on."""
+        ...
+
+    def check_health(self, replica_tag: ReplicaTag) -> None:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+    def drain(self, replica_tag: ReplicaTag) -> None:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+    def kill(self, replica_tag: ReplicaTag) -> None:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+    def kill_by_force(self, replica_tag: ReplicaTag) -> None:
+        """As `ports.ReplicaRuntime`."""
+        ...
+
+
+@final
+class IdentifiedReplicas:
+    """A `ports.ReplicaRuntime`."""
+
+    def __init__(self, runtime: RunsReplicas, bus: BusSettings, lifetime_s: float) -> None:
+        """``bus`` is what all replicas share: with a signing key of role replica, or the plain user that all are.
+
+        Identities last ``lifetime_s``.
+        """
+        self._runtime = runtime
+        self._bus = bus
+        self._key = bus.credentials if isinstance(bus.credentials, SigningKey) else None
+        self._lifetime_s = lifetime_s
+        self._goals: dict[ReplicaTag, ReplicaGoal] = {}
+        """Of the replicas that have identities."""
+        self.kill: Final = runtime.kill
+        self.kill_by_force: Final = runtime.kill_by_force
+        self.check_health: Final = runtime.check_health
+        self.drain: Final = runtime.drain
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As `ports.ReplicaRuntime`."""
+        return self._runtime.resources
+
+    def start(self, goal: ReplicaGoal) -> None:
+        """As `ports.ReplicaRuntime`."""
+        bus = self._bus
+        if self._key is not None:
+            self._goals[goal.replica_tag] = goal
+            bus = msgspec.structs.replace(
+                bus,
+                user=f"{Role.REPLICA.value} {goal.replica_tag}",
+                credentials=self._mint(self._key, goal),
+                inbox_prefix=inbox_prefix(Role.REPLICA, tokens(goal.replica_tag)),
+            )
+        self._runtime.start(goal, bus)
+
+    def reconfigure(self, goal: ReplicaGoal) -> None:
+        """As `ports.ReplicaRuntime`."""
+        former = self._goals.get(goal.replica_tag)
+        self._runtime.reconfigure(goal)
+        if former is not None:
+            self._goals[goal.replica_tag] = goal
+            if former.may_call != goal.may_call:
+                self._renew(goal)
+
+    def take_event(self, event: ReplicaEvent) -> None:
+        """Forget replicas that have ended."""
+        if isinstance(event, ProcessEnded):
+            self._goals.pop(event.replica_tag, None)
+
+    async def run(self) -> None:
+        """Renew all identities in time, until cancelled."""
+        while True:
+            await asyncio.sleep(self._lifetime_s / _RENEWALS)
+            for goal in tuple(self._goals.values()):
+                self._renew(goal)
+
+    def _renew(self, goal: ReplicaGoal) -> None:
+        if self._key is not None:
+            self._runtime.renew(goal.replica_tag, self._mint(self._key, goal))
+
+    def _mint(self, key: SigningKey, goal: ReplicaGoal) -> UserIdentity:
+        return mint_now(
+            key,
+            tokens(goal.replica_tag),
+            tags=call_tags(goal.backend_tag, goal.may_call),
+            lifetime_s=math.ceil(self._lifetime_s),
+        )
