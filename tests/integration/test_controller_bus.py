@@ -31,6 +31,8 @@ from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_common.wires.views import EventView, GoalStatus, StatusView
+from serve_common.wires.wake import Wake
+from serve_controller.adapters import wake_hearing
 from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary
@@ -294,7 +296,7 @@ BAD_DEPLOYS: dict[str, tuple[bytes, str]] = {
     "two documents": (b'{"name":"a",' + REPLICA + b"}{}", "request"),
     "an array": (b"[]", "request"),
     "null": (b"null", "request"),
-    "nothing": (b"", "name"),
+    "nothing": (b"", "request"),
     "an unknown field": (b'{"name":"a",' + REPLICA + b',"nme":1}', "nme"),
     "an unknown inner field": (with_backend(b'"num_replica":1'), "backend_config.num_replica"),
     "a missing field": (b'{"name":"a","replica_config":{}}', "replica_config.import_path"),
@@ -539,6 +541,53 @@ async def test_who_reports_in_the_name_of_a_host_or_proxy_that_lives_is_not_beli
     assert goal.status is GoalStatus.PENDING, "no proxy that is believed has applied it"
     assert [event.subject for event in told] == ["host-1", "proxy-1"]
     assert not [data for data in seen if HOLDER.encode() in data or FORGER.encode() in data]
+
+
+async def test_a_flood_of_wakes_is_not_listened_to_and_holds_up_no_backend_that_sleeps(
+    shared_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wake_hearing, "NARROW_S", 3.0)
+    monkeypatch.setattr(wake_hearing, "WAKES_MAX", 50)  # few, so that no machine is too slow for a flood
+    monkeypatch.setattr(wake_hearing, "WAKES_OF_ONE_MAX", 20)
+    subjects = Subjects(f"t{uuid.uuid4().hex[:10]}")
+    client, sender = [await connected(shared_server, subjects) for _ in range(2)]
+    refused, heard = RefusedMessages(time.monotonic), asyncio.Queue[str]()
+    hearing = wake_hearing.WakeHearing(
+        client,
+        subjects,
+        refused,
+        lambda wake: heard.put_nowait(wake.backend_tag),
+        lambda: [BackendTag("default/asleep")],
+    )
+    await hearing.open()
+
+    async def flood(backend: str, payload: bytes) -> None:
+        for _ in range(5_000):
+            await sender.publish(subjects.wake(BackendTag(backend)), payload)
+        await sender.flush()
+
+    async def wake_until_heard(backend: str) -> None:
+        payload = msgspec.json.encode(Wake(backend_tag=backend, waiting=1))
+
+        async def is_heard() -> bool:
+            await sender.publish(subjects.wake(BackendTag(backend)), payload)
+            came = [heard.get_nowait() for _ in range(heard.qsize())]
+            return backend in came
+
+        await eventually(is_heard)
+
+    try:
+        await flood("default/other", b"garbage")
+        await wake_until_heard("default/asleep")
+        assert refused.counts["wake"] < 2_500
+        await flood("default/asleep", b"garbage")
+        assert refused.counts["wake"] < 5_000
+        await wake_until_heard("default/asleep")
+        await wake_until_heard("default/other")
+    finally:
+        await hearing.close()
+        await close_nats(client)
+        await close_nats(sender)
 
 
 async def status_of(stack: Stack, seen: list[bytes]) -> StatusView | None:

@@ -9,7 +9,7 @@ import pytest
 
 from serve_common.dispatch.beat import PATIENCE_S, PROBE_AFTER_S
 from serve_common.dispatch.errors import CircuitOpen, QueueIsFull, ReplicaError
-from serve_common.dispatch.models import SILENT_S, ModelHolders
+from serve_common.dispatch.models import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.subjects import Subjects
@@ -141,7 +141,11 @@ async def test_models_are_asked_for_where_they_are_held(world: World) -> None:
     there = [model for model, home in homes.items() if home == "1"]
     say(R0, there)
     assert {await place(model) for model in there} == {"0"}
+    say(R0, [])
     say(R0, there[1:])
+    assert {await place(model) for model in there} == {"0"}, "what is said at once again waits"
+    now[0] += 2 * AGAIN_S
+    holders.sweep(now[0])
     assert await place(there[0]) == "1"
     now[0] += SILENT_S - 1
     holders.sweep(now[0])
@@ -152,9 +156,37 @@ async def test_models_are_asked_for_where_they_are_held(world: World) -> None:
     assert {await place(model) for model in there} == {"1"}
     say("d/nobody#1", there)
     say(R0, {"not": "a list"})
+    say(R1, ["m" * MODELS_BYTES_MAX])
     holders.take(b"\xff", b"", b"\xc1", None)
     say("d/a#77", there)
     assert len(holders) == 0
+
+
+async def test_a_replica_that_says_something_new_all_the_time_costs_a_router_little(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, read = [100.0], [0]
+    holders = ModelHolders(world.routes, Subjects(), lambda: now[0])
+    world.put(R0, R1)
+    hold = ModelHolders.hold
+
+    def counted(self: ModelHolders, replica: ReplicaTag, held: list[str]) -> None:
+        read[0] += 1
+        hold(self, replica, held)
+
+    monkeypatch.setattr(ModelHolders, "hold", counted)
+    subject = Subjects().models(ReplicaTag(R0)).encode()
+    for number in range(10_000):
+        now[0] += 0.0001
+        holders.take(subject, b"", msgspec.msgpack.encode([f"m{number}"]), None)
+        holders.take(Subjects().models(ReplicaTag(f"d/x#{number}")).encode(), b"", b"\xa0", None)
+        holders.sweep(now[0])
+    assert read[0] <= 1.0 / AGAIN_S + 2
+    now[0] += 1.0
+    holders.sweep(now[0])
+    assert await served_by(world, call=CallHead(model_id="m9999")) == "0", "the last word counts"
+    holders.sweep(now[0] + 1.0)
+    assert (len(holders._taken_at), len(holders._waiting)) == (0, 0)
 
 
 # -- refusals --

@@ -302,6 +302,10 @@ class Router:
             self._pool.count_failures(slots, now, len(slots.requests))
         return self._lose(slots, now)
 
+    def knows(self, replica: ReplicaTag) -> bool:
+        """Whether the backend has this replica."""
+        return replica in self._pool.replicas
+
     def hold(self, replica: ReplicaTag, models: frozenset[str]) -> bool:
         """``replica`` holds these multiplexed models; False when there is no such replica."""
         slots = self._pool.replicas.get(replica)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -19,7 +19,7 @@ from nats.errors import MaxPayloadError
 
 from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BadField, BusUnavailable, LimitReached
-from serve_common.names import check_name
+from serve_common.names import BackendTag, check_name
 from serve_common.refused_messages import RefusedMessages
 from serve_common.subjects import Subjects
 from serve_common.wires.host import HostGoal, HostReport
@@ -31,6 +31,7 @@ from serve_common.wires.wake import Wake
 from serve_controller.adapters.admin_service import Admin, AdminService
 from serve_controller.adapters.event_stream import EventStream, recent_events
 from serve_controller.adapters.snapshot_bucket import SnapshotBucket
+from serve_controller.adapters.wake_hearing import WakeHearing
 
 _log = structlog.get_logger()
 
@@ -58,6 +59,10 @@ class Listener(Protocol):
         """Requests wait for a backend that has no replica."""
         ...
 
+    def sleeping(self) -> Iterable[BackendTag]:
+        """Backends that `hear_wake` could wake."""
+        ...
+
 
 class NatsBus:
     """Implements `serve_controller.ports.Bus`."""
@@ -82,6 +87,7 @@ class NatsBus:
         self._service: AdminService | None = None
         self._listener: Listener | None = None
         self._events: EventStream | None = None
+        self._wakes: WakeHearing | None = None
 
     async def start(self, listener: Listener, admin: Admin) -> None:
         """Subscribe to the reports; ``admin`` answers while this controller leads. Raises `BusUnavailable`."""
@@ -92,13 +98,18 @@ class NatsBus:
             await subscribe(self._subjects.host_reports, cb=self._report_handler(HostReport))
             await subscribe(self._subjects.proxy_reports, cb=self._report_handler(ProxyReport))
             await subscribe(self._subjects.leader, cb=self._hear_leader)
-            await subscribe(self._subjects.wakes, cb=self._hear_wake)
+            self._wakes = WakeHearing(
+                self._client, self._subjects, self._refused, listener.hear_wake, listener.sleeping
+            )
+            await self._wakes.open()
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"NATS refused the controller's subscriptions: {error!r}") from error
 
     async def close(self) -> None:
         """Let go of everything but the client."""
         await self.end_term()
+        if self._wakes is not None:
+            await self._wakes.close()
         if self._service is not None:
             await self._service.close()
 
@@ -137,16 +148,6 @@ class NatsBus:
             return
         if self._listener is not None:
             self._listener.hear_leader(notice)
-
-    async def _hear_wake(self, message: Msg) -> None:
-        try:
-            wake = msgspec.json.decode(message.data, type=Wake)
-            _check_woken(wake, self._subjects.backend_of_wake(message.subject))
-        except (*UNREADABLE, BadField) as error:
-            self._refused.refuse("wake", message.subject, error)
-            return
-        if self._listener is not None:
-            self._listener.hear_wake(wake)
 
     def _hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         if whole:
@@ -233,10 +234,3 @@ def _check_sender(report: HostReport | ProxyReport, subject: str) -> None:
     check_name(sender, "sender")
     if subject.rpartition(".")[2] != sender:
         raise BadField("sender", f"{sender!r} reports on {subject}")
-
-
-def _check_woken(wake: Wake, backend_tag: str) -> None:
-    if wake.backend_tag != backend_tag:
-        raise BadField(
-            "backend_tag", f"{wake.backend_tag[:130]!r} is woken on the subject of {backend_tag[:130]!r}"
-        )

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from serve_common.errors import BusUnavailable, FencedOut, StoreUnavailable
-from serve_common.names import ControllerId
+from serve_common.names import BackendTag, ControllerId
 from serve_common.ports import Clock
 from serve_common.tasks import TaskOwner, raise_if_cancelled
 from serve_common.wires.host import HostReport
@@ -130,6 +130,13 @@ class ControllerService:
         """Requests wait for a backend without replicas. Only a leader may act on it."""
         if self.autoscaler is not None and self._leadership.is_sure:
             self.autoscaler.wake(wake)
+
+    def sleeping(self) -> list[BackendTag]:
+        """Backends that `hear_wake` could wake: scaled to zero by the autoscaler."""
+        if self.term is None:
+            return []
+        backends = self.term.checkpoint.backends
+        return [tag for tag, b in backends.items() if b.autoscaling is not None and b.num_wanted == 0]
 
     def bus_went(self) -> None:
         """See `Term.bus_went`."""
