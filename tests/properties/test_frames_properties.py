@@ -12,6 +12,7 @@ from serve_common.wires.frames import (
     FRAME_BODY_BYTES_MAX,
     HEAD_BYTES_MAX,
     UNKNOWN_BYTES,
+    AliveHead,
     BodyHead,
     CallHead,
     CancelHead,
@@ -34,6 +35,7 @@ text = st.text(st.characters(codec="utf-8"), max_size=40)
 raw = st.binary(max_size=40)
 headers = st.lists(st.tuples(raw, raw), max_size=5)
 counts = st.integers(0, 2**40)
+statuses = st.integers(100, 999)
 heads = st.one_of(
     st.builds(
         RequestHead,
@@ -54,13 +56,14 @@ heads = st.one_of(
     ),
     st.builds(BodyHead, sequence=counts, last=st.booleans()),
     st.builds(CreditHead, frames=counts),
+    st.just(AliveHead()),
     st.just(CancelHead()),
     st.just(ProbeHead()),
-    st.builds(ResponseHead, status=counts, headers=headers, last=st.booleans(), in_flight=counts),
+    st.builds(ResponseHead, status=statuses, headers=headers, last=st.booleans(), in_flight=counts),
     st.builds(RefusedHead, reason=text, in_flight=counts),
     st.builds(MessageHead, sequence=counts, is_text=st.booleans(), last=st.booleans()),
-    st.builds(CloseHead, code=counts, reason=text),
-    st.builds(ErrorHead, error_code=text, status=counts, message=text, in_flight=counts),
+    st.builds(CloseHead, code=st.integers(0, 65_535), reason=text),
+    st.builds(ErrorHead, error_code=text, status=statuses, message=text, in_flight=counts),
 )
 
 

@@ -236,7 +236,9 @@ def test_a_traced_request_is_followed_by_both_and_one_that_is_not_sampled_only_l
 
 async def test_nobody_follows_requests_unless_the_option_says_so() -> None:
     lines: list[AccessLine] = []
-    requests = HttpRequests(SimpleNamespace(), HttpOptions(), new_request_id=str, log_request=lines.append)
+    requests = HttpRequests(
+        SimpleNamespace(room=None), HttpOptions(), new_request_id=str, log_request=lines.append
+    )
     assert requests.following is None
     requests.use(HttpOptions(access_log=True), ())
     assert isinstance(requests.following, AccessLog)

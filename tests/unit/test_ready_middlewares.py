@@ -13,6 +13,7 @@ import pytest
 
 from serve_common.dispatch.answer_body import AnswerBody
 from serve_common.dispatch.calls import Answer
+from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import NotFound
 from serve_common.values.endpoint_options import EndpointOptions
@@ -39,6 +40,7 @@ class Replicas:
     is_draining = False
 
     def __init__(self) -> None:
+        self.room = UploadRoom()
         self.routes = SimpleNamespace(unmatched=EndpointTally())
         self.endpoint = SimpleNamespace(
             tag="d/a", route="/", tally=EndpointTally(), options=EndpointOptions(), shadows=(), methods=()
