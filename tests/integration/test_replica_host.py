@@ -62,6 +62,8 @@ pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(30
 
 ROOT = Path(__file__).parents[2]
 HOST = HostId("host-1")
+IDENTITY_S = 9
+"""How long identities of replicas last here: they are renewed every three seconds, whatever else is tested."""
 WITHIN_S = 90.0
 """How long is waited for anything whose time is not what a test is about."""
 SUBJECTS = Subjects()
@@ -268,6 +270,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "SERVE_APP_ROOT": str(directory),
         "SERVE_DRAIN_TIMEOUT_S": "30",
         "SERVE_UNHEALTHY_AFTER_S": "2",
+        "SERVE_REPLICA_IDENTITY_S": str(IDENTITY_S),
     }
     command = [sys.executable, "-m", "serve_replica_host"]
     log_path = directory / "host.log"
@@ -321,6 +324,7 @@ class Request:
         self._gives_credit = credit
         self.frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
         self.credits = WINDOW_FRAMES - 1
+        self.credited = 0
         self._credited = asyncio.Event()
         self.token, self.reply = driver.inbox.new_reply(self._take, self._nobody)
 
@@ -331,7 +335,8 @@ class Request:
             self._credited.set()
             return
         if isinstance(head, BodyHead) and self._gives_credit:
-            self.send(CreditHead(1))
+            self.credited += 1
+            self.send(CreditHead(1, self.credited))
         self.frames.put_nowait((head, bytes(body)))
 
     def _nobody(self) -> None:
@@ -557,6 +562,24 @@ async def driver(stack: Stack) -> AsyncIterator[Driver]:
     yield driver
     await controller.close()
     await connection.close()
+
+
+async def test_a_replica_outlives_its_identity_and_loses_nothing(stack: Stack, driver: Driver) -> None:
+    """NATS ends a connection whose token has expired; who has a newer one moves to another link before."""
+    echo = driver.replica("Echo", init_kwargs={"greeting": "hi"})
+    await driver.run(echo)
+    began = time.monotonic()
+    requests = 0
+    while time.monotonic() - began < 2 * IDENTITY_S:
+        head, body = await driver.call(echo.replica_tag, "/app/x", query=f"q={requests}")
+        assert isinstance(head, ResponseHead), head
+        assert (head.status, json.loads(body)["query"]) == (200, {"q": str(requests)})
+        requests += 1
+    said = [line for line in host_lines(stack) if line.get("replica_tag") == echo.replica_tag]
+    renewed = [line for line in said if line["event"] == "bus_renewed"]
+    assert len(renewed) >= 4
+    assert not [line for line in said if line["event"] in {"bus_disconnected", "bus_not_renewed"}]
+    assert requests > 10 * len(renewed)
 
 
 async def test_async_code_answers_a_request_with_method_path_query_and_headers(driver: Driver) -> None:

@@ -533,6 +533,12 @@ def test_secrets_are_made_once_and_never_shown(muster: Muster, tmp_path: Path) -
         assert secret not in first.output + second.output
 
 
+def test_the_status_says_that_nats_has_plain_users(muster: Muster, tmp_path: Path) -> None:
+    assert "warning: NATS has plain users" in muster("status").stderr
+    (tmp_path / "given.creds").touch()
+    assert "plain users" not in muster("status", "--creds", "given.creds").output
+
+
 def test_a_role_is_rotated(muster: Muster, tmp_path: Path) -> None:
     muster("secrets", "--directory", "secrets")
     rotated = json.loads(muster("secrets", "--directory", "secrets", "--rotate", "host", "--json").stdout)

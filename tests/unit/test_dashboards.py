@@ -23,6 +23,7 @@ DATASOURCE_UID = PROVISIONED["datasources"][0]["uid"]
 BOARDS = dashboards()
 NOT_SHOWN: dict[str, str] = {
     "serve_host_metrics_files_left_out": "0 but for code that writes into the host's files of metrics",
+    "serve_bus_identities": "does not change while a process lives; 'muster status' says it",
     "serve_controller_store_restored_timestamp_seconds": "happens once in years; 'muster status' and an event say it",
 }
 """Metrics that no panel shows, each with the reason."""

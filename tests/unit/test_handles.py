@@ -6,6 +6,7 @@ import asyncio
 import copy
 import pickle
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from muster.handles import (
     get_deployment_handle,
     router,
 )
+from muster.handles.errors import CallNotAllowed
 from serve_common.errors import (
     BadField,
     BusUnavailable,
     DeadlineExceeded,
     NotFound,
 )
-from serve_common.names import BackendTag
+from serve_common.names import BackendTag, ReplicaTag
 from serve_common.replica_context import ReplicaContext, set_replica_context
 from serve_common.request_context import RequestContext, request_context
 from serve_common.settings import BusSettings
@@ -189,6 +191,43 @@ async def test_an_application_is_called_at_the_deployment_with_a_route(world: Wo
         await call(get_app_handle("shop"))
     _ = call(get_app_handle("default"))
     assert (await world.sent()).subject == "serve.replica.default.a.0"
+
+
+@pytest.fixture
+def in_replica() -> Iterator[ReplicaContext]:
+    """Of the deployment shop/front."""
+    context = ReplicaContext(
+        replica_tag=ReplicaTag("shop/front#3"),
+        backend_tag=BackendTag("shop/front"),
+        bus=BusSettings(servers=["nats://x"], user="", inbox_prefix="_I", subject_prefix="serve"),
+        code_version=1,
+        companions={},
+    )
+    set_replica_context(context)
+    yield context
+    set_replica_context(None)
+
+
+async def test_a_replica_calls_its_own_application_and_whom_may_call_names(
+    world: World, in_replica: ReplicaContext
+) -> None:
+    world.deploy("shop/inner", "bank/ledger", "bank/vault")
+    _ = call(get_deployment_handle("inner"))
+    assert (await world.sent()).subject == "serve.replica.shop.inner.0"
+    with pytest.raises(CallNotAllowed, match="'shop/front' may not call 'bank/ledger'"):
+        await call(get_deployment_handle("ledger", "bank"))
+    in_replica.may_call = ("bank/ledger",)  # as a reconfigure does
+    _ = call(get_deployment_handle("ledger", "bank"))
+    assert (await world.sent()).subject == "serve.replica.bank.ledger.0"
+    for name, app in (("vault", "bank"), ("inner", "shop")):
+        with pytest.raises(CallNotAllowed, match="allows bank/ledger"):
+            await call(get_deployment_handle(name, app))
+    in_replica.may_call = ()
+    with pytest.raises(CallNotAllowed, match="allows nobody"):
+        await call(get_deployment_handle("inner"))
+    in_replica.may_call = ("*",)
+    _ = call(get_deployment_handle("vault", "bank"))
+    assert (await world.sent()).subject == "serve.replica.bank.vault.0"
 
 
 # -- before there is a route --

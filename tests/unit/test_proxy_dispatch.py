@@ -339,7 +339,7 @@ async def test_a_streamed_answer_is_read_piece_by_piece_and_gives_credit(world: 
     assert not world.bus.sent
     reading = asyncio.get_running_loop().create_task(answer.stream.read())
     await asyncio.sleep(0)
-    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES)
+    assert world.take(CreditHead)[2] == CreditHead(CREDIT_FRAMES, 1)
     world.answer(reply, BodyHead(CREDIT_FRAMES, False), b"1")
     assert await reading == b"1"
     world.answer(reply, BodyHead(CREDIT_FRAMES + 1, True), b"2")

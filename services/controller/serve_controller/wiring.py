@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
+from serve_common.adapters.bus_identity import declare_identity
 from serve_common.adapters.nats_client import close_nats, connect_nats
 from serve_common.adapters.nats_logs import NatsLogOutlet
 from serve_common.adapters.nats_ping import ping_nats
@@ -56,6 +57,7 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     tracing = open_tracing(settings.tracing, "muster-controller", settings.controller_id)
+    declare_identity(settings.bus)
     registry = CollectorRegistry()
     register_trace_metrics(registry, tracing)
     try:

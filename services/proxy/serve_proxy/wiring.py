@@ -11,6 +11,7 @@ from typing import Final, final
 import structlog
 from prometheus_client import CollectorRegistry
 
+from serve_common.adapters.bus_identity import declare_identity
 from serve_common.adapters.metrics_address import metrics_url
 from serve_common.adapters.nats_login import login_of
 from serve_common.adapters.operations import OperationsServer
@@ -211,8 +212,9 @@ class Proxy:
 
     async def start(self) -> str:
         """Listen, and connect in the background. Returns the address; raises OSError when a port is taken."""
-        await self.operations.start()
         settings = self._settings
+        declare_identity(settings.bus)
+        await self.operations.start()
         address = await self.http.start(
             settings.http_host, settings.http_port, reuse_port=settings.parent_fd is not None
         )

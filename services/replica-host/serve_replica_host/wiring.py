@@ -15,6 +15,7 @@ from typing import Final
 
 import structlog
 
+from serve_common.adapters.bus_identity import declare_identity
 from serve_common.adapters.metrics_address import metrics_url
 from serve_common.adapters.nats_logs import NatsLogOutlet
 from serve_common.adapters.operations import OperationsServer
@@ -48,6 +49,7 @@ async def run_host(  # noqa: PLR0915 - it joins everything
 
     ``logs`` are published. ``runtime`` is starting, and is closed in the end; so is ``log_socket``, which is bound.
     """
+    declare_identity(settings.bus)
     loop = asyncio.get_running_loop()
     files = MetricsFiles(Path(settings.metrics_dir))
     files.clean()

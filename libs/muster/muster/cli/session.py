@@ -48,6 +48,8 @@ class Session:
         self._make_embedded = make_embedded
         self.environment = os.environ if environment is None else environment
         self.directory = Path.cwd() if directory is None else directory
+        self.has_plain_users = False
+        """Whether the stack that was reached last has NATS' plain users."""
         self.options = StackChoice()
         """Those given before the command's name."""
 
@@ -64,6 +66,7 @@ class Session:
         self, address: StackAddress, progress: output.Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[StackPort]:
         """Reach a stack; troubles that may pass are shown as progress."""
+        self.has_plain_users = address.credentials_file is None
         return self._connect(
             address, retry_for_s=retry_for_s, on_retry=lambda why: progress.say(f"{why} (trying again)")
         )

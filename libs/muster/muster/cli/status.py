@@ -39,12 +39,15 @@ def status(
         return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
     if (full := session.full_disk()) is not None:
         output.complain(full)
-    whole = _Whole()
+    whole = _Whole(session)
     return Question(whole.ask, whole.show)
 
 
 class _Whole:
     """The whole system, its deployments in pages where they are more than one message carries."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
 
     async def ask(self, admin: AdminPort) -> StatusView:
         try:
@@ -55,3 +58,7 @@ class _Whole:
 
     def show(self, view: StatusView) -> None:
         show_status(view)
+        if self._session.has_plain_users:
+            output.complain(
+                "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
+            )

@@ -13,12 +13,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from serve_common.adapters.bus_identity import has_identity
 from serve_common.logs.standard_error import dropped_lines
 from serve_common.loop_lag import LoopLag
 from serve_common.measures import Observations
 from serve_common.metrics_catalogue import MetricKind, MetricSpec
 from serve_common.metrics_catalogue.everywhere import (
     BUS_CONNECTED,
+    BUS_IDENTITIES,
     LOG_LINES_DROPPED,
     LOOP_LAG,
     REFUSED_MESSAGES,
@@ -78,6 +80,9 @@ class _ProcessCollector(Collector):
         for name, is_connected in self._connections.items():
             connected.add_metric([name], float(is_connected()))
         yield connected
+        identities = family_of(BUS_IDENTITIES)
+        identities.add_metric([], float(has_identity()))
+        yield identities
         dropped = family_of(LOG_LINES_DROPPED)
         for reason, lines in dropped_lines.by_reason().items():
             dropped.add_metric([reason], float(lines))

@@ -42,6 +42,8 @@ class Outgoing:
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
         self._subject_of: dict[ReplicaTag, bytes] = {}
+        self._credits = 0
+        """Given so far."""
 
     @property
     def is_connected(self) -> bool:
@@ -121,7 +123,10 @@ class Outgoing:
         """Let the replica send so many frames more; what the bus does not take is owed until the next time."""
         call.credit_owed += frames
         attempt = call.attempt
-        if attempt is not None and call.credit_owed and self._tell(attempt, CreditHead(call.credit_owed)):
+        if attempt is None or not call.credit_owed:
+            return
+        self._credits += 1
+        if self._tell(attempt, CreditHead(call.credit_owed, self._credits)):
             attempt.has_asked = True
             call.credit_owed = 0
 

@@ -26,6 +26,14 @@ BUS_CONNECTED: Final = MetricSpec(
     labels=("connection",),
     exporters=_SERVICES,
 )
+BUS_IDENTITIES: Final = MetricSpec(
+    name="serve_bus_identities",
+    kind=MetricKind.GAUGE,
+    text="1 when the process has an identity of its own at NATS, 0 when it is a plain user as all others of its role "
+    "are: then replicas can read and answer each other's requests.",
+    unit="1",
+    exporters=_SERVICES,
+)
 BUS_PENDING_BYTES: Final = MetricSpec(
     name="serve_bus_pending_bytes",
     kind=MetricKind.GAUGE,
@@ -74,6 +82,7 @@ REFUSED_MESSAGES: Final = MetricSpec(
 EVERYWHERE_METRICS: Final = (
     LOOP_LAG,
     BUS_CONNECTED,
+    BUS_IDENTITIES,
     BUS_PENDING_BYTES,
     PERMISSION_VIOLATIONS,
     SPANS_DROPPED,

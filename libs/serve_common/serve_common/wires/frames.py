@@ -113,6 +113,9 @@ class CreditHead(msgspec.Struct, frozen=True, array_like=True, tag="C"):
     """Allows the other side ``frames`` more body frames."""
 
     frames: int
+    number: int = 0
+    """Of this sender's credits, so that no two of them are equal: a bus connection that moves to a newer link drops
+    what comes by both."""
 
 
 class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):

@@ -45,6 +45,8 @@ class BodyFrames:
         self._to_user = to_user
         self._now = now
         self._streams_bodies = streams_bodies
+        self._credits = 0
+        """Given so far."""
         self._bad_frames = QuietLog(_log.warning)
 
     def begin(self, exchange: Exchange, first: memoryview) -> None:
@@ -129,7 +131,8 @@ class BodyFrames:
         """The user's code has taken so many frames: the router may send as many more."""
         credit = incoming.release(frames)
         if credit:
-            self._frames.send(exchange.reply, CreditHead(credit))
+            self._credits += 1
+            self._frames.send(exchange.reply, CreditHead(credit, self._credits))
 
     def _work_on(self, exchange: Exchange) -> None:
         exchange.phase = Phase.WORKING
