@@ -38,6 +38,7 @@ from serve_controller.core.objects import (
 
 counts = st.integers(0, 2**53)
 reals = st.floats(allow_nan=False, allow_infinity=False)
+amounts = st.floats(0, 2.0**53)
 times = st.floats(0, 4e9)
 texts = st.text(max_size=20)
 backend_tags = st.sampled_from(["default/a", "default/b", "shop/a"]).map(BackendTag)
@@ -197,8 +198,8 @@ snapshots = st.builds(
             endpoint_tag=backend_tags.map(EndpointTag),
             route=st.none() | texts,
             methods=st.lists(texts, max_size=2),
-            traffic=st.dictionaries(backend_tags, reals, max_size=2),
-            shadows=st.dictionaries(backend_tags, reals, max_size=2),
+            traffic=st.dictionaries(backend_tags, amounts, max_size=2),
+            shadows=st.dictionaries(backend_tags, amounts, max_size=2),
         )
         | st.builds(
             BackendSnapshot,
