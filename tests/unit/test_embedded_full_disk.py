@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 from muster.cli.session import Session
 from muster.embedded import leftovers
 from muster.embedded.disk_room import disk_is_full
+from muster.embedded.disk_watch import DiskWatch
 from muster.embedded.errors import StackFailed
 from muster.embedded.logfiles import cut_when_long, open_log, rotate_at_start
 from muster.embedded.nats_server import storage_off
@@ -130,6 +131,28 @@ def test_storage_is_switched_off_in_the_configuration_that_is_used() -> None:
         == whole.splitlines()[: whole[: whole.index("\njetstream")].count("\n")]
     )
     assert set(changed.splitlines()) - set(whole.splitlines()) == {"  enabled: false"}
+
+
+async def test_a_server_never_reads_half_a_configuration_whatever_becomes_of_the_reload(
+    disk: SmallDisk,
+) -> None:
+    config = disk.root / "nats.conf"
+    whole = (CHECKOUT / "deploy" / "nats" / "nats.conf").read_text()
+    config.write_text(whole)
+    seen: list[str] = []
+
+    def nats_pid() -> int:
+        seen.append(config.read_text())
+        return 0
+
+    watch = DiskWatch(disk.root, config, 1, nats_pid, lambda _text: None)
+    await watch._open_storage_anew()
+    assert seen == [storage_off(whole), whole]
+    disk.fill()
+    with pytest.raises(OSError, match="No space left"):
+        await watch._open_storage_anew()
+    assert config.read_text() == whole
+    assert len(seen) == 2
 
 
 def test_a_command_that_fails_for_a_while_names_the_full_disk(

@@ -76,12 +76,19 @@ class DiskWatch:
             await self._open_storage_anew()
 
     async def _open_storage_anew(self) -> None:
+        """Both configurations are whole before one is put in place, and are put there in one step each.
+
+        A server that read half a file would refuse everybody, and one whose file found no room could not start again.
+        """
         whole = self._config.read_text(encoding="utf-8")
+        off, on = self._config.with_suffix(".off"), self._config.with_suffix(".on")
+        off.write_text(storage_off(whole), encoding="utf-8")
+        on.write_text(whole, encoding="utf-8")
         try:
-            self._config.write_text(storage_off(whole), encoding="utf-8")
+            off.replace(self._config)
             await self._reload(is_on=False)
         finally:
-            self._config.write_text(whole, encoding="utf-8")
+            on.replace(self._config)
             await self._reload(is_on=True)
 
     async def _reload(self, *, is_on: bool) -> None:
