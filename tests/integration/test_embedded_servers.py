@@ -370,7 +370,7 @@ async def test_a_lost_controller_password_heals_at_the_next_start(tmp_path: Path
     async with make_stack(state, Heard()):
         pass
     (state / "secrets" / "postgres_password").unlink()
-    (state / "secrets" / "nats_controller").unlink()
+    (state / "secrets" / "controller.creds").unlink()
     async with make_stack(state, Heard()) as stack:
         connection = await connect_postgres(stack)
         await connection.close()

@@ -1155,7 +1155,9 @@ async def test_a_flood_of_prints_holds_nobody_up_fills_no_memory_and_says_what_w
         await until_so(lambda: sum(counted(host_lines(stack))) >= 100_000)
         await until_so(lambda: sum(counted(heard)) >= 100_000)
         follower.send_signal(signal.SIGINT)
-    assert sum(counted(host_lines(stack))) == sum(counted(heard)) == 100_000
+    assert sum(counted(host_lines(stack))) == 100_000
+    # Lines of its own may be among what was left out on the bus, such as that it renewed its identity.
+    assert 100_000 <= sum(counted(heard)) <= 100_010
     assert counted(heard)[0] < 50_000
     assert statistics.median(waited_s) < flood_s / 4, "others were answered meanwhile, not after it"
     assert grown_kb < 60_000
