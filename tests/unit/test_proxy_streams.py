@@ -247,7 +247,7 @@ async def test_messages_are_cut_and_put_together_and_credit_comes_in_bundles(wor
         assert not world.bus.sent
         world.answer(reply, MessageHead(n, False, True), b"")
         await socket.receive()
-    assert world.take(CreditHead)[2] == CreditHead(WINDOW_MESSAGES // 2)
+    assert world.take(CreditHead)[2] == CreditHead(WINDOW_MESSAGES // 2, number=1)
     socket.close(1000, "")
     assert world.take(CloseHead)[2] == CloseHead(1000, "")
     assert world.router.in_flight == 0

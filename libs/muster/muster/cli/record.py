@@ -36,8 +36,8 @@ def history(
       muster history digits
       muster history --json
 
-    With --json each entry has the command, and what was before and after. Who it was is what the client says of itself;
-    nobody has verified it.
+    With --json each entry has the command, and what was before and after.
+    Who it was is what the client says of itself; nobody has verified it.
     """
     query = GetHistory(limit=limit, subject=subject, before=before)
 
