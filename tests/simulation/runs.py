@@ -69,7 +69,7 @@ def run_seed(seed: int, term_class: type[Term] = Term) -> Outcome:
     move_load(world, dice, storm_s)
     stories = [draw_story(dice, f"client-{n}") for n in range(1, dice.choice([1, 2, 3]) + 1)]
     storm_s = brew_hang(world, random.Random(f"hang {seed}"), storm_s, mishaps)
-    brew_forger(world, random.Random(f"forger {seed}"), storm_s)
+    brew_forger(world, random.Random(f"forger {seed}"), mishaps, storm_s)
     return play(world, stories, storm_s, (*mishaps, "bus hangs", "somebody forges"))
 
 

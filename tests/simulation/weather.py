@@ -98,14 +98,18 @@ def brew_hang(world: World, dice: random.Random, until_s: float, mishaps: Collec
     return max(until_s, begin_s + length_s)
 
 
-def brew_forger(world: World, dice: random.Random, until_s: float) -> None:
+def brew_forger(world: World, dice: random.Random, mishaps: Collection[str], until_s: float) -> None:
     """Let somebody report in the names of hosts and proxies that live, whatever may do harm."""
+    # What a store that went back has lost of whom ids belong to, a new leader cannot know.
+    knows_records = "store goes back" not in mishaps
     for _ in range(dice.choice([3, 10, 30])):
         seed = dice.random()
-        world.after(dice.uniform(0.1, until_s), lambda seed=seed: _forge(world, random.Random(seed)))
+        world.after(
+            dice.uniform(0.1, until_s), lambda seed=seed: _forge(world, random.Random(seed), knows_records)
+        )
 
 
-def _forge(world: World, dice: random.Random) -> None:
+def _forge(world: World, dice: random.Random, knows_records: bool) -> None:
     lie: HostReport | ProxyReport
     begun_at = world.time + dice.choice([-1_000.0, 0.0, 1_000.0])
     leaving = dice.random() < 0.3
@@ -145,7 +149,12 @@ def _forge(world: World, dice: random.Random) -> None:
         )
         life = str(proxy.lives)
     for controller in world.controllers:
-        if controller.term is not None and _holds(controller.term, lie, life, world.time):
+        term = controller.term
+        if (
+            term is not None
+            and _holds(term, lie, life, world.time)
+            and (knows_records or _is_heard(term, lie))
+        ):
             controller.hear(lie)
     world.after(1.0, lambda: _check_forged(world))
 
@@ -153,6 +162,12 @@ def _forge(world: World, dice: random.Random) -> None:
 FORGED: Final = "forged"
 _HEARD_S: Final = 2.5
 """Less than after what a controller lets somebody else take over."""
+
+
+def _is_heard(term: Term, lie: HostReport | ProxyReport) -> bool:
+    if isinstance(lie, HostReport):
+        return lie.host_id in term.observed.hosts
+    return lie.proxy_id in term.observed.proxies
 
 
 def _holds(term: Term, lie: HostReport | ProxyReport, life: str, now: float) -> bool:
