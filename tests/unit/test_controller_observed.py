@@ -230,6 +230,17 @@ def test_two_that_report_as_one_are_told_of_now_and_then() -> None:
     assert heard.refused.count("identity host host-1") == 100
 
 
+def test_after_this_process_stood_still_the_holder_is_heard_before_whoever_reports_in_its_name() -> None:
+    heard = Heard()
+    heard.hear(101.0, report(5), proxy(5))
+    at = 101.0 + 2 * HOST_SUSPECT_AFTER_S
+    heard.hear(at, report(1, life=9, leaving=True), proxy(1, life=9), report(6), proxy(6))
+    observed = heard.hearing.observed
+    assert observed.hosts[HOST].report == report(6)
+    assert observed.proxies[ProxyId("p")].report == proxy(6)
+    assert heard.refused == ["identity host host-1", "identity proxy p"]
+
+
 def test_who_reports_as_everybody_does_not_push_out_all_other_events() -> None:
     heard = Heard()
     names = [HostId(f"h{n}") for n in range(1_000)]

@@ -30,12 +30,14 @@ from serve_controller.core.attention import (
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.events import conflict_event
 from serve_controller.core.host_goals import DueTime
+from serve_controller.core.objects import HostRecord, ProxyRecord
 from serve_controller.core.observed import (
     HeldByAnother,
     HostObserved,
     ObservedState,
     ProxyObserved,
     forget_silent,
+    holder_of,
     is_same_life,
     observe_break,
     observe_bucket,
@@ -215,27 +217,53 @@ class Hearing:
         return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
 
     def take_in(self, checkpoint: Checkpoint) -> None:
-        """Fold in every report that came."""
+        """Fold in every report that came.
+
+        First of those whom the ids belong to: whether these are silent is not known before all they said is taken in,
+        and this process may have stood still.
+        """
+        others: deque[tuple[float, HostReport | ProxyReport]] = deque()
         while self._inbox:
             heard_at, report = self._inbox.popleft()
-            try:
-                match report:
-                    case HostReport():
-                        claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
-                        self._check(claims)
-                        self._fold_host(report, heard_at, checkpoint)
-                        self._heard_hosts.add(report.host_id)
-                    case ProxyReport():
-                        claims = claims_of_report(report)
-                        self._check(claims)
-                        self._fold_proxy(report, heard_at, checkpoint)
-                        self._heard_proxies.add(report.proxy_id)
-                self._believe(claims)
-            except HeldByAnother as error:
-                self._on_refused("identity", self._conflicts.refused(report), error)
-            except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
-                kind, sender = _sender(report)
-                self._on_refused(f"{kind}_report", sender, error)
+            if self._is_of_holder(report, checkpoint):
+                self._take(report, heard_at, checkpoint)
+            else:
+                others.append((heard_at, report))
+        for heard_at, report in others:
+            self._take(report, heard_at, checkpoint)
+
+    def _is_of_holder(self, report: HostReport | ProxyReport, checkpoint: Checkpoint) -> bool:
+        known: HostObserved | ProxyObserved | None
+        record: HostRecord | ProxyRecord | None
+        match report:
+            case HostReport():
+                known, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
+            case ProxyReport():
+                known = self.observed.proxies.get(report.proxy_id)
+                record = checkpoint.proxies.get(report.proxy_id)
+        if known is not None:
+            return is_same_life(report, known.report)
+        return record is not None and record.holder == holder_of(report)
+
+    def _take(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        try:
+            match report:
+                case HostReport():
+                    claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
+                    self._check(claims)
+                    self._fold_host(report, heard_at, checkpoint)
+                    self._heard_hosts.add(report.host_id)
+                case ProxyReport():
+                    claims = claims_of_report(report)
+                    self._check(claims)
+                    self._fold_proxy(report, heard_at, checkpoint)
+                    self._heard_proxies.add(report.proxy_id)
+            self._believe(claims)
+        except HeldByAnother as error:
+            self._on_refused("identity", self._conflicts.refused(report), error)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
+            kind, sender = _sender(report)
+            self._on_refused(f"{kind}_report", sender, error)
 
     def _check(self, claims: Claims) -> None:
         """Raises `BadField` for what cannot be claimed: then nothing of that message counts."""
