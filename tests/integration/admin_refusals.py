@@ -11,6 +11,7 @@ from typing import Any
 REPLICA = {"import_path": "model:Model"}
 BACKEND = {"replica_config": REPLICA}
 APP = {"name": "shop", "ingress": "m"}
+PAGE = {"upload_id": "u", "page": 0, "pages": 1, "data": ""}
 M = {"name": "m", "replica_config": REPLICA}
 REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     # verb, request, status, code, field, words
@@ -93,6 +94,12 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("shutdown", {"sure": True}, 400, "bad_field", "sure", ""),
     ("shutdown", {}, 400, "bad_field", "confirm", "missing required field"),
     ("shutdown", {"confirm": "yes"}, 400, "bad_field", "confirm", ""),
+    ("restore", {}, 400, "bad_field", "upload_id", "missing required field"),
+    ("restore", {**PAGE, "upload_id": ""}, 400, "bad_field", "upload_id", "1 to 100 characters"),
+    ("restore", {**PAGE, "page": 1}, 400, "bad_field", "page", "must be 0 to 0"),
+    ("restore", {**PAGE, "page": 1, "pages": 2}, 400, "bad_field", "page", "send all pages anew"),
+    ("restore", {**PAGE, "pages": 10**6}, 429, "limit_reached", "", "a backup has at most"),
+    ("restore", {**PAGE, "data": "bm8gYmFja3Vw", "confirm": True}, 400, "bad_field", "file", "no backup of Muster's"),
     ("get_deployment_info", {"name": "nobody"}, 404, "not_found", "", "'default/nobody'"),
     ("list_deployments", {"limit": 0}, 400, "bad_field", "limit", ""),
     ("get_all_applications", {"limit": -1}, 400, "bad_field", "limit", ""),
@@ -110,6 +117,8 @@ REFUSALS: list[tuple[str, dict[str, Any], int, str, str, str]] = [
     ("get_history", {"limit": 501}, 400, "bad_field", "limit", ""),
     ("get_history", {"before": 0}, 400, "bad_field", "before", ""),
     ("get_revisions", {"name": "nobody"}, 404, "not_found", "", "'default/nobody'"),
+    ("get_backup", {"backup_id": "another"}, 404, "not_found", "", "there is no such backup"),
+    ("get_backup", {"page": 10**6}, 400, "bad_field", "page", "must be 0 to"),
     ("wait_for_goal", {"goal_id": "g999999"}, 404, "not_found", "", "never given"),
     ("wait_for_goal", {"goal_id": "nonsense"}, 404, "not_found", "", "never given"),
     ("wait_for_goal", {"goal_id": "g1", "timeout_s": 31}, 400, "bad_field", "timeout_s", ""),

@@ -221,6 +221,28 @@ async def test_what_happened_and_who_did_it(muster: Muster) -> None:
             kinds = {event["kind"] for event in await muster.ok("events", "audited")}
 
 
+async def test_a_backup_is_written_and_restored(muster: Muster) -> None:
+    assert (await muster.ok(*deploy("kept", "1")))["result"] == "succeeded"
+    written = await muster.ok("backup", "kept.muster")
+    file = muster.directory / "kept.muster"
+    assert (written["file"], written["size_bytes"]) == ("kept.muster", file.stat().st_size)
+    refused, _ = await muster.fails(2, "backup", "kept.muster")
+    assert refused["error"]["field"] == "FILE", "it is not replaced by chance"
+
+    assert (await muster.ok(*deploy("kept", "2")))["result"] == "succeeded"
+    declined = await muster.run("restore", "kept.muster", given="n\n")
+    assert declined.exit_code == 1
+    assert (await muster.ok("info", "kept"))["version"] == "2"
+    restored = await muster.ok("restore", "kept.muster", "--yes")
+    assert restored["goal_ids"] != []
+    assert (restored["failed"], restored["pending"]) == ({}, [])
+    assert (await muster.ok("info", "kept"))["version"] == "1"
+    file.write_bytes(b"no backup")
+    refused, words = await muster.fails(2, "restore", "kept.muster", "--yes")
+    assert refused["error"]["code"] == "bad_field"
+    assert "no backup of Muster's" in words
+
+
 async def test_a_plan_and_a_dry_run_tell_the_same_and_change_nothing(muster: Muster) -> None:
     await muster.ok(*deploy("planned", "1"))
     planned = await muster.ok("plan", "scale", "planned", "3")

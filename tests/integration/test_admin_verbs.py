@@ -435,6 +435,32 @@ async def test_every_refusal_has_its_code_its_status_and_the_path_of_its_field_a
     assert {verb for verb, *_ in REFUSALS} == {*COMMANDS, *QUERIES}
 
 
+async def test_a_backup_is_fetched_checked_and_restored(desk: AdminDesk) -> None:
+    admin = desk.admin
+    await desk.done(await admin.deploy(deploy("kept", route_prefix="/kept")))
+    data = await admin.fetch_backup()
+    await desk.done(await admin.deploy(deploy("kept", "v2", route_prefix="/kept")))
+    await desk.done(await admin.deploy(deploy("later")))
+    before = await recorded(desk)
+    checked = await admin.send_backup(data, confirm=False)
+    assert "deployments" in checked.summary
+    assert checked.goal_ids == []
+    assert await recorded(desk) == before, "it was only checked"
+
+    reply = await admin.send_backup(data, confirm=True)
+    assert reply.summary == checked.summary
+    assert reply.goal_ids
+    for goal_id in reply.goal_ids:
+        goal = await desk.ended(goal_id)
+        assert goal.status is GoalStatus.SUCCEEDED, goal.error
+    kept = await admin.get_deployment_info("kept")
+    assert (kept.status, kept.version, kept.route_prefix) == (DeploymentStatus.HEALTHY, "v1", "/kept")
+    with pytest.raises(NotFound):
+        await admin.get_deployment_info("later")
+    (entry,) = await admin.get_history(q.GetHistory(limit=1))
+    assert (entry.verb, entry.request["backup"]) == ("restore", reply.summary)
+
+
 async def recorded(desk: AdminDesk) -> list[tuple[str, str, str]]:
     """What people decide, as the database has it."""
     rows = await desk.plane.fetch(
