@@ -11,4 +11,4 @@ class WrongBatchResult(RuntimeError):
 
 
 class BatchCancelled(RuntimeError):
-    """The batch function was cancelled, though callers were waiting; it or something that it awaited did so itself."""
+    """The batch function was cancelled, though callers were waiting: its event loop is being closed."""

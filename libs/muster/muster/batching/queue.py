@@ -50,7 +50,7 @@ class WaitingCall:
         self.arrived_at = arrived_at
         self.deadline = deadline
         """By the same clock as ``arrived_at``."""
-        self.size_error: Exception | None = None
+        self.size_error: BaseException | None = None
         """Why it has no size; then it is in no batch."""
 
 
@@ -95,7 +95,7 @@ class BatchQueue(Generic[C]):
     """The calls that wait, of one function and one instance."""
 
     def __init__(self, rules: BatchRules) -> None:
-        self.last_misfit_error: Exception | None = None
+        self.last_misfit_error: BaseException | None = None
         """What ``batch_size_fn`` raised for items together that it could size alone; they are then batched apart."""
         self._rules = rules
         self._lines: dict[str, _Line[C]] = {}
@@ -203,7 +203,7 @@ class BatchQueue(Generic[C]):
             else:
                 try:
                     size = measure(rules.batch_size_fn, (*line.next_batch, call))
-                except Exception as error:  # noqa: BLE001 - it is the user's function, and the caller is told
+                except BaseException as error:  # noqa: BLE001 - it is the user's function, and the caller is told
                     if line.next_batch:
                         self.last_misfit_error = error
                         line.is_closed = True

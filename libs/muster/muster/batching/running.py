@@ -21,7 +21,7 @@ from muster.batching.errors import BatchCancelled, WrongBatchResult
 from muster.batching.traces import begin_batch, below, end_batch
 from muster.context import batch_contexts
 from serve_common.request_context import RequestContext, request_context
-from serve_common.tasks import OwnedTask, TaskOwner
+from serve_common.tasks import OwnedTask, TaskOwner, cancellations
 from serve_common.tracing.spans import Span
 
 _log = structlog.get_logger(__name__)
@@ -97,10 +97,12 @@ class RunningBatch:
         except asyncio.CancelledError as error:
             if self._is_unwanted:
                 return  # nobody waits, and that is why
+            if not cancellations():
+                failure = error  # the function's own
+                return
             failure = BatchCancelled(f"{self._function.__qualname__} was cancelled")
             failure.__cause__ = error
-            if _is_cancelled():
-                raise  # by whoever closes the event loop
+            raise  # by whoever closes the event loop
         except BaseException as error:  # noqa: BLE001 - also a SystemExit is for the callers, not for the event loop
             if not self._wanted:
                 _log.warning("unwanted_batch_failed", function=self._function.__qualname__, error=repr(error))
@@ -197,8 +199,3 @@ def shared_context(contexts: Sequence[RequestContext | None]) -> RequestContext 
 
 def _common(values: set[str]) -> str:
     return values.pop() if len(values) == 1 else ""
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

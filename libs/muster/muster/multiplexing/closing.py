@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import structlog
 
+from serve_common.tasks import cancellations
+
 _log = structlog.get_logger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 30.0
@@ -29,7 +31,9 @@ async def close_model(model_id: str, held: list[Any]) -> None:
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await _close(held[0])
-    except Exception as error:  # noqa: BLE001 - it is the user's code, and nobody waits for it
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and cancellations():
+            raise
         _log.exception("model_not_closed", model_id=model_id, error=repr(error))
     if await asyncio.to_thread(_let_go, held):
         _log.info("model_still_referenced", model_id=model_id)

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 
 import msgspec
 
+from serve_common.tasks import cancellations
 from serve_common.wires.frames import Headers, RequestHead
 from serve_replica_host.replica.incoming import IncomingFrames
 from serve_replica_host.replica.outgoing import OutgoingBody, OutgoingMessages
@@ -92,6 +93,14 @@ class Exchange:
         """When something came from its router last."""
         self.deadline = now + head.timeout_s
         """By which the answer must begin."""
+
+
+def is_cancellation(exchange: Exchange, error: BaseException) -> bool:
+    """Whether ``error`` comes of the cancelling of the running task, which works on ``exchange``.
+
+    A CancelledError that nobody asked for is the user code's own, an error like any other.
+    """
+    return isinstance(error, asyncio.CancelledError) and (exchange.is_dropped or cancellations() > 0)
 
 
 # These are seen by the garbage collector: an exchange may hold what holds it, and would then never be freed.

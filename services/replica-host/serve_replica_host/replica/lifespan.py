@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import structlog
 from starlette.types import ASGIApp, Message
 
-from serve_common.tasks import TaskOwner
+from serve_common.tasks import TaskOwner, cancellations
 from serve_replica_host.replica.import_path import UserCodeUnusable
 from serve_replica_host.replica.tracebacks import error_line, user_traceback
 
@@ -44,6 +44,8 @@ class Lifespan:
         if said is None:
             # As every ASGI server has it: who raises before a word about lifespan does not know the protocol.
             self._is_supported = False
+            if self._failure is not None and not isinstance(self._failure, Exception):
+                raise self._failure  # that says no more than that it wants to end
             if self._failure is not None:
                 _log.info("lifespan_unsupported", error=error_line(self._failure))
         elif said["type"] == "lifespan.startup.failed":
@@ -78,7 +80,9 @@ class Lifespan:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}
         try:
             await self.application(scope, self._events.get, self._said.put)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; `start` and `stop` tell it
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and cancellations():
+                raise
             self._failure = error
         finally:
             self._said.put_nowait(None)

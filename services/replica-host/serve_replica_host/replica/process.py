@@ -9,7 +9,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, final
 
 import msgspec
@@ -98,10 +98,10 @@ class ReplicaProcess:
             publish_models=self._publish_models,
         )
         set_replica_context(context)
-        try:
-            self._code = self._user.submit(self._construct(context)).result()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            return user_traceback(error)
+        error = self._call_user(self._construct, context)
+        if error is not None:
+            return error
+        assert self._code is not None, "it was constructed"
         self._tracing = _open_tracing(self._order)
         if self._tracing is not None:
             from serve_replica_host.adapters.span_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
@@ -165,11 +165,12 @@ class ReplicaProcess:
             self._tracing.close(_STOP_TIMEOUT_S)
 
     def _call_user(self, method: Callable[..., Any], *arguments: Any) -> str | None:
+        """None, or the traceback of what the user's code raised."""
         try:
-            self._user.submit(method(*arguments)).result()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything
-            return user_traceback(error)
-        return None
+            error = self._user.submit(_error_of(method(*arguments))).result()
+        except Exception as gone:  # noqa: BLE001 - the loop has ended
+            error = gone
+        return None if error is None else user_traceback(error)
 
     @staticmethod
     async def _stop(code: UserCode) -> None:
@@ -182,11 +183,11 @@ class ReplicaProcess:
         if self._connection is not None:
             self._bus.loop.call_soon_threadsafe(self._tell_models, self._connection)
 
-    async def _construct(self, context: ReplicaContext) -> UserCode:
+    async def _construct(self, context: ReplicaContext) -> None:
         def constructed(target: object) -> None:
             context.servable_object = target
 
-        return await UserCode.construct(self._order.goal, self._order.app_dir, constructed)
+        self._code = await UserCode.construct(self._order.goal, self._order.app_dir, constructed)
 
     # -- on the bus loop ------------------------------------------------------------------------------------------
 
@@ -274,6 +275,15 @@ class ReplicaProcess:
             await self._tasks.close(_STOP_TIMEOUT_S)
         desk.write_metrics()
         self._write_handle_metrics()
+
+
+async def _error_of(work: Awaitable[None]) -> BaseException | None:
+    """What ``work`` raises, as a result: asyncio takes it for its own if a task raises SystemExit or is cancelled."""
+    try:
+        await work
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything
+        return error
+    return None
 
 
 async def _connect(connection: BusConnection) -> None:

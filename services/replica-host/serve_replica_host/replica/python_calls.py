@@ -17,7 +17,7 @@ import structlog
 
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
-from serve_replica_host.replica.exchange import Answered, Exchange, Failed, ToBus
+from serve_replica_host.replica.exchange import Answered, Exchange, Failed, ToBus, is_cancellation
 from serve_replica_host.replica.passed_on import failed_by, is_passed_on
 from serve_replica_host.replica.python_streams import send_items
 from serve_replica_host.replica.tracebacks import error_line, user_traceback
@@ -57,7 +57,9 @@ async def answer(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], o
         return await send_items(code, result, exchange, to_bus, lambda item: _encode(item, head))
     except BadField as error:  # there is no such method
         return Failed(exchange, error.error_code, error.status_hint, str(error))
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - it is the user's code that raised it
+    except BaseException as error:
+        if is_cancellation(exchange, error):
+            raise
         return _raised(exchange, head, error)
 
 
@@ -131,7 +133,7 @@ def _pickled(error: BaseException) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(error)
         restored = pickle.loads(data)  # noqa: S301 - our own bytes
-    except Exception as failure:  # noqa: BLE001 - the exception's own code; its text still travels
+    except BaseException as failure:  # noqa: BLE001 - the exception's own code; its text still travels
         if isinstance(error, ServeError):
             return pickle.dumps(_plainer(error))
         _log.warning("exception_not_pickled", exception=type(error).__name__, reason=error_line(failure))

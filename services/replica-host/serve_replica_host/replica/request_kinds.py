@@ -20,7 +20,15 @@ from serve_replica_host.replica.answer_stream import AnswerStream
 from serve_replica_host.replica.answers import TEXT, NotAnAnswer, PlainStream, WholeAnswer, to_answer
 from serve_replica_host.replica.asgi_http import CallerGone, HttpSender
 from serve_replica_host.replica.contexts import answer_begun
-from serve_replica_host.replica.exchange import Answered, Ended, Exchange, Failed, Taken, ToBus
+from serve_replica_host.replica.exchange import (
+    Answered,
+    Ended,
+    Exchange,
+    Failed,
+    Taken,
+    ToBus,
+    is_cancellation,
+)
 from serve_replica_host.replica.http_request import LazyRequest, http_scope, websocket_scope
 from serve_replica_host.replica.lifespan import Lifespan
 from serve_replica_host.replica.request_body import BodyReader
@@ -32,7 +40,6 @@ _log = structlog.get_logger(__name__)
 _FORBIDDEN: Final = 403
 _SERVER_ERROR: Final = (500, [(b"content-type", b"text/plain; charset=utf-8")], b"Internal Server Error")
 """What ASGI servers say for an application that says nothing."""
-_FAILURES: Final = (Exception, SystemExit, KeyboardInterrupt)
 _GONE: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
 """What frameworks raise when the caller has left."""
 
@@ -109,7 +116,9 @@ class RequestKinds:
         sender = HttpSender(exchange, self._to_bus, reader)
         try:
             await asgi.application(http_scope(exchange.head, asgi.state), reader, sender)
-        except _FAILURES as error:
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
             if _has_left(exchange, error):
                 return Ended(exchange)
             log_raised(exchange, error)
@@ -127,7 +136,9 @@ class RequestKinds:
         has_raised = False
         try:
             await asgi.application(websocket_scope(exchange.head, asgi.state), socket.receive, socket.send)
-        except _FAILURES as error:
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
             has_raised = True
             if not _has_left(exchange, error):
                 log_raised(exchange, error)

@@ -31,6 +31,7 @@ from serve_replica_host.replica.exchange import (
     Room,
     ToBus,
     ToUser,
+    is_cancellation,
 )
 from serve_replica_host.replica.passed_on import failed_by, is_passed_on
 from serve_replica_host.replica.request_kinds import RequestKinds, log_raised, make_reader
@@ -127,19 +128,14 @@ class UserSide:
             if self._traces is not None:
                 enter_trace(exchange, self._traces)
             outcome = await self._kinds.answer(exchange)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if exchange.is_dropped or task is None or task.cancelling():
-                raise
-            # Nobody cancelled it: the user's code raised this by its own doing.
-            log_raised(exchange, error)
-            outcome = _raised(exchange, error)
         except HTTPException as error:
             answer = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
             outcome = Answered(exchange, error.status_code, answer.raw_headers, bytes(answer.body))
         except BadField as error:
             outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
-        except BaseException as error:  # noqa: BLE001 - it is the user's code that raised it
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
             if isinstance(error, ServeError) and is_passed_on(error):
                 outcome = failed_by(exchange, error)
             else:
