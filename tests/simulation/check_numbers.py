@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from serve_common.names import GoalId, ReplicaTag
+from serve_common.wires.host import HostGoal
 from serve_common.wires.views import GoalStatus
 from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
@@ -46,6 +47,19 @@ class NumbersRise:
     def __init__(self, world: World) -> None:
         self.world = world
         self.tags: set[ReplicaTag] = set()
+        self.sent: set[ReplicaTag] = set()
+        """What a leader began to tell some host to run."""
+
+    def save(self) -> set[ReplicaTag]:
+        return set(self.tags)
+
+    def go_back(self, saved: set[ReplicaTag], _: int) -> None:
+        """As `SnapshotsAreTrue.go_back`: of lost tags, those that no host was ever sent may be given again then."""
+        if self.world.is_loss_unknown:
+            self.tags &= saved | self.sent
+
+    def on_goal_sent(self, goal: HostGoal) -> None:
+        self.sent.update(replica.replica_tag for replica in goal.replicas)
 
     def on_commit(
         self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object

@@ -85,6 +85,18 @@ class SnapshotsAreTrue:
     def __init__(self, world: World) -> None:
         self.world = world
         self.recorded: dict[tuple[str, int], Snapshot] = {}
+        self.published: set[tuple[str, int]] = set()
+        """What a leader began to put: somebody may have seen it."""
+
+    def save(self) -> set[tuple[str, int]]:
+        return set(self.recorded)
+
+    def go_back(self, saved: set[tuple[str, int]], _: int) -> None:
+        """Numbers of lost snapshots that were recorded and never put may be given again, where nobody at all is left
+        who could tell of anything that is lost: they name nothing that a router has, had, or could yet be sent."""
+        if self.world.is_loss_unknown:
+            kept = saved | self.published
+            self.recorded = {number: value for number, value in self.recorded.items() if number in kept}
 
     def on_commit(
         self,
@@ -123,6 +135,7 @@ class SnapshotsAreTrue:
                 self.world.check(False, lambda t=f"routers are given {routed} of {tag}, not {serving}": t)
 
     def on_publish(self, key: str, snapshot: Snapshot) -> None:
+        self.published.add((key, snapshot.snapshot_id))
         self.world.check(
             self.recorded.get((key, snapshot.snapshot_id)) == snapshot,
             f"{key} {snapshot.snapshot_id} was published and is not recorded so",

@@ -59,6 +59,8 @@ class World(Kernel):
         self.lost_goals: set[GoalId] = set()
         self.unseen_goals: set[GoalId] = set()
         """Those of them of which nothing had come to anybody: nobody can know that their ids were given."""
+        self.is_loss_unknown = False
+        """The store went back, nobody outside has seen a number that it lost, and no controller lives that gave one."""
         self.traced: list[str] = []
         self._ordered_at: dict[str, float] = {}
         self.hosts: list[SimHost] = []
@@ -117,8 +119,10 @@ class World(Kernel):
             self.store.restore(saved)
             goals = {goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals}
             self.lost_goals |= goals
-            if not self._is_store_behind():
+            is_behind = self._is_store_behind()
+            if not is_behind:
                 self.unseen_goals |= goals
+            self.is_loss_unknown = not is_behind and not self.is_restore_unnoticed
             self.checks.go_back(judged, self.store.epoch)
             for client in self.clients:
                 client.lose(self.lost_goals)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from immutables import Map
 
-from serve_common.names import GoalId, HostId, ProxyId, replica_tag
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId, replica_tag
 from serve_common.subjects import HTTP_KEY, backend_key
 from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
 from serve_common.wires.proxy import ProxyReport
@@ -181,6 +181,31 @@ def test_what_ran_by_a_goal_that_is_not_lost_is_not_adopted() -> None:
     draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
     after = reconcile(draft.checkpoint(), observed, EPOCH, NOW).checkpoint
     assert replica_tag(TAG, 3) not in after.replicas_of(TAG)
+
+
+def test_what_may_have_been_told_to_stop_is_never_adopted() -> None:
+    """Its backend was made by a lost goal, and is made again; or it served only after the first look at its host."""
+    other = replica_tag(BackendTag("default/b"), 6)
+    stray = ReplicaReport(replica_tag=other, status=ReplicaStatus.RUNNING, config_version=1)
+    running = ReplicaReport(replica_tag=replica_tag(TAG, 7), status=ReplicaStatus.RUNNING, config_version=1)
+    starting = msgspec.structs.replace(running, status=ReplicaStatus.STARTING)
+    checkpoint, observed = restored()
+    observed = observe_host(observed, report(sequence=3, replicas=[stray, starting]), NOW)
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    plan = reconcile(draft.checkpoint(), observed, EPOCH, NOW)
+    (sent,) = [action.goal for action in plan.actions if isinstance(action, SendHostGoal)]
+    assert not {other, running.replica_tag} & {r.replica_tag for r in sent.replicas}
+    made_again = checkpoint_of(
+        msgspec.structs.replace(backend_of(V1), backend_tag=BackendTag("default/b")), base=plan.checkpoint
+    )
+    # Whoever leads then does not know what this leader has sent; the host has yet to say that it obeys.
+    heard = msgspec.structs.replace(
+        observe_host(observed_hosts("host-1"), report(sequence=4, replicas=[stray, running]), NOW),
+        bucket=Map(),
+    )
+    after = reconcile(made_again, heard, EPOCH + 1, NOW + 1).checkpoint
+    assert other not in after.replicas_of(BackendTag("default/b"))
+    assert running.replica_tag not in after.replicas_of(TAG)
 
 
 def test_configurations_are_given_numbers_that_no_replica_has() -> None:

@@ -269,6 +269,9 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     holder: str = ""
     """`observed.holder_of` the incarnation that this id belongs to, so that a new leader believes no other one while
     that lives; empty before it was recorded."""
+    adopted_epoch: int = 0
+    """The `Counters.restored_epoch` after which what the host ran by lost goals was adopted; 0 for none. Whatever was
+    left out then may have been told to stop."""
 
 
 class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):

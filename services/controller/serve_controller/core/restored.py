@@ -224,13 +224,18 @@ def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: 
     """Record what a host runs by a goal that is lost, for backends that are there; returns which these are.
 
     It serves, perhaps alone: recorded as replicas of whatever version they are, they are replaced, or are too many, by
-    the same rules as all others, so they stop only as far as what is wanted serves.
+    the same rules as all others, so they stop only as far as what is wanted serves. That is done once, before the host
+    is told anything: what is left out then is told to stop, and routers must not be sent there by a later look.
     """
     host, counters = observed.hosts.get(host_id), draft.counters
     if host is None or host.report.epoch >= counters.restored_epoch or host.report.leaving:
         return set()
+    record = draft.hosts[host_id]
+    if record.adopted_epoch == counters.restored_epoch:
+        return set()
     if host_status(observed, host_id, now) is HostStatus.LOST:
         return set()
+    draft.put(msgspec.structs.replace(record, adopted_epoch=counters.restored_epoch))
     adopted: dict[BackendTag, list[ReplicaReport]] = {}
     for tag, report in sorted(host.replicas.items()):
         backend_tag = backend_tag_of(tag)
