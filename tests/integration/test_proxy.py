@@ -69,28 +69,38 @@ async def test_requests_are_routed_and_errors_are_json(stack: Stack) -> None:
     assert (await stack.get("/echo?418"))[0] == 418
 
 
-async def test_what_headers_tell_the_proxy_reaches_the_replica_or_is_refused_by_name(stack: Stack) -> None:
-    (replica,) = await stack.serve(R0)
-    told = {
-        "serve_multiplexed_model_id": "m1",
-        "X-Forwarded-For": "203.0.113.7",
-        "X-Forwarded-Proto": "https",
-        "X-Serve-Relative-SLO-MS": "20000",
-    }
-    for data in (b"", iter_of(b"slow")):  # the short way and the long one
-        assert (await stack.get("/echo", "POST", data=data, headers=told))[0] == 200
-        head = replica.seen[-1]
-        assert head.call is not None
-        assert (head.call.model_id, head.client, head.scheme) == ("m1", "203.0.113.7:0", "https")
-        assert dict(head.headers)[b"x-forwarded-for"] == b"203.0.113.7, 127.0.0.1"
-        assert head.timeout_s <= 20.0
-    count = len(replica.seen)
-    status, body, headers = await stack.get("/echo", headers={"X-Request-Timeout-Seconds": "soon"})
-    assert (status, headers["Content-Type"]) == (400, "application/problem+json")
-    assert "x-request-timeout-seconds" in json.loads(body)["detail"]
-    status, body, _ = await stack.get("/echo", headers={"X-Serve-Absolute-SLO-MS": "1000"})
-    assert (status, json.loads(body)["code"]) == (504, "deadline_exceeded")
-    assert len(replica.seen) == count
+@pytest.mark.parametrize("hops", [0, 1])
+async def test_what_headers_tell_the_proxy_reaches_the_replica_or_is_refused_by_name(
+    server: NatsServer, hops: int
+) -> None:
+    async with running_stack(server, forwarded_hops=hops) as stack:
+        (replica,) = await stack.serve(R0)
+        told = {
+            "serve_multiplexed_model_id": "m1",
+            "X-Forwarded-For": "203.0.113.7",
+            "X-Forwarded-Proto": "https",
+            "X-Serve-Relative-SLO-MS": "20000",
+        }
+        for data in (b"", iter_of(b"slow")):  # the short way and the long one
+            assert (await stack.get("/echo", "POST", data=data, headers=told))[0] == 200
+            head = replica.seen[-1]
+            assert head.call is not None
+            assert head.call.model_id == "m1"
+            forwarded = [value for name, value in head.headers if name == b"x-forwarded-for"]
+            if hops:
+                assert (head.client, head.scheme) == ("203.0.113.7:0", "https")
+                assert forwarded == [b"203.0.113.7, 127.0.0.1"]
+            else:
+                assert (head.client.partition(":")[0], head.scheme) == ("127.0.0.1", "http")
+                assert forwarded == [b"127.0.0.1"]
+            assert head.timeout_s <= 20.0
+        count = len(replica.seen)
+        status, body, headers = await stack.get("/echo", headers={"X-Request-Timeout-Seconds": "soon"})
+        assert (status, headers["Content-Type"]) == (400, "application/problem+json")
+        assert "x-request-timeout-seconds" in json.loads(body)["detail"]
+        status, body, _ = await stack.get("/echo", headers={"X-Serve-Absolute-SLO-MS": "1000"})
+        assert (status, json.loads(body)["code"]) == (504, "deadline_exceeded")
+        assert len(replica.seen) == count
 
 
 async def iter_of(data: bytes):

@@ -54,13 +54,16 @@ async def test_a_shadow_sees_what_the_real_backend_sees_and_its_answers_are_drop
     await stack.put_backend(N0, tag=NEW)
     await stack.applied(await stack.put_endpoint(shadows={NEW: 1.0}))
     body = b"x" * (2 * MIB + 1)
-    for path, sent, outcome, count in (
-        ("/echo?1", b"a", "answered", 1),
-        ("/echo/raise", b"b", "error", 1),
-        (f"/echo/big?{2 * MIB}", b"c", "answered", 2),
-        ("/echo", body, "answered", 3),
+    for path, sent, expected, outcome, count in (
+        ("/echo?201", b"a", 201, "answered", 1),
+        ("/echo/raise", b"b", 500, "error", 1),
+        (f"/echo/big?{2 * MIB}", b"c", 200, "answered", 2),
+        ("/echo", body, 200, "answered", 3),
     ):
-        _, _, headers = await stack.get(path, "POST", data=iter_of(sent), headers={"X-Request-ID": "same"})
+        status, _, headers = await stack.get(
+            path, "POST", data=iter_of(sent), headers={"X-Request-ID": "same"}
+        )
+        assert status == expected
         if "x-replica" in headers:
             assert headers["x-replica"] == R0
         await until_shadows(stack, outcome, count)  # copies are in no order among each other
