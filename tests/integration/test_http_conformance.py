@@ -432,6 +432,20 @@ async def test_a_request_whose_end_comes_apart_is_answered_before_one_that_is_no
     assert answers[1].status == 400
 
 
+async def test_a_body_that_came_in_parts_takes_no_request_behind_it_along(world: World) -> None:
+    sent = chunked(b"2\r\nhi\r\n0\r\n\r\n")
+    async with world.client() as client:
+        client.writer.write(get() + sent[:-2])
+        assert (await client.answer()) is not None  # so that the rest comes by itself
+        behind = post(b"Content-Length: 2\r\n", b"ho") + get(target=b"/echo/last")
+        client.writer.write(sent[-2:] + behind + b"\0")
+        answers = []
+        while (answer := await client.answer()) is not None:
+            answers.append(answer)
+    assert [answer.status for answer in answers] == [200, 200, 200, 400]
+    assert [answer.body for answer in answers[:-1]] == [b"hi", b"ho", b""]
+
+
 async def test_what_looks_like_the_end_of_many_heads_is_a_body_all_the_same(world: World) -> None:
     body = b"\r\n\r\n" * 50_000
     async with world.client() as client:

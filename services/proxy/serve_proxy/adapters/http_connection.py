@@ -151,7 +151,11 @@ class HttpConnection(web.RequestHandler):
         self._request_count += len(messages)
         self._messages.extend(messages)
         if payload.total_bytes and not payload.is_eof() and not upgraded:
-            self.pause_reading()  # whoever wants the body reads on; until then it takes memory that nobody granted
+            # Whoever wants the body reads on; until then it takes memory that nobody granted. The parser is not told,
+            # as `pause_reading` would: it holds nothing back now, and would stop inside what comes next, which may hold
+            # a good request before one that is not understood.
+            self._reading_paused = True
+            self._pause_transport_reading()
         if self._fast is None:
             self._wake()
         if not self._buffer_paused and len(self._messages) >= self._max_msg_queue_size:
