@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import time
 import uuid
@@ -260,3 +261,20 @@ async def test_a_client_whose_server_takes_nothing_is_closed_with_its_socket(tmp
         assert writer.get_extra_info("socket").fileno() == -1
     finally:
         server.kill()
+
+
+async def test_who_is_told_to_stop_while_it_connects_stops(server: NatsServer) -> None:
+    """At whatever turn of the loop: the library loses a cancellation that comes together with a result."""
+    for turns in itertools.count():
+        connecting = asyncio.create_task(connected(server, Subjects()))  # noqa: TID251 - the test is its owner
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not connecting.cancel():
+            await close_nats(await connecting)
+            break
+        async with asyncio.timeout(30):
+            await asyncio.wait([connecting])
+        if not connecting.cancelled():
+            await close_nats(connecting.result())
+        assert connecting.cancelled(), f"cancelled after {turns} turns of the loop"
+    assert turns > 5, "it was cut short"

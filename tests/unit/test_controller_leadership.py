@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -140,3 +141,27 @@ async def test_a_lost_answer_while_loading_is_tried_again_under_a_higher_epoch(
     tasks.start(Leadership(ONE, store, leading).run(), "run")
     assert await next_of(leading.epochs) == 2
     await tasks.close(timeout_s=20.0)
+
+
+async def test_who_waits_for_the_store_ends_also_when_its_cancellation_is_lost_on_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drivers lose one that comes together with a result."""
+    store, tasks, asked = store_of_now(), TaskOwner("one"), asyncio.Event()
+
+    async def loses_it(*_: object) -> None:
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(store, "acquire_leadership", loses_it)
+    running = tasks.start(Leadership(ONE, store, Leading()).run(), "run")
+    async with asyncio.timeout(30.0):
+        await asked.wait()
+    monkeypatch.setattr(store, "acquire_leadership", holds_another)
+    await tasks.close(timeout_s=20.0)
+    assert running.is_done
+
+
+async def holds_another(*_: object) -> None:
+    """Another controller leads."""

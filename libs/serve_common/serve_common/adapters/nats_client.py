@@ -20,6 +20,7 @@ from serve_common.adapters.nats_login import login_of
 from serve_common.bus.options import Login
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.settings import BusSettings
+from serve_common.tasks import cancellations, raise_if_cancelled
 
 _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
@@ -49,17 +50,20 @@ async def connect_nats(
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + deadline_s
+    known = cancellations()
     while True:
         client = NatsClient()
         try:
             # The library's own first connect tries for ever, also with a password that is wrong.
             async with asyncio.timeout(min(_ATTEMPT_S, max(give_up_at - loop.time(), 0.1))):
                 await _connect_once(client, settings, login=login, name=name, tls=tls, told=told)
+            raise_if_cancelled(known)
         except asyncio.CancelledError:
             await close_nats(client)  # or its socket outlives whoever connects
             raise
         except (NatsError, OSError, TimeoutError) as error:
             await close_nats(client)
+            raise_if_cancelled(known)
             told.note(error)
             if told.is_refused:
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error

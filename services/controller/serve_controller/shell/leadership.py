@@ -97,6 +97,7 @@ class Leadership:
         failures = 0
         is_migrated = has_stood_by = False
         while True:
+            raise_if_cancelled()
             try:
                 if not is_migrated:
                     await self._store.migrate()
