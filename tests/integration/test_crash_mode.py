@@ -157,9 +157,10 @@ async def _die_by_chance(plane: ControlPlane) -> None:
 
 
 async def _put_stray_key(plane: ControlPlane) -> None:
-    """So that there is something to retract: a key that no checkpoint knows."""
+    """So that there is something to retract: a key that no checkpoint knows, below all ids (above them, Postgres would
+    count as restored to an earlier state)."""
     bucket = await plane.client.jetstream().create_key_value(bucket=plane.subjects.bucket)
-    await bucket.put(STRAY_KEY, b'{"snapshot_id":1,"epoch":1,"content":null}')
+    await bucket.put(STRAY_KEY, b'{"snapshot_id":0,"epoch":0,"content":null}')
 
 
 async def _tell_story(plane: ControlPlane) -> list[GoalView]:
