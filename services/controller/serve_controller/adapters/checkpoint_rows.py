@@ -21,7 +21,7 @@ from serve_controller.core.changes import CLASSES, Changes, Key, key_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import CheckpointObject
 
-SCHEMA_VERSION: Final = 7
+SCHEMA_VERSION: Final = 8
 """The format that is written; all from 1 to this one are read."""
 
 _ENCODER: Final = msgspec.json.Encoder()
@@ -33,11 +33,13 @@ _DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
     4: _PRESENT,
     5: _PRESENT,
     6: _PRESENT,
+    7: _PRESENT,
     SCHEMA_VERSION: _PRESENT,
 }
 """By schema version and kind. What came with versions 3 (options of endpoints, companions of replicas, how backends are
-protected), 4 (autoscaling), 5 (access log), 6 (a restored store; whom the ids of hosts and proxies belong to) and 7
-(whom replicas may call) has defaults that mean what was so before, except that replicas of before 7 could call all."""
+protected), 4 (autoscaling), 5 (access log), 6 (a restored store; whom the ids of hosts and proxies belong to), 7 (whom
+replicas may call) and 8 (after which restore a host's replicas were adopted) has defaults that mean what was so before,
+except that replicas of before 7 could call all."""
 
 
 class Row(msgspec.Struct, frozen=True):
