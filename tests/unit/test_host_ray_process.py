@@ -301,7 +301,7 @@ def is_gone(process: RayProcess) -> bool:
     [
         ("said(b'\\x80\\x04garbage'); time.sleep(60)", "broke the protocol"),
         ("host.sendall(b'\\xff\\xff\\xff\\xff' + b'x' * 1000); time.sleep(60)", "broke the protocol"),
-        ("host.sendall(b'\\x00\\x00'); host.close(); time.sleep(60)", "broke the protocol"),
+        ("host.sendall(b'\\x00\\x00'); host.shutdown(2); time.sleep(60)", "broke the protocol"),
         ("os.kill(os.getpid(), 9)", "killed by SIGKILL"),
         ("sys.exit(3)", "exited with 3"),
     ],
