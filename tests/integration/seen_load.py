@@ -26,6 +26,7 @@ from serve_common.wires.views import GoalStatus
 APP_DIR: Final = Path(__file__).with_name("seen_app")
 SLOTS, QUEUED_MAX, BURST = 4, 8, 40
 _CHANGE_LIMIT_S: Final = 120.0
+_DEATH_EVERY_S: Final = 5.0
 
 
 async def deploy(admin: AdminClient) -> None:
@@ -74,7 +75,7 @@ async def _all_done(admin: AdminClient, replies: list[ChangeReply]) -> None:
 
 @asynccontextmanager
 async def under_load(http_url: str) -> AsyncIterator[None]:
-    """Load without a pause inside the block. A replica dies at its beginning, and one is woken."""
+    """Load without a pause inside the block. A replica dies now and then, and one is woken."""
     async with aiohttp.ClientSession(http_url, timeout=aiohttp.ClientTimeout(total=20)) as session:
         models = itertools.cycle(("a", "b", "c"))
         kinds: list[Callable[[], Awaitable[None]]] = [
@@ -89,8 +90,8 @@ async def under_load(http_url: str) -> AsyncIterator[None]:
             lambda: _talk(session),
             lambda: _get(session, "/asleep"),
             lambda: _get(session, "/nowhere"),
+            lambda: _die(session),
         ]
-        await _get(session, "/quiet?die=1")
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(_for_ever(kind)) for kind in kinds]
             try:
@@ -119,6 +120,12 @@ async def _burst(session: aiohttp.ClientSession) -> None:
     """More than may wait."""
     await asyncio.gather(*(_get(session, "/seen/wait?s=0.1") for _ in range(BURST)))
     await asyncio.sleep(0.5)
+
+
+async def _die(session: aiohttp.ClientSession) -> None:
+    """Again and again: a start that is the first of its series is none that Prometheus' `rate` could see."""
+    await _get(session, "/quiet?die=1")
+    await asyncio.sleep(_DEATH_EVERY_S)
 
 
 async def _talk(session: aiohttp.ClientSession) -> None:
