@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 PACKAGES := libs/serve_common libs/muster services/controller services/proxy services/replica-host
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
-	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-scale bench-autoscaling bench-scaling \
+	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
 	dashboards compose-up compose-down secrets plain-conf lock clean
 
 help: ## Show this list
@@ -84,6 +84,9 @@ bench-hangs: $(STAMP) ## Stop nats-server for 4, 12 and 25 s under load, idle an
 
 bench-restored: $(STAMP) ## Restore Postgres to a state of 20 changes ago under load, again and again; backups under changes
 	$(PY) -m tests.bench.restored
+
+bench-uploads: $(STAMP) ## Bring one proxy 300 uploads of 5 MiB at once, and look at how soon each is answered, and at its memory
+	$(PY) -m tests.bench.uploads
 
 bench-scale: $(STAMP) ## Measure the controller beside up to 10,000 replicas on 1,000 simulated hosts
 	$(PY) -m tests.bench.scale

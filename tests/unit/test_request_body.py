@@ -168,3 +168,38 @@ def test_an_upload_gets_on_to_its_replicas_credit_however_full_the_room_is() -> 
     assert at == CREDIT_FRAMES
     body.release(CREDIT_FRAMES)
     assert body.has_room
+
+
+async def test_uploads_that_are_kept_for_a_second_sending_do_not_fill_the_room_for_ever() -> None:
+    """Each has sent too little since its replica's last credit to get the next one, which would let go of the rest."""
+    room = UploadRoom(bytes_max=2 * (CREDIT_FRAMES + 1) * FAIR_BYTES)
+    bodies = [RequestBody(bytes(FAIR_BYTES), room) for _ in range(2)]
+    for at in range(CREDIT_FRAMES + 1):
+        for body in bodies:
+            assert len(sent(body, at)) == 1
+            if at < CREDIT_FRAMES:
+                body.release(at + 1)
+                body.add(bytes(FAIR_BYTES))
+    assert room.is_full
+    waiting = [await waits(body) for body in bodies]
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting)
+    assert [body.piece(CREDIT_FRAMES) is None for body in bodies] == [False, False], (
+        "what was not taken is kept"
+    )
+
+
+async def test_what_may_have_to_be_sent_again_from_its_beginning_is_kept_however_full_the_room_is() -> None:
+    room = UploadRoom(bytes_max=2 * FAIR_BYTES)
+    body = RequestBody(bytes(FAIR_BYTES), room)
+    first = sent(body)
+    body.release(1)
+    body.restart()
+    body.add(bytes(FAIR_BYTES))
+    assert room.is_full
+    producer = await waits(body)
+    assert not producer.done()
+    assert body.is_from_start
+    assert sent(body)[: len(first)] == first
+    body.close()
+    await producer

@@ -156,6 +156,8 @@ class Outgoing:
         """End the attempt on this side: what still comes for it is not heard."""
         if call.attempt is not None:
             self._replies.forget(call.attempt.token)
+            if call.attempt.upload is not None:
+                call.attempt.upload.restart()
             call.attempt = None
             if call.ask.trace is not None:
                 call.ask.trace.attempt_ended(call.status)

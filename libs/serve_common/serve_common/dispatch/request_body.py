@@ -23,8 +23,8 @@ BODIES_BYTES_MAX: Final = 48 * 1024 * 1024
 before it is read: a client that is told so at once is better off than one that shares too little with too many."""
 UPLOADS_BYTES_MAX: Final = BODIES_BYTES_MAX // 2
 """What uploads hold together when they are at their fastest. What is beyond it comes slower, and does not fail."""
-UPLOAD_BYTES: Final = 768 * 1024
-"""What one upload needs at least to get on: what was read of it at once, and the frames until its replica's credit."""
+UPLOAD_BYTES: Final = 1024 * 1024
+"""What one upload needs at least to get on: what was read of it ahead, and the frames until its replica's credit."""
 FAIR_BYTES: Final = 64 * 1024
 """What each body may hold however many others there are: the one that has a replica must get on."""
 
@@ -48,12 +48,16 @@ class UploadRoom:
         self._admitted_bytes_max = admitted_bytes_max
         self._waiting: dict[RequestBody, None] = {}
 
-    def admit(self, need_bytes: int) -> bool:
-        """Let a body in that may need so much, until `leave`; False when there is no room for it.
+    def admits(self, need_bytes: int) -> bool:
+        """True when a body that may need so much would be let in now.
 
         One body is let in whatever it needs, so that no request is refused for ever.
         """
-        if self.admitted_bytes and self.admitted_bytes + need_bytes > self._admitted_bytes_max:
+        return not self.admitted_bytes or self.admitted_bytes + need_bytes <= self._admitted_bytes_max
+
+    def admit(self, need_bytes: int) -> bool:
+        """Let a body in that may need so much, until `leave`; False when there is no room for it. Nobody waits."""
+        if not self.admits(need_bytes):
             self.refused += 1
             return False
         self.admitted_bytes += need_bytes
@@ -67,6 +71,11 @@ class UploadRoom:
     def is_full(self) -> bool:
         """True when bodies must wait that have their fair share."""
         return self.held_bytes >= self._bytes_max
+
+    @property
+    def is_crowded(self) -> bool:
+        """True when bodies should grow by small steps: many that take much at once would hold more than they may."""
+        return 2 * self.held_bytes >= self._bytes_max
 
     def change(self, change_bytes: int) -> None:
         """So much more is held, or less."""
@@ -101,6 +110,7 @@ class RequestBody:
         "_producer",
         "_received_bytes",
         "_room",
+        "_taken",
         "body_bytes",
         "on_failed",
         "on_more",
@@ -117,6 +127,8 @@ class RequestBody:
         self._pieces: deque[bytes | memoryview] = deque()
         """As they were sent, so that a second sending is cut in the same way; the first is number ``_first``."""
         self._first = 0
+        self._taken = 0
+        """How many pieces the replica that they are sent to has given credit for."""
         self._loose: deque[memoryview] = deque()
         self._loose_bytes = 0
         self._held_bytes = 0
@@ -169,6 +181,11 @@ class RequestBody:
     async def wait_for_room(self) -> None:
         """Wait until more may be added, or nobody wants it any more."""
         while not self.has_room:
+            if self._room.is_full and self._first < self._taken:
+                # Kept for a second sending while there was room. Bodies that all wait while they keep such pieces
+                # would fill the room for ever: who has sent less than `CREDIT_FRAMES` since gets no credit.
+                self._let_go_taken()
+                continue
             self._room.wait(self, waits=True)
             self._producer = asyncio.get_running_loop().create_future()
             try:
@@ -236,10 +253,18 @@ class RequestBody:
 
     def release(self, up_to: int) -> None:
         """A replica has taken all pieces before number ``up_to``; they are kept only as far as that costs little."""
+        self._taken = up_to
         if self._first == 0 and self._received_bytes <= KEPT_BYTES_MAX and not self._room.is_full:
             return
+        self._let_go_taken()
+
+    def restart(self) -> None:
+        """Whoever was sent pieces will not answer: what is sent next may have to begin with the first of them."""
+        self._taken = 0
+
+    def _let_go_taken(self) -> None:
         freed = 0
-        while self._first < up_to and self._pieces:
+        while self._first < self._taken and self._pieces:
             freed += len(self._pieces.popleft())
             self._first += 1
         self._let_go(freed)

@@ -23,6 +23,8 @@ _log = structlog.get_logger(__name__)
 LOOK_EVERY_S: Final = 5.0
 GROWN_BYTES_MIN: Final = 16 * 1024 * 1024
 """By so much must the process have grown: giving back less is not worth the look at the whole heap."""
+_TRIES_MAX: Final = 6
+"""After so many looks what is still there counts as needed."""
 _STATM: Final = Path("/proc/self/statm")
 
 
@@ -35,15 +37,23 @@ async def give_back_memory(room: UploadRoom) -> None:
     if trim is None:
         return
     least_bytes = resident_bytes()
+    tries = 0
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         now_bytes = resident_bytes()
         least_bytes = min(least_bytes, now_bytes)
-        if now_bytes - least_bytes < GROWN_BYTES_MIN or room.admitted_bytes > GROWN_BYTES_MIN:
+        if now_bytes - least_bytes < GROWN_BYTES_MIN:
+            tries = 0
+            continue
+        if room.admitted_bytes > GROWN_BYTES_MIN:
             continue
         await asyncio.to_thread(trim, 0)
-        least_bytes = resident_bytes()
-        _log.debug("memory_given_back", given_back_bytes=now_bytes - least_bytes, kept_bytes=least_bytes)
+        kept_bytes = resident_bytes()
+        _log.debug("memory_given_back", given_back_bytes=now_bytes - kept_bytes, kept_bytes=kept_bytes)
+        # Connections of clients that were refused may still hold some of it: that goes with a later look.
+        tries += 1
+        if tries >= _TRIES_MAX:
+            least_bytes, tries = kept_bytes, 0
 
 
 def resident_bytes() -> int:

@@ -15,7 +15,7 @@ from aiohttp.streams import StreamReader
 
 from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadRoom
 from serve_common.values.http_options import HttpOptions
-from serve_common.wires.frames import UNKNOWN_BYTES
+from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
 from serve_proxy.adapters.slow_clients import Pace
 from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
 
@@ -25,10 +25,6 @@ it sends, and it can be sent again."""
 COPIED_BYTES_MAX: Final = 4 * 1024 * 1024
 """A body for an endpoint that has shadows is collected up to here: one that is still arriving cannot be copied."""
 _LOOK_FOR_CLIENT_S: Final = 0.25
-_UNREAD: Final = "muster_unread"
-"""Of a request whose body is not read any further."""
-_UNREAD_LINGERS_S: Final = 10.0
-"""How long such a client has to read its answer: it is busy sending, and all of its machine may be."""
 UNREAD_BYTES_MAX: Final = 64 * 1024
 """What is read and dropped of a body whose request is answered already, for the connection to be kept."""
 
@@ -40,45 +36,15 @@ def check_announced(request: web.BaseRequest, bytes_max: int) -> None:
         raise BodyTooLarge(f"the body has {announced} bytes; at most {bytes_max} are allowed")
 
 
-def body_need(request: web.BaseRequest, bytes_max: int, *, is_copied: bool) -> int:
-    """How much memory the body of ``request`` may need at once. Raises `BodyTooLarge` as `check_announced`."""
-    check_announced(request, bytes_max)
-    content = request.content
+def body_need(content: StreamReader, announced: int | None, *, is_copied: bool) -> int:
+    """How much memory a body may need at once; ``content`` is what has come of it, ``announced`` its length if known.
+
+    ``is_copied`` as for `receive_body`.
+    """
     if content.is_eof():
         return content.total_bytes
     most = COPIED_BYTES_MAX if is_copied else UPLOAD_BYTES
-    announced = request.content_length
     return most if announced is None else min(announced, most)
-
-
-def stop_reading(request: web.BaseRequest) -> None:
-    """Drop what has come of a body, and leave the rest of it where it is.
-
-    To read on would cost the memory and the time that the body was refused for; see `linger_unread`.
-    """
-    content, transport = request.content, request.transport
-    if content.is_eof() or transport is None:
-        return
-    content.read_nowait()
-    transport.pause_reading()
-    request[_UNREAD] = True
-
-
-async def linger_unread(request: web.BaseRequest, response: web.StreamResponse) -> None:
-    """Answer a request after `stop_reading`, and close its connection when its client has gone, or had time to read.
-
-    To close at once would reset it, and the client might lose the answer. Does nothing for other requests.
-    """
-    if _UNREAD not in request:
-        return
-    await response.prepare(request)
-    await response.write_eof()
-    give_up_at = asyncio.get_running_loop().time() + _UNREAD_LINGERS_S
-    while (transport := request.transport) is not None and not _has_left(transport):
-        if asyncio.get_running_loop().time() >= give_up_at:
-            break
-        await asyncio.sleep(_LOOK_FOR_CLIENT_S)
-    request.protocol.force_close()
 
 
 async def receive_body(
@@ -151,7 +117,9 @@ async def _collect(
     return b"".join(pieces)
 
 
-async def feed_body(request: web.BaseRequest, body: RequestBody, options: HttpOptions) -> None:
+async def feed_body(
+    request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadRoom
+) -> None:
     """Bring the rest of a body, as fast as it is taken; what is wrong with it fails its request."""
     content = request.content
     is_waiting = False
@@ -163,7 +131,7 @@ async def feed_body(request: web.BaseRequest, body: RequestBody, options: HttpOp
         with Pace(options.body_rate_min, lambda: body.received_bytes if is_waiting else None, give_up):
             while not body.is_closed:
                 is_waiting = True
-                data = await content.readany()
+                data = await (content.read(FRAME_BODY_BYTES_MAX) if room.is_crowded else content.readany())
                 is_waiting = False
                 if not data:
                     body.end()

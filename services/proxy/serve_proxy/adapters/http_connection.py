@@ -8,6 +8,7 @@ answers must leave in the order in which they were asked for. What aiohttp calls
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 import uuid
 from collections.abc import Sequence
@@ -35,6 +36,12 @@ from serve_proxy.shell.access_log import AccessLog
 _log = structlog.get_logger(__name__)
 
 _HEAD_END: Final = b"\r\n\r\n"
+_LINGERS_S: Final = 30.0
+"""How long what a client still sends is dropped at most, once its request was answered."""
+_LINGERS_IDLE_S: Final = 5.0
+"""How long such a client may send nothing, nor close its connection."""
+_DROPS_EVERY_S: Final = 0.005
+"""So often one read of a body that nobody wants is dropped, so that the bodies that are wanted get their turn."""
 _BARREN_MAX: Final = 16
 """Parts of what has come at once that may end where a head might and be none, before the rest is parsed in one."""
 
@@ -66,6 +73,12 @@ class ConnectionOwner(Protocol):
         """See `http_fast.take_simple`."""
         ...
 
+    def refuse_full(
+        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
+    ) -> bool:
+        """See `http_fast.refuse_full`."""
+        ...
+
     async def respond(
         self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
     ) -> web.StreamResponse:
@@ -82,11 +95,13 @@ class HttpConnection(web.RequestHandler):
     """
 
     __slots__ = (
+        "_drop_bytes_left",
         "_fast",
         "_head_timer",
         "_http",
         "_last_bytes",
         "_last_payload",
+        "_linger_timer",
         "_peer",
         "_stream_task",
         "_unparsed",
@@ -106,6 +121,9 @@ class HttpConnection(web.RequestHandler):
         """Of what came last, when it may be a part of a head's end."""
         self._unparsed = b""
         """What has come behind as many requests as may wait."""
+        self._drop_bytes_left: int | None = None
+        """After `drop_rest`, what may still be read."""
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     @property
     def peer(self) -> str:
@@ -120,7 +138,10 @@ class HttpConnection(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Parse, and begin what may take the short way."""
         if self._payload_parser is not None or self._upgraded or self._force_close or self._close:
-            super().data_received(data)
+            if self._drop_bytes_left is None:
+                super().data_received(data)
+            else:
+                self._drop(len(data))
             return
         was_between_requests = self._last_payload.is_eof()
         messages, upgraded, tail, is_understood = self._parse(data)
@@ -143,9 +164,12 @@ class HttpConnection(web.RequestHandler):
             and not self._messages
             and waiter is not None
             and not waiter.done()
-            and payload.is_eof()
             and not self._unparsed
-            and self._begin_fast(message, payload)
+            and (
+                self._begin_fast(message, payload)
+                if payload.is_eof()
+                else self._http.refuse_full(self, message, payload)
+            )
         ):
             return
         self._request_count += len(messages)
@@ -226,6 +250,12 @@ class HttpConnection(web.RequestHandler):
         transport.write(answer)
         self._after_fast(closes=closes)
 
+    def refuse_fast(self, answer: bytes) -> None:
+        """See `http_fast.Connection`."""
+        if self.transport is not None:
+            self.transport.write(answer)
+            self.drop_rest()
+
     def stream_fast(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
         """See `http_fast.Connection`."""
         self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
@@ -235,6 +265,9 @@ class HttpConnection(web.RequestHandler):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
         fast, self._fast = self._fast, None
         if fast is not None:
             self._http.in_flight -= 1
@@ -329,6 +362,46 @@ class HttpConnection(web.RequestHandler):
         self._wake()
 
     # -- the end --
+
+    def drop_rest(self) -> None:
+        """The answer to a request whose body still comes was written, and says that it is the last one.
+
+        Were the connection closed now it would be reset, and its client, which is still sending, might lose the answer.
+        Were it left unread, a client that sends all before it reads would wait. So what comes is dropped: as much as a
+        body may have, until the client closes its end, or pauses, or takes too long.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._force_close = True  # aiohttp parses no more, and leaves the transport to whoever has closed it
+        if self._waiter is not None:
+            self._waiter.cancel()
+        # It may be broken, or somebody still reads it: then nothing is held.
+        with contextlib.suppress(RuntimeError, web.RequestPayloadError):
+            self._last_payload.read_nowait()
+        self._unparsed = b""
+        self._drop_bytes_left = self._http.requests.options.body_bytes_max
+        transport.write_eof()
+        self._drop(0)
+        self._linger(self._loop.time() + _LINGERS_S)
+
+    def _drop(self, size: int) -> None:
+        assert self._drop_bytes_left is not None, "it drops"
+        self._drop_bytes_left -= size
+        self._pause_transport_reading()
+        if self._drop_bytes_left > 0:
+            self._loop.call_later(_DROPS_EVERY_S, self._resume_transport_reading)
+
+    def _linger(self, until: float) -> None:
+        before = self._drop_bytes_left
+
+        def look() -> None:
+            if self._drop_bytes_left == before or self._loop.time() >= until:
+                self.force_close()
+            else:
+                self._linger(until)
+
+        self._linger_timer = self._loop.call_later(_LINGERS_IDLE_S, look)
 
     def close_if_idle(self) -> None:
         """Close it when no request is under way and none waits to be read: closing would reset that one."""

@@ -24,7 +24,7 @@ from serve_common.values.http_options import HttpOptions
 from serve_common.wires.frames import Kind
 from serve_proxy.adapters.http_answers import problem_response, respond, whole_bytes
 from serve_proxy.adapters.http_asks import ask_of
-from serve_proxy.adapters.http_body import body_need, feed_body, receive_body, stop_reading
+from serve_proxy.adapters.http_body import body_need, check_announced, feed_body, receive_body
 from serve_proxy.adapters.http_chain import Exchange
 from serve_proxy.adapters.http_sockets import HttpSockets
 from serve_proxy.adapters.http_targets import authority_of, is_socket_wanted, peer_of, scheme_of
@@ -176,9 +176,9 @@ class EndpointAnswers:
         visit.tally = endpoint.tally
         if not request.body_exists:
             return await self._answer_admitted(request, headers, visit, endpoint)
-        need_bytes = body_need(request, options.body_bytes_max, is_copied=bool(endpoint.shadows))
+        check_announced(request, options.body_bytes_max)
+        need_bytes = body_need(request.content, request.content_length, is_copied=bool(endpoint.shadows))
         if not self._room.admit(need_bytes):
-            stop_reading(request)
             raise BodiesFull
         try:
             return await self._answer_admitted(request, headers, visit, endpoint)
@@ -219,7 +219,7 @@ class EndpointAnswers:
         )
         if ask.upload is None:
             return await self._pass_on(request, ask, visit)
-        feeding = self._tasks.start(feed_body(request, ask.upload, options), name="upload")
+        feeding = self._tasks.start(feed_body(request, ask.upload, options, self._room), name="upload")
         try:
             return await self._pass_on(request, ask, visit)
         finally:

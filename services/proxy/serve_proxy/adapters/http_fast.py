@@ -20,10 +20,11 @@ from aiohttp.streams import StreamReader
 
 from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.errors import AnswerUnusable
-from serve_common.dispatch.tallies import CLIENT_GONE
+from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import ServeError
 from serve_proxy.adapters.http_answers import SERVER_NAME, WATCHED_BYTES_MIN, problem_lines
 from serve_proxy.adapters.http_asks import ask_of
+from serve_proxy.adapters.http_body import COPIED_BYTES_MAX, body_need
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.adapters.own_paths import OWN_PREFIX
 from serve_proxy.core.headers import (
@@ -59,6 +60,10 @@ class Connection(Protocol):
         """Write the whole answer, and take up what came behind the request."""
         ...
 
+    def refuse_fast(self, answer: bytes) -> None:
+        """Write the whole answer to a request whose body still comes, and take up nothing else."""
+        ...
+
     def stream_fast(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
         """Write an answer that comes in pieces; the exchange is told when it has ended."""
         ...
@@ -74,6 +79,7 @@ class FastExchange:
         "_headers",
         "_ingress",
         "_is_done",
+        "_is_refused",
         "_need_bytes",
         "_tally",
         "call",
@@ -97,6 +103,8 @@ class FastExchange:
         self.call: Call | None = None
         """While it is under way."""
         self._is_done = False
+        self._is_refused = False
+        """Its body still comes, and is not wanted."""
         self._need_bytes = 0
         """What was reserved for the body."""
         self._connection = connection
@@ -111,12 +119,7 @@ class FastExchange:
         body = self.payload.read_nowait()
         message = self.message
         read = self._headers
-        self.request_id = read.request_id or requests.new_request_id()
-        if requests.following is not None:
-            peer = self._connection.peer
-            requests.following.begin(
-                read, message.method, path, "http", self.request_id, peer=peer, body=self.payload
-            )
+        self._follow(requests, path)
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
@@ -148,6 +151,22 @@ class FastExchange:
         call = self._ingress.begin(ask, self._take_answer, self._take_error)
         if not self._is_done:
             self.call = call
+
+    def refuse(self, requests: HttpRequests, tally: EndpointTally, error: ServeError) -> None:
+        """Answer before the body has come; it counts in ``tally``."""
+        self._follow(requests, self.message.path.partition("?")[0])
+        self._tally = tally
+        self._is_refused = True
+        self.fail(error)
+
+    def _follow(self, requests: HttpRequests, path: str) -> None:
+        read, message = self._headers, self.message
+        self.request_id = read.request_id or requests.new_request_id()
+        if requests.following is not None:
+            peer = self._connection.peer
+            requests.following.begin(
+                read, message.method, path, "http", self.request_id, peer=peer, body=self.payload
+            )
 
     def client_gone(self) -> None:
         """Nobody waits for the answer any more."""
@@ -204,21 +223,55 @@ class FastExchange:
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
         """``head`` ends where the length belongs, or, for an answer that has none, with its last header."""
         self.count(status, body)
-        closes = self._ingress.is_draining
-        self._connection.finish_fast(
-            b"".join(
-                (
-                    head,
-                    length,
-                    _date_line(rfc822_formatted_time()),
-                    _TAIL,
-                    self.request_id.encode(),
-                    b"\r\nconnection: close\r\n\r\n" if closes else b"\r\n\r\n",
-                    body,
-                )
-            ),
-            closes=closes,
+        closes = self._is_refused or self._ingress.is_draining
+        answer = b"".join(
+            (
+                head,
+                length,
+                _date_line(rfc822_formatted_time()),
+                _TAIL,
+                self.request_id.encode(),
+                b"\r\nconnection: close\r\n\r\n" if closes else b"\r\n\r\n",
+                body,
+            )
         )
+        if self._is_refused:
+            self._connection.refuse_fast(answer)
+        else:
+            self._connection.finish_fast(answer, closes=closes)
+
+
+def refuse_full(
+    connection: Connection,
+    requests: HttpRequests,
+    ingress: Ingress,
+    message: RawRequestMessage,
+    payload: StreamReader,
+) -> bool:
+    """Answer a request at once whose body still comes and finds no room; False, with nothing done, for all others.
+
+    Those take the long way, which lets them in. It refuses too, but only when its tasks have had their turn, and until
+    then holds what has come of the body: for hundreds of uploads at once there is neither the time nor the memory.
+    """
+    room = ingress.room
+    if room.admits(COPIED_BYTES_MAX):  # more than any needs
+        return False
+    announced = None if message.chunked else int(message.headers.get(hdrs.CONTENT_LENGTH, 0))
+    if announced is not None and announced > requests.options.body_bytes_max:
+        return False
+    try:
+        endpoint = ingress.admit(message.method, message.path.partition("?")[0])
+    except ServeError:
+        return False
+    need_bytes = body_need(payload, announced, is_copied=bool(endpoint.shadows))
+    if room.admits(need_bytes):
+        return False
+    exchange = take_simple(connection, requests, ingress, message, payload)
+    if exchange is None:
+        return False
+    room.admit(need_bytes)  # which counts that it was refused
+    exchange.refuse(requests, endpoint.tally, BodiesFull())
+    return True
 
 
 def take_simple(
@@ -228,11 +281,11 @@ def take_simple(
     message: RawRequestMessage,
     payload: StreamReader,
 ) -> FastExchange | None:
-    """The exchange to `begin`, when ``message`` may go the short way; its body must be whole."""
+    """The exchange to `begin`, when ``message`` may go the short way and its body is whole, or to `refuse`."""
     if (
         requests.has_middlewares
         or payload.total_bytes > requests.options.body_bytes_max
-        or message.should_close
+        or (message.should_close and payload.is_eof())
         or message.upgrade
         or message.version != HttpVersion11
         or message.method == hdrs.METH_HEAD

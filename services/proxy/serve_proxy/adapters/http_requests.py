@@ -18,7 +18,7 @@ from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import ServeError
 from serve_common.values.http_options import HttpOptions
 from serve_proxy.adapters.http_answers import SERVER_NAME, problem_response, whole_bytes
-from serve_proxy.adapters.http_body import is_mostly_unread, linger_unread
+from serve_proxy.adapters.http_body import is_mostly_unread
 from serve_proxy.adapters.http_chain import EXCHANGE, Exchange
 from serve_proxy.adapters.http_endpoint import EndpointAnswers
 from serve_proxy.adapters.http_targets import check_head, peer_of, scheme_of, target_of
@@ -119,7 +119,6 @@ class HttpRequests:
             response.headers["Server"] = SERVER_NAME
             if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
                 response.force_close()
-            await linger_unread(request, response)
         return response
 
     def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:

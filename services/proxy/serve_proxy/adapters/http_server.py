@@ -22,8 +22,9 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.tasks import TaskOwner
 from serve_proxy.adapters.closed_door import let_nobody_in
 from serve_proxy.adapters.http_answers import respond
+from serve_proxy.adapters.http_body import is_mostly_unread
 from serve_proxy.adapters.http_connection import HttpConnection
-from serve_proxy.adapters.http_fast import FastExchange, take_simple
+from serve_proxy.adapters.http_fast import FastExchange, refuse_full, take_simple
 from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.shell.ingress import Ingress
 
@@ -35,6 +36,8 @@ _READ_BYTES_MAX: Final = 128 * 1024
 """Of a body that its reader has not taken yet, in the library's buffer: it stops reading at twice as much, which is
 what comes at once; with less it would stop after every read."""
 BACKLOG: Final = 1024
+_ACCEPTED_MAX: Final = 256
+"""Connections that are accepted in one turn of the loop; the next one reads what each of them has sent."""
 _QUIET: Final = logging.getLogger("serve_proxy.http")
 _QUIET.disabled = True
 """aiohttp logs a traceback for every malformed request; what clients get wrong is counted and answered instead."""
@@ -62,6 +65,8 @@ class HttpServer:
             logger=_QUIET,
         )
         self._listener: asyncio.Server | None = None
+        self._doors: list[socket.socket] = []
+        """The listener's sockets, by descriptors of our own."""
 
     @property
     def connections(self) -> int:
@@ -74,8 +79,12 @@ class HttpServer:
         With ``reuse_port`` other processes may listen there too, and the system spreads connections over them.
         """
         self._listener = await self._loop.create_server(
-            self._http, host, port, backlog=BACKLOG, reuse_port=reuse_port
+            self._accept, host, port, backlog=BACKLOG, reuse_port=reuse_port
         )
+        for listening in self._listener.sockets:
+            door = socket.socket(fileno=os.dup(listening.fileno()))
+            door.settimeout(0)
+            self._doors.append(door)
         bound = self._listener.sockets[0].getsockname()
         return f"{bound[0]}:{bound[1]}"
 
@@ -88,28 +97,18 @@ class HttpServer:
         listener, self._listener = self._listener, None
         if listener is None:
             return
+        doors, self._doors = self._doors, []
+        for door in doors:
+            with contextlib.suppress(OSError):  # a system without filters: then the gap is small
+                let_nobody_in(door)
+        listener.close()
         waiting: list[socket.socket] = []
-        with contextlib.ExitStack() as stack:
-            # Own descriptors keep the sockets open after the loop has let go of them.
-            doubles = [
-                stack.enter_context(socket.socket(fileno=os.dup(bound.fileno())))
-                for bound in listener.sockets
-            ]
-            for double in doubles:
-                with contextlib.suppress(OSError):  # a system without filters: then the gap is small
-                    let_nobody_in(double)
-            listener.close()
-            for double in doubles:
-                double.settimeout(0)
-                with contextlib.suppress(BlockingIOError):  # that was the last one
-                    while True:
-                        waiting.append(double.accept()[0])
+        for door in doors:
+            with door:  # it has kept the socket open after the loop has let go of it
+                while (accepted := _accept_waiting(door)) is not None:
+                    waiting.append(accepted)
         for accepted in waiting:
-            try:
-                await self._loop.connect_accepted_socket(self._http, accepted)
-            except OSError as error:
-                _log.debug("connection_lost_in_drain", reason=str(error))
-                accepted.close()
+            await self._connect(accepted)
 
     def close_idle(self) -> None:
         """Close the connections on which nothing was asked and nothing has come."""
@@ -136,6 +135,12 @@ class HttpServer:
         """See `http_fast.take_simple`."""
         return take_simple(connection, self.requests, self._ingress, message, payload)
 
+    def refuse_full(
+        self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
+    ) -> bool:
+        """See `http_fast.refuse_full`."""
+        return refuse_full(connection, self.requests, self._ingress, message, payload)
+
     async def respond(
         self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
     ) -> web.StreamResponse:
@@ -143,12 +148,48 @@ class HttpServer:
         rate_min = self.requests.options.body_rate_min
         return await respond(self._ingress, request, call, answer, request_id, rate_min=rate_min)
 
+    def _accept(self) -> web.RequestHandler:
+        """The protocol of a connection that the loop has accepted; those that wait behind it are accepted too.
+
+        libuv accepts one in each turn of the loop. While many bodies are read a turn takes tens of milliseconds, and
+        the last of some hundred clients would wait for seconds until its request is looked at.
+        """
+        left = _ACCEPTED_MAX
+        for door in self._doors:
+            while left > 0 and (accepted := _accept_waiting(door)) is not None:
+                self.tasks.start(self._connect(accepted), name="connect")
+                left -= 1
+        return self._http()
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._http, accepted)
+        except OSError as error:
+            _log.debug("connection_lost_early", reason=str(error))
+            accepted.close()
+
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.in_flight += 1
         try:
-            return await self.requests.handle(request)
+            response = await self.requests.handle(request)
+            if request.body_exists and not response.prepared and is_mostly_unread(request):
+                connection = request.protocol
+                assert isinstance(connection, HttpConnection), "it was made by `_Connections`"
+                with contextlib.suppress(ConnectionError):  # the client is gone, which the library sees next
+                    await response.prepare(request)
+                    await response.write_eof()
+                    connection.drop_rest()
+            return response
         finally:
             self.in_flight -= 1
+
+
+def _accept_waiting(door: socket.socket) -> socket.socket | None:
+    """A connection that waits to be accepted; None when there is none, or this process may open no more."""
+    try:
+        return door.accept()[0]
+    except OSError:
+        return None
 
 
 class _Connections(web.Server):
