@@ -89,6 +89,16 @@ async def test_who_sends_everything_first_is_answered_and_not_reset(desk: Desk, 
             await asyncio.sleep(0.01)
 
 
+async def test_who_sends_more_than_a_body_may_have_before_it_reads_is_told_so(desk: Desk) -> None:
+    size = BODY_BYTES_MAX + 16 * MIB
+    reader, writer = await desk.connect()
+    writer.write(b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % size + bytes(size))
+    async with asyncio.timeout(30):
+        while writer.transport.get_write_buffer_size():  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+    assert (await read_answer(reader))[0] == 413
+
+
 async def test_nothing_of_it_is_held(desk: Desk) -> None:
     reader, writer = await desk.connect()
     writer.write(b"POST /a HTTP/1.1\r\n" + HOST + LENGTH + b"\r\n" + bytes(MIB))
@@ -140,8 +150,9 @@ async def test_a_small_body_that_finds_room_is_let_in_beside_them(desk: Desk) ->
     assert (await read_answer(reader))[0] == 200
 
 
-async def test_no_more_is_dropped_than_a_body_may_have(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_is_dropped_than_so_much(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "_LINGERS_IDLE_S", 0.5)
+    monkeypatch.setattr(http_connection, "_DROPPED_BYTES_MAX", 8 * MIB)
     reader, writer = await desk.connect()
     writer.write(b"POST /a HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\n")
     await refused(reader)

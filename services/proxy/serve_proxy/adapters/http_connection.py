@@ -40,6 +40,8 @@ _LINGERS_S: Final = 30.0
 """How long what a client still sends is dropped at most, once its request was answered."""
 _LINGERS_IDLE_S: Final = 5.0
 """How long such a client may send nothing, nor close its connection."""
+_DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
+"""How much of it is dropped; a client that has more to send must look for its answer before."""
 _DROPS_EVERY_S: Final = 0.005
 """So often one read of a body that nobody wants is dropped, so that the bodies that are wanted get their turn."""
 _BARREN_MAX: Final = 16
@@ -367,8 +369,8 @@ class HttpConnection(web.RequestHandler):
         """The answer to a request whose body still comes was written, and says that it is the last one.
 
         Were the connection closed now it would be reset, and its client, which is still sending, might lose the answer.
-        Were it left unread, a client that sends all before it reads would wait. So what comes is dropped: as much as a
-        body may have, until the client closes its end, or pauses, or takes too long.
+        Were it left unread, a client that sends all before it reads would wait. So what comes is dropped, until the
+        client closes its end, or pauses, or has sent too much or for too long.
         """
         transport = self.transport
         if transport is None or transport.is_closing():
@@ -380,7 +382,7 @@ class HttpConnection(web.RequestHandler):
         with contextlib.suppress(RuntimeError, web.RequestPayloadError):
             self._last_payload.read_nowait()
         self._unparsed = b""
-        self._drop_bytes_left = self._http.requests.options.body_bytes_max
+        self._drop_bytes_left = _DROPPED_BYTES_MAX
         transport.write_eof()
         self._drop(0)
         self._linger(self._loop.time() + _LINGERS_S)
