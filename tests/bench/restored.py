@@ -1,6 +1,7 @@
 """``python -m tests.bench.restored``: Postgres restored to 20 changes ago under load, and backups under changes.
 
-Why beside `tests/integration/test_restored_store.py`, which runs the same once: here it is done several times over.
+Why beside `tests/integration/test_restored_store.py`, which restores twice: here one dump is restored many times over
+into one running stack, while its leader lives, with a stop and start, and again before everything is as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from pathlib import Path
 
 from tests.integration.loaded_stack import ROUTE, LoadedStack
 from tests.integration.steady_load import SteadyLoad
-from tests.integration.test_restored_store import backups_under_changes, restored_under_load
+from tests.integration.test_restored_store import (
+    LIVE,
+    STOP_AND_START,
+    backups_under_changes,
+    configurations,
+    restored_under_load,
+    twenty_changes,
+)
 
 CONVERGED_WITHIN_S = 30.0
 
@@ -27,14 +35,15 @@ async def _stack() -> AsyncIterator[LoadedStack]:
             yield stack
 
 
-async def measure(rounds: int, backups: int) -> bool:
+async def measure(restores: int, backups: int) -> bool:
     """Tell; True when everything was as it was within `CONVERGED_WITHIN_S`. Raises when a request failed."""
     longest_s = 0.0
-    for how in ("live", "stop and start") * rounds:
+    losses = [configurations(1), configurations(2), *(twenty_changes() for _ in range(restores))]
+    for how, times in ((LIVE, 1), (STOP_AND_START, 1), (LIVE, 2)):
         async with _stack() as stack:
-            line, took_s = await restored_under_load(stack, how=how)
-            longest_s = max(longest_s, took_s)
-            print(f"{line}; as it was {took_s:.1f} s after", flush=True)
+            took_s = await restored_under_load(stack, losses, how=how, times=times)
+            longest_s = max(longest_s, *took_s)
+            print(f"as it was after {', '.join(f'{s:.1f}' for s in took_s)} s", flush=True)
     async with _stack() as stack:
         await stack.deployed("v1", 1)
         async with SteadyLoad.running(ROUTE, stack.http_ports) as load:
@@ -46,10 +55,12 @@ async def measure(rounds: int, backups: int) -> bool:
 def main() -> int:
     """0: nothing failed, and it was quick enough; 1: it was not."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.restored", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--restores", type=int, default=3, help="after 20 changes; two more after new configurations"
+    )
     parser.add_argument("--backups", type=int, default=60)
     options = parser.parse_args()
-    return 0 if asyncio.run(measure(options.rounds, options.backups)) else 1
+    return 0 if asyncio.run(measure(options.restores, options.backups)) else 1
 
 
 if __name__ == "__main__":

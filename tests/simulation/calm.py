@@ -162,15 +162,16 @@ def check_converged(world: World) -> None:
     checkpoint, wishes, check = world.store.checkpoint, world.checks.reference.now, world.check
     world.checks.reference._compare(checkpoint)
     check(not wishes.leaving, f"{wishes.leaving} were dropped and are still there")
-    for tag, _backend in sorted(checkpoint.backends.items()):
+    for tag, backend in sorted(checkpoint.backends.items()):
         running = {t for host in world.hosts for t in host.serving if backend_tag_of(t) == tag}
         rows = checkpoint.replicas_of(tag)
         check(running == set(rows), f"{sorted(running)} of {tag} run, {sorted(rows)} are recorded")
         for replica in rows.values():
-            held = next(
-                h.state.replicas[replica.replica_tag] for h in world.hosts if h.host_id == replica.host_id
-            )
-            check(held.config_version >= replica.config_version, f"{replica.replica_tag} has another config")
+            host = next(h for h in world.hosts if h.host_id == replica.host_id)
+            version = backend.version_of(replica.config_version)
+            wanted = None if version is None else version.backend_config.user_config
+            has = host.runs_with[replica.replica_tag]
+            check(has == wanted, f"{replica.replica_tag} runs with {has!r}, not with {wanted!r}")
         for proxy in world.proxies:
             known = proxy.backends.get(tag)
             check(

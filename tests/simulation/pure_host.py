@@ -8,6 +8,7 @@ from serve_common.names import HostId, ReplicaTag
 from serve_common.values.replica_config import ReplicaConfig
 from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.simulation.orders import BAD_CODE
+from tests.simulation.wire import carried
 
 
 class PureHost:
@@ -57,6 +58,7 @@ class PureHost:
         """Obey a goal; starts, drains and reconfigurations are done at once, unless they hang."""
         if not self.is_up or self.is_deaf or (goal.epoch, goal.generation) < self.number:
             return
+        goal = carried(goal)
         self.number = (goal.epoch, goal.generation)
         self.told = wanted = {g.replica_tag: g for g in goal.replicas}
         assert not wanted.keys() & set(goal.kill), "what should run is to be killed"
@@ -124,16 +126,18 @@ class PureHost:
     def report(self) -> HostReport:
         """The whole inventory."""
         self.sequence += 1
-        return HostReport(
-            host_id=self.host_id,
-            incarnation=str(self.lives),
-            sequence=self.sequence,
-            started_at=float(self.lives),
-            epoch=self.number[0],
-            generation=self.number[1],
-            resources=self.resources,
-            replicas=[self._told(held) for held in self.held.values()],
-            leaving=self.is_leaving,
+        return carried(
+            HostReport(
+                host_id=self.host_id,
+                incarnation=str(self.lives),
+                sequence=self.sequence,
+                started_at=float(self.lives),
+                epoch=self.number[0],
+                generation=self.number[1],
+                resources=self.resources,
+                replicas=[self._told(held) for held in self.held.values()],
+                leaving=self.is_leaving,
+            )
         )
 
     def _told(self, held: ReplicaReport) -> ReplicaReport:

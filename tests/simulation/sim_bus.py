@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
+
 from serve_common.errors import BusUnavailable
 from serve_common.names import BackendTag
 from serve_common.subjects import backend_key
@@ -12,6 +14,7 @@ from serve_common.wires.host import HostGoal
 from serve_common.wires.snapshots import BackendSnapshot, Snapshot
 from serve_common.wires.views import EventView
 from tests.simulation.kernel import sleep
+from tests.simulation.wire import carried
 
 if TYPE_CHECKING:
     from tests.simulation.sim_controller import SimController
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+M = TypeVar("M")
 T = TypeVar("T")
 
 ACKNOWLEDGED_WITHIN_S: Final = 2.0
@@ -46,22 +50,31 @@ class SimBus:
         if not self.available:
             raise BusUnavailable("the bus is down")
 
+    def _read(self, message: M) -> M:
+        try:
+            return carried(message)
+        except msgspec.ValidationError as error:
+            self.world.check(False, f"nobody can read {message}: {error}")
+            raise
+
     async def send_goal(self, goal: HostGoal) -> None:
         """See `HostLink.send_goal`."""
         self._reach()
         self.world.checks.on_goal_sent(goal)
+        heard = self._read(goal)
         for host in self.world.hosts:
             if host.host_id == goal.host_id:
-                self.world.send(lambda host=host: host.hear_goal(goal))
+                self.world.send(lambda host=host: host.hear_goal(heard))
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
         """See `Publisher.publish`."""
         self._reach()
         self.world.checks.on_publish(key, snapshot)
+        read = self._read(snapshot)
 
         def put() -> int:
             self.revision += 1
-            self.bucket[key] = (self.revision, snapshot)
+            self.bucket[key] = (self.revision, read)
             self._tell_watchers(key)
             return self.revision
 

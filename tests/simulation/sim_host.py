@@ -94,6 +94,10 @@ class SimHost:
         self.born_at = self.world.time
         self.processes: dict[ReplicaTag, ReplicaGoal] = {}
         """What really runs."""
+        self.configs: dict[tuple[ReplicaTag, int], object] = {}
+        """The user_config that each replica was given with each number."""
+        self.runs_with: dict[ReplicaTag, object] = {}
+        """The user_config that each replica really has."""
         self.serving: set[ReplicaTag] = set()
         """What takes new requests."""
         self.ever_started: set[ReplicaTag] = set()
@@ -200,6 +204,7 @@ class SimHost:
             case StartReplica(goal):
                 self._start(goal)
             case ReconfigureReplica(goal):
+                self.configs[goal.replica_tag, goal.config_version] = goal.user_config
                 error = "ValueError: bad" if goal.user_config == BAD_CONFIG else None
                 if error is not None:
                     self.world.checks.not_well.add(goal.replica_tag)
@@ -225,6 +230,7 @@ class SimHost:
         self.world.checks.on_start(self, tag)
         self.ever_started.add(tag)
         self.processes[tag] = goal
+        self.configs[tag, goal.config_version] = goal.user_config
         self._later(0.05, Placed(tag, pid=len(self.ever_started)))
         after_s = self.world.dice.uniform(0.2, 0.6)
         match Code(goal.replica_config.import_path):
@@ -269,6 +275,8 @@ class SimHost:
             return  # its process is gone
         before = self.state
         self.state = apply_event(self.state, event, self.world.time)
+        if isinstance(event, Constructed | Reconfigured) and getattr(event, "error", None) is None:
+            self.runs_with[tag] = self.configs[tag, event.config_version]
         if isinstance(event, Constructed):
             held = self.state.replicas.get(tag)
             if held is not None and held.status is ReplicaStatus.RUNNING:

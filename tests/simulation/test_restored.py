@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+
 import pytest
 
 from serve_common.names import BackendTag
 from serve_common.wires import commands as c
+from serve_controller.core.restored import LOST_CONFIG_VERSION
 from tests.simulation.calm import check_converged, why_not_calm
 from tests.simulation.clients import Client, Step
 from tests.simulation.runs import SETTLE_S
@@ -33,8 +37,16 @@ LOST = [
     Step(c.DeleteDeployment(name="b")),
     Step(deploy("d", "v1", num=1, request_id="r8")),
 ]
+RECONFIGURED = [[Step(deploy("a", "v1", num=2, request_id=f"c{n}", config=10 + n))] for n in range(3)]
+"""The replicas of the dump are given a configuration that is lost, and serve on."""
 ALWAYS = (BackendTag("default/a"), BackendTag("shop/web"))
 """What serves before and after."""
+LIVE, STOPPED, BUCKET_LOST, TO_NOTHING = (
+    "while it leads",
+    "with a stop and start",
+    "and the bucket lost",
+    "to nothing",
+)
 CONVERGED_WITHIN_S = 30.0
 LOOK_S = 0.01
 NEWS_S = 0.05
@@ -69,32 +81,90 @@ class Watch:
         self.world.after(LOOK_S, self._look)
 
 
-@pytest.mark.parametrize(
-    "how", ["while it leads", "with a stop and start", "and the bucket lost", "to nothing"]
-)
+def _restored(world: World, restore: Callable[[], None], how: str) -> None:
+    if how != LIVE:
+        world.controllers[0].crash()
+    if how in (BUCKET_LOST, TO_NOTHING):
+        world.bus.lose_bucket()
+    restore()
+
+
+def _converge(world: World) -> None:
+    world.run_until(lambda: not why_not_calm(world), CONVERGED_WITHIN_S)
+    world.check(not why_not_calm(world), lambda: f"not converged: {why_not_calm(world)}")
+    world.run_until(lambda: False, SETTLE_S)
+    check_converged(world)
+
+
+@pytest.mark.parametrize("how", [LIVE, STOPPED, BUCKET_LOST, TO_NOTHING])
 def test_a_restored_store_is_made_true_without_an_interruption(how: str) -> None:
     world = World(hosts=3)
     nothing = world.save_store()
     _do(world, BEFORE)
-    restore = nothing if how == "to nothing" else world.save_store()
+    restore = nothing if how == TO_NOTHING else world.save_store()
     _do(world, LOST)
-    if how == "with a stop and start":
-        world.controllers[0].crash()
-    if how in ("and the bucket lost", "to nothing"):
-        world.controllers[0].crash()
-        world.bus.lose_bucket()
-    restore()
-    watch = None if how == "to nothing" else Watch(world)
-    try:
-        world.run_until(lambda: not why_not_calm(world), CONVERGED_WITHIN_S)
-        world.check(not why_not_calm(world), lambda: f"not converged: {why_not_calm(world)}")
-        world.run_until(lambda: False, SETTLE_S)
-        check_converged(world)
+    _restored(world, restore, how)
+    watch = None if how == TO_NOTHING else Watch(world)
+    with contextlib.suppress(Violated):
+        _converge(world)
         _do(world, LOST)
-        world.run_until(lambda: not why_not_calm(world), CONVERGED_WITHIN_S)
-        check_converged(world)
-    except Violated:
-        pass
+        _converge(world)
+    _assert_held(world, watch)
+
+
+@pytest.mark.parametrize("how", [LIVE, STOPPED, BUCKET_LOST])
+def test_one_dump_is_restored_again_and_again(how: str) -> None:
+    """What was lost first and what was lost then must never be taken for one another."""
+    world = World(hosts=3)
+    _do(world, BEFORE)
+    restore, watch = world.save_store(), Watch(world)
+    with contextlib.suppress(Violated):
+        for lost in (*RECONFIGURED, LOST, LOST, LOST):
+            _do(world, lost)
+            _restored(world, restore, how)
+            _converge(world)
+    _assert_held(world, watch)
+
+
+@pytest.mark.parametrize("how", [LIVE, STOPPED])
+@pytest.mark.parametrize("after_s", [0.02, 1.0, 4.0, 4.9, 5.2, 5.5, 6.0])
+def test_a_store_is_restored_again_before_everything_is_as_it_was(how: str, after_s: float) -> None:
+    world = World(hosts=3)
+    _do(world, BEFORE)
+    restore = world.save_store()
+    _do(world, LOST)
+    watch = Watch(world)
+    with contextlib.suppress(Violated):
+        for _ in range(3):
+            _restored(world, restore, how)
+            world.run_until(lambda: False, after_s)
+        _converge(world)
+    _assert_held(world, watch)
+
+
+@pytest.mark.parametrize("after_s", [5.2, 5.5, 6.0])
+def test_a_dump_that_is_made_while_the_store_is_made_true_is_as_good_as_any(after_s: float) -> None:
+    """What was adopted then is in it, under the number that is below all others."""
+    world = World(hosts=3)
+    _do(world, BEFORE)
+    restore = world.save_store()
+    _do(world, LOST)
+    watch = Watch(world)
+    with contextlib.suppress(Violated):
+        restore()
+        world.run_until(lambda: False, after_s)
+        restore, dumped = world.save_store(), world.store.checkpoint
+        numbers = [v.config_version for b in dumped.backends.values() for v in b.versions()]
+        assert LOST_CONFIG_VERSION in numbers
+        _converge(world)
+        for _ in range(2):
+            _do(world, LOST)
+            restore()
+            _converge(world)
+    _assert_held(world, watch)
+
+
+def _assert_held(world: World, watch: Watch | None) -> None:
     assert world.violations == [], "\n".join(world.traced[-80:])
     assert world.store.checkpoint.counters.restored_epoch > 0, "the counters were raised"
     assert watch is None or sorted(watch.unserved) == []

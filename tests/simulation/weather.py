@@ -291,10 +291,13 @@ def _bus_away(world: World, dice: random.Random, at_s: float, until_s: float) ->
 
 def _store_goes_back(world: World, dice: random.Random, at_s: float, until_s: float) -> None:
     back_s, is_away = min(at_s + dice.choice([0.5, 2.0, 5.0, 10.0]), until_s), dice.random() < 0.5
+    again_s = min(back_s + dice.choice([0.5, 5.0, 10.0]), until_s) if dice.random() < 0.3 else None
 
     def save() -> None:
         restore = world.save_store()
         world.after(back_s - at_s, restore)
+        if again_s is not None:  # from the same dump, perhaps before everything is as it was
+            world.after(again_s - at_s, restore)
         if is_away:  # Postgres is stopped for it
             world.after(max(0.0, back_s - at_s - 0.3), lambda: setattr(world.store, "available", False))
             world.after(back_s - at_s, lambda: setattr(world.store, "available", True))

@@ -23,6 +23,7 @@ from tests.simulation.sim_host import SimHost
 from tests.simulation.sim_proxy import SimProxy
 from tests.simulation.twins.world_store import WorldStore
 from tests.simulation.weather import Faults, Weather
+from tests.simulation.wire import carried
 
 TRACE_MAX = 20_000
 
@@ -166,6 +167,7 @@ class World(Kernel):
 
     def tell_controllers(self, report: HostReport | ProxyReport) -> None:
         """A report for all controllers."""
+        report = carried(report)
         for controller in self.controllers:
             if controller.term is not None:
                 self.send(lambda controller=controller: controller.hear(report))

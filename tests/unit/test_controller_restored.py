@@ -27,6 +27,7 @@ from serve_controller.core.restored import (
     roll_call_over_at,
 )
 from serve_controller.shell.hearing import Hearing
+from tests.simulation.wire import carried
 from tests.unit.controller_parts import (
     NOW,
     TAG,
@@ -62,7 +63,7 @@ def report(
             ReplicaReport(
                 replica_tag=replica_tag(TAG, ordinal),
                 status=status,
-                config_version=1 if ordinal < MARGIN else 5000,
+                config_version=1 if ordinal < MARGIN else 2 * MARGIN,
             )
             for ordinal, status in replicas
         ],
@@ -77,13 +78,13 @@ def restored(*values: object, running: tuple[tuple[int, ReplicaStatus], ...] = (
     return checkpoint_of(*known, *values), msgspec.structs.replace(observed, bucket=Map())
 
 
-def test_every_number_is_raised_above_what_is_claimed_and_what_is_recorded() -> None:
+def test_every_number_is_raised_to_one_above_what_is_claimed_and_what_is_recorded() -> None:
     checkpoint, observed = restored()
     counters = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW).counters
     assert counters == Counters(
-        goal=5 + MARGIN,
-        ordinal=8 + MARGIN,
-        generation=30 + MARGIN,
+        goal=40 + MARGIN,
+        ordinal=40 + MARGIN,
+        generation=40 + MARGIN,
         snapshot=40 + MARGIN + 1,  # the options of proxies, of which nobody knows
         restored_at=NOW,
         restored_epoch=EPOCH,
@@ -145,7 +146,7 @@ def test_a_tag_that_may_have_run_since_is_not_used_unless_it_runs_and_counts_as_
     after = plan.checkpoint
     assert after.backends[TAG].start_failures == 0
     assert after.replicas_of(TAG)[replica_tag(TAG, 1)].state is not ReplicaState.STARTING
-    assert {r.ordinal for r in after.replicas_of(TAG).values()} == {1, 9 + MARGIN}
+    assert {r.ordinal for r in after.replicas_of(TAG).values()} == {1, 41 + MARGIN}
 
 
 def test_what_a_lost_goal_started_serves_on_until_the_wanted_ones_do() -> None:
@@ -163,7 +164,8 @@ def test_what_a_lost_goal_started_serves_on_until_the_wanted_ones_do() -> None:
     told = {r.replica_tag: r.config_version for r in sent.replicas}
     assert {replica_tag(TAG, 6), replica_tag(TAG, 7)} < told.keys()
     assert replica_tag(TAG, 8) not in told, "what does not serve yet need not go on"
-    assert told[replica_tag(TAG, 6)] < 0, "its host must not give it a configuration of other code"
+    assert told[replica_tag(TAG, 6)] == 0, "its host must not give it a configuration of other code"
+    assert carried(sent) == sent, "its host can read it"
     assert after.goals[GoalId("g5")].status is GoalStatus.PENDING
     new = {r.ordinal for r in after.replicas_of(TAG).values()} - routed
     assert new
@@ -215,7 +217,8 @@ def test_configurations_are_given_numbers_that_no_replica_has() -> None:
     )
     draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
     backend = draft.backends[TAG]
-    assert backend.target.config_version > 1000
+    assert backend.target.config_version > draft.counters.restored_snapshot > MARGIN
+    assert backend.newest_code_version > MARGIN
     assert backend.last_good == backend.target
     after = reconcile(draft.checkpoint(), observed, EPOCH, NOW).checkpoint
     assert ReplicaState.UPDATING in {r.state for r in after.replicas_of(TAG).values()}

@@ -3,8 +3,11 @@
 Why it can be noticed: the bucket, proxies, hosts and replicas name the newest numbers that they were told. One that the
 checkpoint has not given yet is a *claim* from what is lost. Were it given again, routers would refuse the new
 snapshot for an old one, hosts would refuse goals or start a tag twice, and goals would succeed before what they changed
-is applied. So all counters are raised above every claim, by a margin for those that are yet to be heard, and whatever
-the checkpoint says is told anew under numbers that nobody has seen.
+is applied. So all counters are raised to one number above every claim, by a margin for those that are yet to be heard,
+and whatever the checkpoint says is told anew under numbers that nobody has seen.
+
+Why one number for all: nobody outside keeps ids of goals or versions of configurations for us, and the same dump may be
+restored twice. Whoever knows one number that was given then thereby keeps all of them from being given again.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ from serve_controller.core.transitions import Event
 MARGIN: Final = 1_000_000
 """Counters are raised so far beyond the highest claim: more than can have been given in what is lost unheard."""
 EPOCH_MARGIN: Final = 1_000
-VERSION_MARGIN: Final = 1_000
-"""Of a backend's versions."""
+LOST_CONFIG_VERSION: Final = 0
+"""Of what was adopted; a backend's own versions count from 1."""
 AHEAD_MAX: Final = 1_000_000_000
 """A claim further ahead than this is refused: nobody may use up the numbers, which end at 2**63, by a forged report."""
 ROLL_CALL_S: Final = HOST_SUSPECT_AFTER_S + 1.5
@@ -121,10 +124,10 @@ def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | Non
 
 
 def raised_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:
-    """``counters`` with each number that is given above both by as much."""
+    """``counters`` with one number for all that are given, above the highest of both by as much."""
     names = ("goal", "ordinal", "generation", "snapshot")
-    raised = {name: max(getattr(counters, name), getattr(others, name)) + by for name in names}
-    return msgspec.structs.replace(counters, **raised)
+    number = max(getattr(those, name) for those in (counters, others) for name in names) + by
+    return msgspec.structs.replace(counters, **dict.fromkeys(names, number))
 
 
 def roll_call_over_at(checkpoint: Checkpoint, observed: ObservedState, now: float) -> float | None:
@@ -155,7 +158,7 @@ def overtake(
         )
     )
     for tag in sorted(draft.backends):
-        _renumber_versions(draft, draft.backends[tag])
+        _renumber_versions(draft, draft.backends[tag], counters.snapshot)
         for replica_tag in sorted(draft.replicas_of(tag)):
             _doubt(draft, observed, draft.replicas_of(tag)[replica_tag], now)
     for record in sorted(draft.snapshots.values(), key=lambda r: r.snapshot.snapshot_id):
@@ -179,9 +182,9 @@ def _is_key(key: str) -> bool:
     return True
 
 
-def _renumber_versions(draft: Draft, backend: Backend) -> None:
+def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
     """Replicas may have taken configurations that are lost, and hosts apply only what rises."""
-    config_version = backend.newest_config_version + VERSION_MARGIN
+    config_version = max(backend.newest_config_version, above) + 1
     target = msgspec.structs.replace(backend.target, config_version=config_version)
     last_good = backend.last_good
     if last_good == backend.target:
@@ -197,7 +200,7 @@ def _renumber_versions(draft: Draft, backend: Backend) -> None:
             last_good=last_good,
             kept=None,
             others=[*backend.others, *(version for version in former if version is not None)],
-            newest_code_version=backend.newest_code_version + VERSION_MARGIN,
+            newest_code_version=max(backend.newest_code_version, above),
             newest_config_version=config_version,
         )
     )
@@ -269,12 +272,12 @@ def _lost_version(draft: Draft, tag: BackendTag) -> BackendVersion:
     Its number is below all others, so that hosts do not reconfigure what it stands for: code that is lost.
     """
     backend = draft.backends[tag]
-    for version in backend.others:
-        if version.config_version < 0:
-            return version
+    lost = backend.version_of(LOST_CONFIG_VERSION)
+    if lost is not None:
+        return lost
     code_version = backend.newest_code_version + 1
     version = msgspec.structs.replace(
-        backend.target, code_version=code_version, config_version=-code_version, version=None
+        backend.target, code_version=code_version, config_version=LOST_CONFIG_VERSION, version=None
     )
     others = [*backend.others, version]
     draft.put(msgspec.structs.replace(backend, others=others, newest_code_version=code_version))
