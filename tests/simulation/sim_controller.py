@@ -106,6 +106,11 @@ class SimController:
         self.world.trace(f"{self.controller_id} {effect}")
 
     def _effect_delay(self, effect: str) -> float:
+        leads = self.world.store.controller_id == self.controller_id
+        self.world.check(
+            leads or not self._has_stood_still(),
+            f"{self.controller_id} stood still until another one led, and goes on with {effect}",
+        )
         delay_s, stall_s = self.world.weather.of_effect(effect)
         if stall_s > 0:
             self.world.trace(f"{self.controller_id} stands still for {stall_s:.1f} s")

@@ -241,6 +241,20 @@ def test_after_this_process_stood_still_the_holder_is_heard_before_whoever_repor
     assert heard.refused == ["identity host host-1", "identity proxy p"]
 
 
+def test_who_reports_in_the_name_of_one_that_leaves_is_believed_from_then_on_and_no_sooner() -> None:
+    heard = Heard()
+    heard.hear(101.0, report(5), proxy(5))
+    forged = report(1, life=9), proxy(1, life=9)
+    for said in forged:
+        heard.hearing.hear(said, 101.5)
+    heard.hear(102.0, report(6, leaving=True), proxy(6, leaving=True))
+    assert heard.hearing.observed.hosts[HOST].report == report(6, leaving=True)
+    assert heard.hearing.observed.proxies[ProxyId("p")].report == proxy(6, leaving=True)
+    heard.hear(102.5, *forged)
+    assert heard.hearing.observed.hosts[HOST].report == forged[0]
+    assert heard.hearing.observed.proxies[ProxyId("p")].report == forged[1]
+
+
 def test_who_reports_as_everybody_does_not_push_out_all_other_events() -> None:
     heard = Heard()
     names = [HostId(f"h{n}") for n in range(1_000)]

@@ -165,11 +165,13 @@ def _check_free(
     holder: str,
     now: float,
 ) -> None:
-    """Whether an incarnation may take over an id: its holder leaves, is silent, or is itself.
+    """Whether an incarnation may take over an id: its holder was heard to leave, is silent, or is itself.
 
-    Once the holder is silent, when a life began does not matter: its machine's clock may have been set back.
+    Reports of holders are folded in first, so what is known may have been said after ``report`` came. Once the holder
+    is silent, when a life began does not matter: its machine's clock may have been set back.
     """
-    is_free = holder in ("", holder_of(report)) if known is None else known.report.leaving
+    has_left = known is not None and known.report.leaving and known.heard_at <= now
+    is_free = has_left or (known is None and holder in ("", holder_of(report)))
     if not is_free and not _is_silent(observed, known, HOST_SUSPECT_AFTER_S, now):
         raise HeldByAnother(report.host_id if isinstance(report, HostReport) else report.proxy_id)
 
