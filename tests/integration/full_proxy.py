@@ -55,14 +55,16 @@ class Burst(msgspec.Struct):
         """It in lines."""
         before, most, after = self.before_bytes // MIB, self.most_bytes // MIB, self.given_back_after_s
         lines = [f"{before} MiB before, {most} at most, given back after {after:.1f} s"]
-        groups: dict[tuple[str, int, str], list[float]] = {}
+        groups: dict[tuple[str, int, str], list[Upload]] = {}
         for upload in self.uploads:
             key = (upload.kind, upload.status, upload.error)
-            groups.setdefault(key, []).append(upload.answered_after_s)
-        for (kind, status, error), seconds in sorted(groups.items()):
-            count, least, most_s = len(seconds), min(seconds), max(seconds)
+            groups.setdefault(key, []).append(upload)
+        for (kind, status, error), group in sorted(groups.items()):
+            answered = [upload.answered_after_s for upload in group]
+            read = [upload.read_after_s for upload in group]
             lines.append(
-                f"{kind:8} {status} {error or 'whole'}: {count:3}, after {least:.2f} to {most_s:.2f} s"
+                f"{kind:8} {status} {error or 'whole'}: {len(group):3}, answered after {min(answered):.2f}"
+                f" to {max(answered):.2f} s, read after {min(read):.2f} to {max(read):.2f} s"
             )
         return "\n".join(lines)
 

@@ -36,7 +36,9 @@ class Upload(msgspec.Struct):
     """What ended the connection before the whole answer was read."""
     sent_bytes: int = 0
     answered_after_s: float = 0.0
-    """From its head's being sent to the first byte of the answer, or its end without one."""
+    """From its head's being sent until the first byte of the answer is there to be read, or its end without one."""
+    read_after_s: float = 0.0
+    """Until the whole answer was read."""
 
     @property
     def is_well(self) -> bool:
@@ -73,8 +75,13 @@ class _Client:
         if not self.began:
             return select.EPOLLOUT
         sends = self.may_send and bool(self.parts)
-        reads = not sends or self.upload.kind != "patient"
-        return (select.EPOLLOUT if sends else 0) | (select.EPOLLIN if reads else 0)
+        hears = self.reads or not self.upload.answered_after_s
+        return (select.EPOLLOUT if sends else 0) | (select.EPOLLIN if hears else 0)
+
+    @property
+    def reads(self) -> bool:
+        """False while it would not look at an answer."""
+        return self.upload.kind != "patient" or not self.parts
 
     def send(self) -> None:
         if not self.began:
@@ -89,20 +96,24 @@ class _Client:
 
     def read(self) -> bool:
         """True when the answer is whole."""
+        if not self.came and not self.upload.answered_after_s:
+            self.upload.answered_after_s = time.monotonic() - self.began
+        if not self.reads:
+            return False
         data = self.socket.recv(65536)
         if not data:
             raise EOFError
-        if not self.came:
-            self.upload.answered_after_s = time.monotonic() - self.began
         self.came += data
         head, _, body = self.came.partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 100"):
             self.came, self.may_send = body, True
+            self.upload.answered_after_s = 0.0
             return False
         lines = head.lower().split(b"\r\n")
         lengths = [int(line[15:]) for line in lines if line.startswith(b"content-length:")]
         if not lengths or len(body) < lengths[0]:
             return False
+        self.upload.read_after_s = time.monotonic() - self.began
         self.upload.status = int(head.split()[1])
         self.upload.says_when = any(line.startswith(b"retry-after:") for line in lines)
         return True
