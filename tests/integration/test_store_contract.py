@@ -469,6 +469,22 @@ async def test_a_leader_whose_last_write_is_not_there_any_more_leads_no_more(wor
     await world.store.renew_leadership(A, again, TTL_S)
 
 
+@pytest.mark.parametrize("world", ["postgres"], indirect=True)
+@pytest.mark.integration
+async def test_who_has_an_epoch_that_a_restored_database_gave_to_another_writes_nothing(world: PostgresWorld):
+    """Nothing but the term itself was lost. The simulation asks the same of its twin."""
+    await world.store.record(await lead(world.store), put(goal(1)))
+    epoch = await lead(world.store)
+    await world.sql("UPDATE leader SET epoch = epoch - 1, lease_expires_at = clock_timestamp()")
+    other = world.another()
+    assert await lead(other, B) == epoch
+    before = await world.row_versions()
+    with pytest.raises(FencedOut):
+        await world.store.record(epoch, put(goal(2)))
+    assert await world.row_versions() == before
+    await other.record(epoch, put(goal(2)))
+
+
 async def test_of_many_that_want_to_lead_exactly_one_does(world: World):
     stores = [world.another() for _ in range(5)]
     epochs = await asyncio.gather(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from serve_common.errors import NotLeading
 from serve_common.names import BackendTag
 from serve_common.wires import commands as c
 from serve_controller.core.restored import LOST_CONFIG_VERSION
+from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.simulation.calm import check_converged, why_not_calm
-from tests.simulation.clients import Client, Step
+from tests.simulation.clients import VERB_OF, Client, Step
 from tests.simulation.runs import SETTLE_S
 from tests.simulation.scenario import application, deploy
 from tests.simulation.world import Violated, World
@@ -168,3 +171,39 @@ def _assert_held(world: World, watch: Watch | None) -> None:
     assert world.violations == [], "\n".join(world.traced[-80:])
     assert world.store.checkpoint.counters.restored_epoch > 0, "the counters were raised"
     assert watch is None or sorted(watch.unserved) == []
+
+
+def test_a_leader_whose_epoch_a_restored_store_gave_to_another_writes_nothing() -> None:
+    """The store lost the very term, and no change: but for who leads, it is as the former leader left it."""
+    world = World(controllers=2)
+    _do(world, BEFORE)
+    restore = world.save_store()
+    former, other = world.controllers
+    former.crash()
+    world.run_until(lambda: False, LEASE_TTL_S)
+    assert former.term is not None
+    restore()
+    former._renew = lambda _: None  # type: ignore[method-assign]  # it has yet to notice
+    world.run_until(lambda: other.term is not None, LEASE_TTL_S)
+    assert [None if x.term is None else x.term.epoch for x in world.controllers] == [2, 2]
+    before, answers = world.store.checkpoint, []
+    command = deploy("b", "v1", num=1, request_id="r")
+    former.call(VERB_OF[type(command)], msgspec.json.encode(command), answers.append)
+    with contextlib.suppress(Violated):
+        world.run_until(lambda: bool(answers), 10.0)
+    assert world.violations == []
+    assert isinstance(answers[0], NotLeading)
+    assert world.store.checkpoint.backends == before.backends
+
+
+def test_what_hosts_know_of_leaders_whose_terms_the_store_lost_is_a_claim() -> None:
+    """They were told of them and of nothing else, and refuse the goals of all that led before."""
+    world = World(hosts=2)
+    _do(world, BEFORE)
+    world.controllers[0].crash()
+    for host in world.hosts:
+        host.hear_leader(world.store.epoch + 5)
+    _do(world, LOST)
+    _converge(world)
+    assert world.violations == []
+    assert world.store.epoch > 5

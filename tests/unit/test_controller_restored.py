@@ -225,6 +225,36 @@ def test_configurations_are_given_numbers_that_no_replica_has() -> None:
     assert not [r for r in after.replicas_of(TAG).values() if r.state is ReplicaState.SHOULD_STOP]
 
 
+def test_what_a_restore_gave_is_not_given_again_by_another_one_to_the_same_state() -> None:
+    """Of goals and versions nobody tells but a controller, which may be started anew."""
+    checkpoint, observed = restored(*(replica_of(n, V1, ReplicaState.RUNNING) for n in (1, 2)))
+    once = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    seen = Claims(epoch=EPOCH, snapshot=once.counters.snapshot)
+    again = overtake(checkpoint, observed, seen, 2 * EPOCH, NOW)
+    given = once.counters
+    assert again.counters.goal > given.goal + MARGIN / 2
+    assert again.counters.ordinal > given.ordinal + MARGIN / 2
+    first, second = once.backends[TAG], again.backends[TAG]
+    assert second.target.config_version > first.newest_config_version + MARGIN / 2
+    assert second.newest_code_version > first.newest_code_version + MARGIN / 2
+
+
+def test_replicas_take_the_new_number_also_when_they_became_fewer_and_a_start_failed() -> None:
+    """They have that configuration already: nothing is put at risk by it."""
+    backend = msgspec.structs.replace(backend_of(V1), start_failures=1)
+    running = ((1, ReplicaStatus.RUNNING), (2, ReplicaStatus.RUNNING))
+    serving = [replica_of(n, V1, ReplicaState.RUNNING) for n, _ in running]
+    checkpoint, observed = restored(*serving, backend, running=running)
+    draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
+    backend = draft.backends[TAG]
+    fewer = msgspec.structs.replace(backend.target.backend_config, num_replicas=1)
+    target = msgspec.structs.replace(backend.target, backend_config=fewer)
+    draft.put(msgspec.structs.replace(backend, target=target, last_good=target))
+    after = reconcile(draft.checkpoint(), observed, EPOCH, NOW).checkpoint
+    updating = [r for r in after.replicas_of(TAG).values() if r.state is ReplicaState.UPDATING]
+    assert [r.config_version for r in updating] == [target.config_version]
+
+
 def test_it_is_waited_for_everybody_who_may_speak() -> None:
     checkpoint, observed = restored()
     since = observed.since
@@ -263,6 +293,11 @@ def test_an_absurd_value_of_the_bucket_is_to_be_put_right() -> None:
     hearing.hear_bucket({"endpoints.a": (1, 2**62), "endpoints.b": (2, 41)}, whole=True)
     assert dict(hearing.observed.bucket or {}) == {"endpoints.a": 0, "endpoints.b": 41}
     assert (refused, hearing.claims.snapshot) == (["snapshot endpoints.a"], 41)
+
+
+def test_a_host_that_has_heard_of_a_leader_claims_its_epoch() -> None:
+    assert claims_of_report(report(epoch=6, leader_epoch=37)).epoch == 37
+    assert claims_of_report(report(epoch=6)).epoch == 6, "as hosts of an older version report"
 
 
 def test_a_tag_without_a_number_claims_nothing() -> None:

@@ -98,7 +98,7 @@ class Store(Protocol):
         ...
 
     async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
-        """Write ``changes`` in one transaction that is refused unless ``epoch`` still leads.
+        """Write ``changes`` in one transaction that is refused unless ``epoch`` still leads, and is this controller's.
 
         Refused also where the store is not as the leader's last write left it: it was restored to an earlier state.
         Raises `FencedOut` (nothing was written) or `StoreUnavailable` (it may or may not have been written).

@@ -58,15 +58,15 @@ class WorldStore(MemoryStore):
         if self.late_writes_s is not None:
             self._later(self.late_writes_s, lambda: self._write_late(writer, epoch, writes, changes, history))
             raise StoreUnavailable("the simulated connection broke while the write was under way")
-        self.fence(epoch)
+        self.fence(writer, epoch)
         self.fence_writes(writes)
         self._commit(writer, epoch, changes, history)
         self._end()
 
-    def fence(self, epoch: int) -> None:
-        """Refuse a write of an epoch that is over."""
-        if epoch != self.epoch:
-            raise FencedOut(f"epoch {self.epoch} began after {epoch}")
+    def fence(self, writer: Writer, epoch: int) -> None:
+        """Refuse a write of an epoch that is over, or that is another's since the database was restored."""
+        if (writer[0], epoch) != (self.controller_id, self.epoch):
+            raise FencedOut(f"epoch {self.epoch} of {self.controller_id} began after {epoch}")
 
     def fence_writes(self, writes: int) -> None:
         """Refuse a write onto another state than its writer left."""
@@ -87,7 +87,7 @@ class WorldStore(MemoryStore):
         self, writer: Writer, epoch: int, writes: int, changes: Changes, history: Sequence[HistoryEntry]
     ) -> None:
         try:
-            self.fence(epoch)
+            self.fence(writer, epoch)
             self.fence_writes(writes)
         except FencedOut:
             return
@@ -110,8 +110,8 @@ class StoreOf:
 
     def __init__(self, store: WorldStore, writer: Writer) -> None:
         self._store, self._writer = store, writer
-        self.writes = store.writes
-        """The number of the last write that this controller knows."""
+        self.writes = 0
+        """The number of the last write that this controller knows, once it has led."""
 
     async def migrate(self) -> None:
         """See `Store.migrate`."""

@@ -105,6 +105,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Count
     generation: Count
     """Of the goal that this report already obeys; both 0 before the first."""
+    leader_epoch: Count = 0
+    """The highest epoch that the host has heard of: it refuses goals of lower ones. 0 before the first."""
     resources: Annotated[dict[Label, Amount], Meta(max_length=_RESOURCES_MAX)]
     """Whole resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
     replicas: Annotated[list[ReplicaReport], Meta(max_length=REPLICAS_MAX)]

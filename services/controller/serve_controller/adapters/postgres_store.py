@@ -74,6 +74,8 @@ class PostgresStore:
         self._history_since_trim = HISTORY_TRIM_EVERY
         self._writes: int | None = None
         """The number of the last write as this controller knows it, since it leads; see `ports.Store.record`."""
+        self._controller_id: ControllerId | None = None
+        """As whom this controller leads. An epoch alone does not say who does: a restored database gives some again."""
         self._upgraded: tuple[CheckpointObject, ...] = ()
         """Of the last load, to be written with the next record; see `Loaded.upgraded`."""
 
@@ -104,7 +106,7 @@ class PostgresStore:
             row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, above)
         if row is None:
             return None
-        self._writes = row["writes"]
+        self._controller_id, self._writes = controller_id, row["writes"]
         epoch: int = row["epoch"]
         return epoch
 
@@ -154,6 +156,7 @@ class PostgresStore:
                 [entry.new for entry in history],
                 HISTORY_ROWS_MAX if trims else None,
                 self._writes,
+                self._controller_id,
             )
         if writes is None:
             raise _fenced_out(epoch)

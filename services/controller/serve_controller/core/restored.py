@@ -120,7 +120,8 @@ def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | Non
     if known is None or known.report.replicas != report.replicas:
         # Of a tag that is none, the number is 0: who runs it is told to stop it like any other that is unknown.
         ordinal = max((_ordinal(r.replica_tag) for r in report.replicas), default=0)
-    return Claims(epoch=report.epoch, generation=report.generation, ordinal=ordinal)
+    epoch = max(report.epoch, report.leader_epoch)
+    return Claims(epoch=epoch, generation=report.generation, ordinal=ordinal)
 
 
 def raised_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:

@@ -25,6 +25,7 @@ def build_report(
         sequence=sequence,
         started_at=started_at,
         epoch=state.goal_epoch,
+        leader_epoch=state.epoch,
         generation=state.generation,
         resources=resources,
         replicas=[_replica_report(held) for held in state.replicas.values()],

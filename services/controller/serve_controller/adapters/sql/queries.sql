@@ -52,10 +52,12 @@ SELECT kind, key, schema_version, value FROM checkpoint_rows;
 -- also counts the write: where the number is not the one after our last, the database was restored meanwhile.
 -- Parameters: 1 epoch; puts: 2 kinds, 3 keys, 4 schema versions, 5 values; deletes: 6 kinds, 7 keys;
 -- history: 8 times, 9 who, 10 verbs, 11 subjects, 12 goal ids, 13 requests, 14 old, 15 new;
--- 16 history rows kept, null to keep all; 17 number of our last write, null for any.
+-- 16 history rows kept, null to keep all; 17 number of our last write, null for any; 18 controller_id, null for any: a
+-- database that was restored gives epochs again, also to another controller while we have yet to notice.
 WITH fence AS (
     UPDATE leader SET writes = writes + 1
     WHERE epoch = $1 AND ($17::bigint IS NULL OR writes = $17::bigint)
+        AND ($18::text IS NULL OR controller_id = $18::text)
     RETURNING epoch, writes
 ), put AS (
     INSERT INTO checkpoint_rows AS old (kind, key, schema_version, value, epoch, updated_at)

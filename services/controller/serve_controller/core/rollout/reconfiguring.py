@@ -20,9 +20,14 @@ NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration
 
 def _differs_by_number(backend: Backend, replica: Replica) -> bool:
     """Whether the replica has the target's configuration already, under a number from before the store was restored."""
-    version = backend.version_of(replica.config_version)
-    number = backend.target.config_version
-    return version is not None and msgspec.structs.replace(version, config_version=number) == backend.target
+    version, target = backend.version_of(replica.config_version), backend.target
+    if version is None:
+        return False
+    # How many there are to be is nothing that a replica is given, and the autoscaler may have moved it since.
+    num_replicas = target.backend_config.num_replicas
+    config = msgspec.structs.replace(version.backend_config, num_replicas=num_replicas)
+    number = target.config_version
+    return msgspec.structs.replace(version, config_version=number, backend_config=config) == target
 
 
 def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
