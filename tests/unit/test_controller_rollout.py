@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
+from serve_common.names import HostId
 from serve_common.wires.commands import DeleteDeployment
+from serve_common.wires.host import ReplicaReport, ReplicaStatus
 from serve_common.wires.views import GoalStatus
-from serve_controller.core.objects import ReplicaState
+from serve_controller.core.objects import HostRecord, ReplicaState
+from serve_controller.core.observed import observe_host
+from serve_controller.core.reconcile import reconcile
 from serve_controller.core.rollout.budgets import surge_of, unavailable_of
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, backend_config, deploy
 from tests.simulation.pure_host import PureHost
+from tests.unit.controller_parts import (
+    NOW,
+    TAG,
+    backend_of,
+    checkpoint_of,
+    deployment_of,
+    observed_hosts,
+    replica_of,
+    version_of,
+)
 
 
 def serving(**options: object) -> Loop:
@@ -189,6 +204,28 @@ def test_a_replica_that_lives_ends_the_series_of_failed_starts() -> None:
     loop.steps(15, 1.0)
     assert loop.backend().start_failures == 0
     check_converged(loop)
+
+
+def test_an_update_goes_on_after_a_failed_start_that_is_wanted_no_more() -> None:
+    """As many as are wanted serve, and served before it failed: no other start can end the series."""
+    v1, v2 = version_of(1), version_of(2, num_replicas=2)
+    backend = backend_of(v2, last_good=v1, others=[v1], start_failures=1, retry_at=NOW - 500)
+    replicas = [replica_of(n, v1) for n in (1, 2)] + [replica_of(n, v2, since=NOW - 600) for n in (3, 4)]
+    h1 = HostId("host-1")
+    checkpoint = checkpoint_of(backend, deployment_of(), HostRecord(host_id=h1, generation=1), *replicas)
+    observed = observed_hosts(h1, cpus=8)
+    serving = [
+        ReplicaReport(
+            replica_tag=r.replica_tag, status=ReplicaStatus.RUNNING, config_version=r.config_version
+        )
+        for r in replicas
+    ]
+    report = msgspec.structs.replace(observed.hosts[h1].report, sequence=2, replicas=serving)
+    after = reconcile(checkpoint, observe_host(observed, report, NOW), 1, NOW).checkpoint
+    assert after.backends[TAG].start_failures == 0
+    states = {r.ordinal: r.state for r in after.replicas_of(TAG).values()}
+    assert states[1] is states[2] is ReplicaState.SHOULD_STOP
+    assert states[3] is states[4] is ReplicaState.RUNNING
 
 
 def test_a_dead_replica_is_replaced_under_a_new_number() -> None:

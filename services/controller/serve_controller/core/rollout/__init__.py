@@ -52,18 +52,19 @@ def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
 def _forgive(draft: Draft, backend: Backend, now: float) -> None:
     """A replica of the target that came up after the last failure and has served for a while ends the series.
 
-    One that served before it proves nothing: it may run on a better host, or with an older configuration.
+    One that served before it proves nothing: it may run on a better host, or with an older configuration. But where as
+    many as are wanted have served for so long, none is left to start that could prove more.
     """
     if not backend.start_failures:
         return
-    lived = any(
-        r.state in ROUTED
-        and r.config_version == backend.target.config_version
-        and r.since >= backend.retry_at
-        and now >= r.since + SHORT_LIFE_S  # the same sum as in `look_again_at`
+    lived = [
+        r
         for r in current_replicas(draft, backend)
-    )
-    if lived:
+        if r.state in ROUTED
+        and r.config_version == backend.target.config_version
+        and now >= r.since + SHORT_LIFE_S  # the same sum as in `look_again_at`
+    ]
+    if any(r.since >= backend.retry_at for r in lived) or len(lived) >= backend.num_wanted > 0:
         draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0))
 
 
