@@ -104,8 +104,12 @@ class UnavailableBudget:
         was = before.replicas_of(replica.backend_tag).get(replica.replica_tag)
         if was is None or was.state not in SERVING or replica.replica_tag in self.world.checks.not_well:
             return False
+        # One that did not take its configuration, as on a host that hangs, is replaced.
         return any(
-            replica.replica_tag in host.serving and not host.state.is_leaving for host in self.world.hosts
+            replica.replica_tag in host.serving
+            and not host.state.is_leaving
+            and not host.state.replicas[replica.replica_tag].config_error_version
+            for host in self.world.hosts
         )
 
 
@@ -170,7 +174,7 @@ class ForceKillIsForced:
     def save(self) -> dict[str, float]:
         return dict(self.forced)
 
-    def go_back(self, saved: dict[str, float], _: int) -> None:
+    def go_back(self, saved: dict[str, float]) -> None:
         self.forced = dict(saved)
 
     def on_commit(

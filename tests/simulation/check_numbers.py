@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from serve_common.names import GoalId, ReplicaTag
 from serve_common.wires.host import HostGoal
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 
+T = TypeVar("T")
+
+
 class OneWriter:
     """An epoch belongs to one life of one controller, epochs only rise, and only the newest one's writes are made."""
 
@@ -26,8 +29,11 @@ class OneWriter:
         self.world = world
         self.owners: dict[int, Writer] = {}
 
-    def go_back(self, _: object, epoch: int) -> None:
-        self.owners = {e: owner for e, owner in self.owners.items() if e <= epoch}
+    def save(self) -> dict[int, Writer]:
+        return dict(self.owners)
+
+    def go_back(self, saved: dict[int, Writer]) -> None:
+        self.owners = dict(saved)
 
     def on_epoch(self, epoch: int, writer: Writer) -> None:
         self.world.check(epoch not in self.owners, f"epoch {epoch} was given twice")
@@ -41,25 +47,53 @@ class OneWriter:
         self.world.check(epoch == max(self.owners), f"epoch {epoch} wrote after {max(self.owners)} began")
 
 
+class Given(Generic[T]):
+    """Numbers that were given, and who can know of them.
+
+    A store that goes back has lost some. One that no leader began to tell anybody names nothing that is out there, and
+    may be given again where nothing else that is lost was seen: but not by a controller that gave it or read it itself.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.told: set[T] = set()
+        """What a leader began to tell somebody."""
+        self._given: dict[T, int] = {}
+        """The number of the store's write that gave each."""
+        self._lost: dict[T, frozenset[Writer]] = {}
+        """Of those that may be given again, by whom not."""
+
+    def save(self) -> set[T]:
+        return set(self._given)
+
+    def go_back(self, saved: set[T]) -> None:
+        if self.world.is_loss_seen:
+            return
+        for number in self._given.keys() - saved - self.told:
+            self._lost[number] = self.world.who_knows(self._given.pop(number))
+
+    def may_give(self, number: T, writer: Writer) -> bool:
+        """Whether ``writer``, whose write is being made, may give ``number``; it counts as given then."""
+        is_known = number in self._given or number in self.told or writer in self._lost.get(number, ())
+        self._given[number] = self.world.store.writes
+        return not is_known
+
+
 class NumbersRise:
     """What is counted never falls, and no replica's tag is ever given again."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.tags: set[ReplicaTag] = set()
-        self.sent: set[ReplicaTag] = set()
-        """What a leader began to tell some host to run."""
+        self.tags = Given[ReplicaTag](world)
 
     def save(self) -> set[ReplicaTag]:
-        return set(self.tags)
+        return self.tags.save()
 
-    def go_back(self, saved: set[ReplicaTag], _: int) -> None:
-        """As `SnapshotsAreTrue.go_back`: of lost tags, those that no host was ever sent may be given again then."""
-        if self.world.is_loss_unknown:
-            self.tags &= saved | self.sent
+    def go_back(self, saved: set[ReplicaTag]) -> None:
+        self.tags.go_back(saved)
 
     def on_goal_sent(self, goal: HostGoal) -> None:
-        self.sent.update(replica.replica_tag for replica in goal.replicas)
+        self.tags.told.update(replica.replica_tag for replica in goal.replicas)
 
     def on_commit(
         self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
@@ -77,8 +111,8 @@ class NumbersRise:
                 case Replica():
                     is_new = value.replica_tag not in before.replicas_of(value.backend_tag)
                     if is_new and value.state in BEGINS:
-                        check(value.replica_tag not in self.tags, f"{value.replica_tag} was given again")
-                        self.tags.add(value.replica_tag)
+                        may_give = self.tags.may_give(value.replica_tag, writer)
+                        check(may_give, f"{value.replica_tag} was given again")
                 case SnapshotRecord():
                     known = before.snapshots.get(value.key)
                     check(
@@ -105,7 +139,7 @@ class GoalsEndOnce:
     def save(self) -> dict[str, GoalId]:
         return dict(self.requests)
 
-    def go_back(self, saved: dict[str, GoalId], _: int) -> None:
+    def go_back(self, saved: dict[str, GoalId]) -> None:
         self.requests = dict(saved)
 
     def on_commit(

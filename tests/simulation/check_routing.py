@@ -12,6 +12,7 @@ from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Replica, SnapshotRecord
 from tests.simulation.check_budgets import BEGINS, SERVING
+from tests.simulation.check_numbers import Given
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,19 +85,14 @@ class SnapshotsAreTrue:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.numbers = Given[tuple[str, int]](world)
         self.recorded: dict[tuple[str, int], Snapshot] = {}
-        self.published: set[tuple[str, int]] = set()
-        """What a leader began to put: somebody may have seen it."""
 
     def save(self) -> set[tuple[str, int]]:
-        return set(self.recorded)
+        return self.numbers.save()
 
-    def go_back(self, saved: set[tuple[str, int]], _: int) -> None:
-        """Numbers of lost snapshots that were recorded and never put may be given again, where nobody at all is left
-        who could tell of anything that is lost: they name nothing that a router has, had, or could yet be sent."""
-        if self.world.is_loss_unknown:
-            kept = saved | self.published
-            self.recorded = {number: value for number, value in self.recorded.items() if number in kept}
+    def go_back(self, saved: set[tuple[str, int]]) -> None:
+        self.numbers.go_back(saved)
 
     def on_commit(
         self,
@@ -112,10 +108,10 @@ class SnapshotsAreTrue:
             match value:
                 case SnapshotRecord():
                     number = (value.key, value.snapshot.snapshot_id)
-                    self.world.check(
-                        self.recorded.setdefault(number, value.snapshot) == value.snapshot,
-                        f"{number} was given again, to another snapshot",
-                    )
+                    if self.recorded.get(number) != value.snapshot:
+                        may_give = self.numbers.may_give(number, writer)
+                        self.world.check(may_give, f"{number} was given again, to another snapshot")
+                        self.recorded[number] = value.snapshot
                 case Replica():
                     touched.add(value.backend_tag)
         if history:
@@ -135,7 +131,7 @@ class SnapshotsAreTrue:
                 self.world.check(False, lambda t=f"routers are given {routed} of {tag}, not {serving}": t)
 
     def on_publish(self, key: str, snapshot: Snapshot) -> None:
-        self.published.add((key, snapshot.snapshot_id))
+        self.numbers.told.add((key, snapshot.snapshot_id))
         self.world.check(
             self.recorded.get((key, snapshot.snapshot_id)) == snapshot,
             f"{key} {snapshot.snapshot_id} was published and is not recorded so",

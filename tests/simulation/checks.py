@@ -102,11 +102,11 @@ class Checks:
         """What each promise knows of the store's content, for when that goes back in time."""
         return [check.save() if hasattr(check, "save") else None for check in self.all]
 
-    def go_back(self, saved: list[Any], epoch: int) -> None:
-        """The store is as it was when this was saved; its epoch is given."""
+    def go_back(self, saved: list[Any]) -> None:
+        """The store is as it was when this was saved."""
         for check, known in zip(self.all, saved, strict=True):
             if hasattr(check, "go_back"):
-                check.go_back(known, epoch)
+                check.go_back(known)
 
     def on_commit(
         self,

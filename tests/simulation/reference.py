@@ -60,7 +60,7 @@ class Reference:
         """For when the store goes back in time."""
         return copy.deepcopy((self.now, self.good, self.successes, self.requests, self.alone))
 
-    def go_back(self, saved: tuple[Any, ...], _: int) -> None:
+    def go_back(self, saved: tuple[Any, ...]) -> None:
         """The store holds again what it held then, and so does this."""
         self.now, self.good, self.successes, self.requests, self.alone = copy.deepcopy(saved)
 
@@ -269,8 +269,15 @@ class Reference:
         self.good.drop(tag)
         deployment = after.deployments.get(tag)
         if deployment is not None:
+            backend, ended_as = before.backends[tag], deployment.ended_as
+            was = backend.target
+            if backend.autoscaling is not None and ended_as is not None:
+                # The plan that gave it up may have scaled it first.
+                num_replicas = ended_as.backend_config.num_replicas
+                config = msgspec.structs.replace(was.backend_config, num_replicas=num_replicas)
+                was = msgspec.structs.replace(was, backend_config=config)
             self.world.check(
-                deployment.ended_at is not None and deployment.ended_as == before.backends[tag].target,
+                deployment.ended_at is not None and ended_as == was,
                 f"{tag} is gone, and {deployment} does not say what it was",
             )
 

@@ -84,6 +84,7 @@ def play(
         world.calm() if storm_s else None
         _wait(world, lambda: "" if all(x.is_done for x in world.clients) else "clients wait", CLIENTS_LIMIT_S)
         world.calm()
+        _wait(world, lambda: "" if world.time > world.stale_until else "messages are under way", CALM_LIMIT_S)
         for number in range(MENDINGS_MAX):
             # A goal that is under way may yet fail, and bring back what must be mended.
             world.run_until(

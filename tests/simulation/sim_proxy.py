@@ -45,6 +45,8 @@ class SimProxy:
         """The newest snapshot of each key that it took."""
         self.http_error, self.http_error_id = "", 0
         self._newest_id = 0
+        self._is_open = False
+        """The first options that were found are in force, or there were none."""
         self._is_report_due = False
         self.world.bus.open_watch(self)
         self._tick(self.lives)
@@ -64,7 +66,7 @@ class SimProxy:
     @property
     def serves(self) -> bool:
         """Whether it takes requests."""
-        return self.is_up and not self.is_leaving and self.table.is_filled
+        return self.is_up and not self.is_leaving and self.table.is_filled and self._is_open
 
     @property
     def applied(self) -> int:
@@ -94,6 +96,8 @@ class SimProxy:
                 self.table.confirm(key)
         if changes.http is not None:
             self._take_options(changes.http)
+        elif self.table.is_filled and self._newest_id == 0:
+            self._is_open = True
         if self.applied != before or whole:
             self._report_soon()
         self.world.checks.on_proxy(self)
@@ -116,6 +120,7 @@ class SimProxy:
             self.http_error, self.http_error_id = error, change.snapshot_id
         else:
             self.options, self.http_error, self.http_error_id = change.options, "", 0
+            self._is_open = True
         self.table.confirm(HTTP_KEY, change.snapshot_id)
         self._report_soon()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from serve_common.names import GoalId
+from serve_common.names import GoalId, ReplicaTag
 from serve_common.wires.host import HostReport
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.shell.term import Term
@@ -17,11 +17,11 @@ from tests.simulation.checks import Checks
 from tests.simulation.clients import Client
 from tests.simulation.crashes import CrashPlan, CrashPoint
 from tests.simulation.kernel import START, Kernel
-from tests.simulation.sim_bus import SimBus
+from tests.simulation.sim_bus import BURST_S, SimBus
 from tests.simulation.sim_controller import SilentTelemetry, SimController
 from tests.simulation.sim_host import SimHost
 from tests.simulation.sim_proxy import SimProxy
-from tests.simulation.twins.world_store import WorldStore
+from tests.simulation.twins.world_store import WorldStore, Writer
 from tests.simulation.weather import Faults, Weather
 from tests.simulation.wire import carried
 
@@ -55,13 +55,16 @@ class World(Kernel):
         self.term_class = term_class
         self.cpus = cpus
         self.violations: list[str] = []
+        self.stale_until = 0.0
+        """Until then something may come that was sent before the calm."""
         self.lost_epoch = self.lost_snapshot = 0
         """The highest numbers that were given in what a restored store lost."""
         self.lost_goals: set[GoalId] = set()
         self.unseen_goals: set[GoalId] = set()
         """Those of them of which nothing had come to anybody: nobody can know that their ids were given."""
-        self.is_loss_unknown = False
-        """The store went back, nobody outside has seen a number that it lost, and no controller lives that gave one."""
+        self.lost_replicas: set[ReplicaTag] = set()
+        self.is_loss_seen = False
+        """Somebody beside the controllers has seen a number that the store lost when it went back."""
         self.traced: list[str] = []
         self._ordered_at: dict[str, float] = {}
         self.hosts: list[SimHost] = []
@@ -107,6 +110,12 @@ class World(Kernel):
         """Whether some controller still takes the store for what it was before it went back."""
         return any(x.is_up and x.store.writes > self.store.writes for x in self.controllers)
 
+    def who_knows(self, write: int) -> frozenset[Writer]:
+        """The controllers that live and made, or read, the write of this number, before the store goes back to it."""
+        return frozenset(
+            (x.controller_id, x.lives) for x in self.controllers if x.is_up and x.store.writes >= write
+        )
+
     def save_store(self) -> Callable[[], None]:
         """Dump the store; what is returned restores it."""
         saved, judged = self.store.save(), self.checks.save()
@@ -120,11 +129,12 @@ class World(Kernel):
             self.store.restore(saved)
             goals = {goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals}
             self.lost_goals |= goals
-            is_behind = self._is_store_behind()
-            if not is_behind:
+            for tag, replicas in lost.replicas.items():
+                self.lost_replicas |= set(replicas) - set(self.store.checkpoint.replicas_of(tag))
+            self.is_loss_seen = self._is_store_behind()
+            if not self.is_loss_seen:
                 self.unseen_goals |= goals
-            self.is_loss_unknown = not is_behind and not self.is_restore_unnoticed
-            self.checks.go_back(judged, self.store.epoch)
+            self.checks.go_back(judged)
             for client in self.clients:
                 client.lose(self.lost_goals)
 
@@ -187,6 +197,7 @@ class World(Kernel):
     def calm(self) -> None:
         """Everything works again and nothing more goes wrong."""
         self.trace("calm")
+        self.stale_until = max(self.stale_until, self.time + BURST_S + self.weather.faults.delay_max_s)
         self.weather.calm()
         self.store.available, self.store.loses_answers, self.store.late_writes_s = True, False, None
         self.bus.thaw()
