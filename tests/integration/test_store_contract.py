@@ -485,6 +485,23 @@ async def test_who_has_an_epoch_that_a_restored_database_gave_to_another_writes_
     await other.record(epoch, put(goal(2)))
 
 
+@pytest.mark.parametrize("world", ["postgres"], indirect=True)
+@pytest.mark.integration
+async def test_a_controller_never_leads_twice_with_one_epoch_though_the_database_went_back(
+    world: PostgresWorld,
+):
+    """Else what its former term has under way would be written into the new one. The simulation asks the same."""
+    first = await lead(world.store)
+    await world.sql("UPDATE leader SET epoch = epoch - 1")
+    with pytest.raises(FencedOut):
+        await world.store.renew_leadership(A, first, TTL_S)
+    again = await lead(world.store)
+    assert again > first
+    with pytest.raises(FencedOut):
+        await world.store.record(first, put(goal(1)))
+    await world.store.record(again, put(goal(2)))
+
+
 async def test_of_many_that_want_to_lead_exactly_one_does(world: World):
     stores = [world.another() for _ in range(5)]
     epochs = await asyncio.gather(

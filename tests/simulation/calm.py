@@ -27,8 +27,10 @@ CPUS_MAX = 5.0
 def mending(world: World) -> list[Step]:
     """What a sensible client does before the calm: asks for no more than fits, of code that works."""
     steps = [Step(c.UndrainHost(host_id=host_id)) for host_id in sorted(world.checks.reference.now.drained)]
-    asked = 0.0
-    for tag, made in sorted(world.checks.reference.now.backends.items()):
+    # At least one of each, at last with CPUs that some host has.
+    wishes = world.checks.reference.now.backends
+    asked = sum(min(made.code.ray_actor_options.num_cpus, 1.0) for made in wishes.values())
+    for tag, made in sorted(wishes.items()):
         cpus = made.code.ray_actor_options.num_cpus
         is_bad = made.code.import_path in (Code.DIES.value, Code.SICK.value)
         if made.config.autoscaling_config is not None:
@@ -44,7 +46,7 @@ def mending(world: World) -> list[Step]:
         # What may not be together finds no place where the hosts that are left are full.
         num = world.store.checkpoint.backends[BackendTag(tag)].target.backend_config.num_replicas
         fits = per_host is None or num <= 1
-        asked += num * cpus
+        asked += (num - 1) * cpus
         if asked > CPUS_MAX or not fits:
             asked -= (num - 1) * cpus
             fewer = {"num_replicas": 1, "autoscaling_config": None}

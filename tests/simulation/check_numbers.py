@@ -50,8 +50,10 @@ class OneWriter:
 class Given(Generic[T]):
     """Numbers that were given, and who can know of them.
 
-    A store that goes back has lost some. One that no leader began to tell anybody names nothing that is out there, and
-    may be given again where nothing else that is lost was seen: but not by a controller that gave it or read it itself.
+    A store that goes back has lost some. One that no leader had begun to tell anybody names nothing that is out there,
+    and may be given again where nothing else that is lost was seen: but not by a controller that gave it or read it.
+    And a write that is under way then gives what its leader decided before: nobody can know better, and its tags are
+    doubted as soon as somebody does.
     """
 
     def __init__(self, world: World) -> None:
@@ -74,9 +76,9 @@ class Given(Generic[T]):
 
     def may_give(self, number: T, writer: Writer) -> bool:
         """Whether ``writer``, whose write is being made, may give ``number``; it counts as given then."""
-        is_known = number in self._given or number in self.told or writer in self._lost.get(number, ())
+        is_known = number in self._given or writer in self._lost.get(number, ())
         self._given[number] = self.world.store.writes
-        return not is_known
+        return not is_known or self.world.was_under_way(writer)
 
 
 class NumbersRise:

@@ -77,6 +77,8 @@ class SimController:
         if not self.world.bus.available:
             self.liveness.went()
         self._beat_at, self._is_in_doubt = float("-inf"), False
+        self.effect_begun_at = 0.0
+        """The last one."""
         self._newest_epoch = 0
         self._known_claims = NO_CLAIMS
         self._claims: dict[int, str] = {}
@@ -106,6 +108,7 @@ class SimController:
         self.world.trace(f"{self.controller_id} {effect}")
 
     def _effect_delay(self, effect: str) -> float:
+        self.effect_begun_at = self.world.time
         leads = self.world.store.controller_id == self.controller_id
         self.world.check(
             leads or not self._has_stood_still(),

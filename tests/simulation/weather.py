@@ -14,6 +14,7 @@ from serve_common.names import BackendTag
 from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
 from serve_common.wires.proxy import ProxyReport
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
+from serve_controller.shell.leadership import LEASE_TTL_S
 
 if TYPE_CHECKING:
     from serve_controller.shell.term import Term
@@ -91,8 +92,9 @@ def brew_hang(world: World, dice: random.Random, until_s: float, mishaps: Collec
     """Let the bus hang once; returns when the storm may end at the earliest."""
     begin_s, length_s = dice.uniform(0.1, until_s * 0.8), dice.choice(HANGS_S)
     if "store goes back" in mishaps:
-        # What was given while nothing came through, and lost with the store, nobody can know of.
-        begin_s = until_s
+        # What was given while nothing came through, and lost with the store, nobody can know of; nor what a leader
+        # tells a bus that hangs before it has noticed that it leads no more.
+        begin_s = until_s + LEASE_TTL_S
     world.after(begin_s, world.bus.hang)
     world.after(begin_s + length_s, world.bus.thaw)
     return max(until_s, begin_s + length_s)

@@ -57,6 +57,8 @@ class World(Kernel):
         self.violations: list[str] = []
         self.stale_until = 0.0
         """Until then something may come that was sent before the calm."""
+        self.restored_at = 0.0
+        """When the store last went back."""
         self.lost_epoch = self.lost_snapshot = 0
         """The highest numbers that were given in what a restored store lost."""
         self.lost_goals: set[GoalId] = set()
@@ -116,6 +118,11 @@ class World(Kernel):
             (x.controller_id, x.lives) for x in self.controllers if x.is_up and x.store.writes >= write
         )
 
+    def was_under_way(self, writer: Writer) -> bool:
+        """Whether the write that is made now had begun when the store went back."""
+        begun_at = [x.effect_begun_at for x in self.controllers if (x.controller_id, x.lives) == writer]
+        return any(at < self.restored_at for at in begun_at)
+
     def save_store(self) -> Callable[[], None]:
         """Dump the store; what is returned restores it."""
         saved, judged = self.store.save(), self.checks.save()
@@ -127,6 +134,7 @@ class World(Kernel):
             self.lost_epoch = max(self.lost_epoch, self.store.epoch)
             self.lost_snapshot = max(self.lost_snapshot, lost.counters.snapshot)
             self.store.restore(saved)
+            self.restored_at = self.time
             goals = {goal_id for goal_id in lost.goals if goal_id not in self.store.checkpoint.goals}
             self.lost_goals |= goals
             for tag, replicas in lost.replicas.items():

@@ -80,8 +80,8 @@ class Store(Protocol):
     ) -> int | None:
         """Become the leader for ``ttl_s`` seconds if the lease is free, over, or this controller's own.
 
-        Returns the new epoch (always higher than any before, and than ``above``), or None while another one leads.
-        Judged by the database's clock.
+        Returns the new epoch, or None while another one leads. It is higher than any before, than ``above``, and, also
+        where the store was restored, than all that this controller had. Judged by the database's clock.
         """
         ...
 

@@ -112,6 +112,8 @@ class StoreOf:
         self._store, self._writer = store, writer
         self.writes = 0
         """The number of the last write that this controller knows, once it has led."""
+        self._epoch = 0
+        """The newest that it had."""
 
     async def migrate(self) -> None:
         """See `Store.migrate`."""
@@ -121,9 +123,9 @@ class StoreOf:
         self, controller_id: ControllerId, ttl_s: float, above: int = 0
     ) -> int | None:
         """See `Store.acquire_leadership`."""
-        epoch = await self._store.acquire_leadership(controller_id, ttl_s, above)
+        epoch = await self._store.acquire_leadership(controller_id, ttl_s, max(above, self._epoch))
         if epoch is not None:
-            self.writes = self._store.writes
+            self.writes, self._epoch = self._store.writes, epoch
         return epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:

@@ -76,6 +76,9 @@ class PostgresStore:
         """The number of the last write as this controller knows it, since it leads; see `ports.Store.record`."""
         self._controller_id: ControllerId | None = None
         """As whom this controller leads. An epoch alone does not say who does: a restored database gives some again."""
+        self._epoch = 0
+        """The newest that this controller had. It never has one twice, or a write of its term before, which is still
+        under way, would be made in the new one."""
         self._upgraded: tuple[CheckpointObject, ...] = ()
         """Of the last load, to be written with the next record; see `Loaded.upgraded`."""
 
@@ -103,12 +106,12 @@ class PostgresStore:
     ) -> int | None:
         """Begin a new term if the lease is free, over or our own; None while another one leads."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
-            row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, above)
+            row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, max(above, self._epoch))
         if row is None:
             return None
         self._controller_id, self._writes = controller_id, row["writes"]
-        epoch: int = row["epoch"]
-        return epoch
+        self._epoch = row["epoch"]
+        return self._epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
         """Prolong our term, also after the lease ended, while nobody else began one. Raises `FencedOut`."""
