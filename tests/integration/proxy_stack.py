@@ -20,6 +20,7 @@ import nats
 from serve_common.names import BackendTag, EndpointTag, ProxyId
 from serve_common.settings import BusSettings, OperationsSettings
 from serve_common.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
+from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.values.http_options import HttpOptions
 from serve_common.wires.proxy import ProxyReport
 from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
@@ -113,6 +114,7 @@ class Stack:
         methods=("GET", "POST", "HEAD"),
         traffic=None,
         shadows=None,
+        options=None,
     ) -> int:
         content = EndpointSnapshot(
             endpoint_tag=EndpointTag(tag),
@@ -120,6 +122,7 @@ class Stack:
             methods=list(methods),
             traffic=traffic or {BackendTag(TAG): 1.0},
             shadows=shadows or {},
+            options=options or EndpointOptions(),
         )
         return await self.put(endpoint_key(EndpointTag(tag)), content)
 

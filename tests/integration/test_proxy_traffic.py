@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from serve_common.dispatch.shadows import SHADOWS_PER_BACKEND_MAX
 from serve_common.names import BackendTag
 from serve_common.subjects import backend_key
+from serve_common.values.endpoint_options import EndpointOptions
 from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration
@@ -100,6 +102,31 @@ async def test_a_shadow_that_hangs_or_dies_neither_delays_nor_fails_a_request(st
     await stack.put(backend_key(NEW), None)
     await until_shadows(stack, "failed", SHADOWS_PER_BACKEND_MAX)
     assert (await stack.get("/echo", "POST", data=b"x"))[0] == 200
+
+
+async def test_a_header_selects_a_backend_that_has_no_weight_and_an_unknown_one_is_refused(
+    stack: Stack,
+) -> None:
+    (old,) = await stack.serve(R0)
+    new = await stack.add_replica(N0)
+    await stack.put_backend(N0, tag=NEW)
+    await stack.applied(
+        await stack.put_endpoint(traffic={OLD: 1.0, NEW: 0.0}, options=EndpointOptions(backend_header="X-To"))
+    )
+    for value, serves in (("default/new", new), ("new", new), (OLD, old), ("", old)):
+        before = len(serves.seen)
+        status, _, _ = await stack.get("/echo", headers={"x-to": value})
+        reply = await stack.client.request(
+            "serve.call.default.echo", b"x", timeout=20, headers={"X-To": value}
+        )
+        assert (status, reply.data, len(serves.seen) - before) == (200, b"x", 2)
+    message = "X-To: 'other' is no backend of endpoint 'default/echo'"
+    status, body, _ = await stack.get("/echo", headers={"x-to": "other"})
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["message"]) == (400, "bad_field", message)
+    reply = await stack.client.request("serve.call.default.echo", b"x", timeout=20, headers={"X-To": "other"})
+    error = json.loads(reply.data)["error"]
+    assert (error["code"], error["message"]) == ("bad_field", message)
 
 
 async def test_a_shift_under_load_with_a_full_queue_loses_nothing(stack: Stack) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from serve_common.dispatch.calls import Answer, Call
-from serve_common.dispatch.errors import HeadTooLarge
+from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.wires.frames import (
@@ -183,7 +183,7 @@ async def test_who_is_given_up_while_its_backend_goes_away_is_not_sent_to_anothe
     world.put(ReplicaTag("d/new#7"), backend=new)
     world.put_traffic({BACKEND: 0.5, new: 0.5})
     world.drop_backend()
-    assert [type(error) for error in told[0].errors] == [HeadTooLarge]
+    assert [type(error) for error in told[0].errors] == [HeadersTooLarge]
     assert not world.bus.sent
     world.assert_nothing_is_left()
 
@@ -195,6 +195,6 @@ async def test_who_is_given_up_while_its_slot_is_given_back_is_not_sent_again(wo
     told.append(Told(world, lambda: world.dispatcher.abandon(told[0].call), **UNSENDABLE))
     world.bus.sent.clear()
     world.dispatcher.bus_is_back()
-    assert [type(error) for error in told[1].errors] == [HeadTooLarge]
+    assert [type(error) for error in told[1].errors] == [HeadersTooLarge]
     assert {type(frame[2]) for frame in world.bus.sent} == {CancelHead}
     world.assert_nothing_is_left()

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
-from serve_common.dispatch.errors import HeadTooLarge, MethodNotAllowed, NoRoute, ReplicaError
+from serve_common.dispatch.errors import HeadersTooLarge, MethodNotAllowed, NoRoute, ReplicaError
 from serve_common.dispatch.liveness import Suspicions
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.retry import LOSSES_MAX, can_repeat, may_send_again
@@ -124,7 +124,7 @@ def test_admission_names_the_path_and_the_allowed_methods() -> None:
         (NoRoute("x"), 404, "no_route", False),
         (MethodNotAllowed("PUT", "GET"), 405, "method_not_allowed", False),
         (BodyTooLarge("x"), 413, "body_too_large", False),
-        (HeadTooLarge("x"), 431, "headers_too_large", False),
+        (HeadersTooLarge("x"), 431, "headers_too_large", False),
         (NoReplicaAvailable("x"), 503, "no_replica_available", True),
         (BusUnavailable("x"), 503, "bus_unavailable", True),
         (DeadlineExceeded("x"), 504, "deadline_exceeded", False),

@@ -8,7 +8,7 @@ import pytest
 
 from serve_common.bus.errors import NotConnected
 from serve_common.dispatch.beat import PROBE_AFTER_S
-from serve_common.dispatch.errors import AnswerUnusable, HeadTooLarge, ReplicaError
+from serve_common.dispatch.errors import AnswerUnusable, HeadersTooLarge, ReplicaError
 from serve_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -278,7 +278,7 @@ async def test_a_bus_that_takes_no_more_is_an_error_and_frees_the_slot(world: Wo
 
 
 async def test_headers_that_do_not_fit_into_a_frame_are_refused(world: World) -> None:
-    assert isinstance(await failure(await world.ask(headers=[("a", "b" * 70_000)])), HeadTooLarge)
+    assert isinstance(await failure(await world.ask(headers=[("a", "b" * 70_000)])), HeadersTooLarge)
 
 
 async def test_a_large_body_is_sent_as_far_as_there_is_credit(world: World) -> None:

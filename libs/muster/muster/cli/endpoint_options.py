@@ -19,7 +19,7 @@ from serve_common.values.merging import merged
 _PANEL: Final = "Requests"
 _FIELDS: Final = (
     ("shard_key_header", str, "Same value of this header, same replica; '' is none.", "HEADER"),
-    ("backend_header", str, "Header that may name the backend; '' is none.", "HEADER"),
+    ("backend_header", str, "Request header that selects a backend; empty disables it.", "HEADER"),
     ("relative_slo_ms", float, "Deadline of requests that bear none, from arrival.", "MS"),
 )
 """Field by field: name, type, text, metavar."""

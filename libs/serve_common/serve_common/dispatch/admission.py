@@ -46,16 +46,19 @@ class Endpoint:
         self.options = snapshot.options
         self.tally = tally
 
-    def backend_named(self, value: str) -> BackendTag:
-        """The backend that a request asks for by ``value``: a tag, or a bare name of the default application.
+    def backend_named(self, value: bytes) -> BackendTag | None:
+        """The backend that a request selects by the value of its `backend_header`; None without one.
 
-        It may have no weight. Raises `BadField` when it is none of this endpoint's.
+        ``value`` is a tag, or a bare name of the default application. The backend may have weight 0. Raises `BadField`
+        when this endpoint has no such backend: weights must not decide where somebody chose.
         """
-        for tag in (BackendTag(value), BackendTag(f"{DEFAULT_APPLICATION}/{value}")):
+        if not value:
+            return None
+        name = value.decode("latin-1")
+        for tag in (BackendTag(name), BackendTag(f"{DEFAULT_APPLICATION}/{name}")):
             if tag in self.backend_tags:
                 return tag
-        name = self.options.backend_header or "backend_tag"
-        raise BadField(name, f"{value[:130]!r} is no backend of endpoint {self.tag!r}")
+        raise BadField(self.options.backend_header, f"{name[:130]!r} is no backend of endpoint {self.tag!r}")
 
     def takes(self, backend_tag: BackendTag, named: BackendTag | None) -> bool:
         """True when a request that is at ``backend_tag`` may be there: by weight, or because it is ``named``."""

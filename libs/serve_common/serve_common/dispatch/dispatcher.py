@@ -19,7 +19,7 @@ from serve_common.dispatch.calls import Answer, Ask, Call
 from serve_common.dispatch.changes import Changes
 from serve_common.dispatch.choosing import Choosing
 from serve_common.dispatch.errors import (
-    HeadTooLarge,
+    HeadersTooLarge,
     ReplicaError,
     ReplicaTimedOut,
     error_type_of,
@@ -272,7 +272,7 @@ class Dispatcher:
             self._parking.park(call)
             return freed
         except FrameUnreadable as error:
-            return self._end_unsent(call, router, HeadTooLarge(str(error)))
+            return self._end_unsent(call, router, HeadersTooLarge(str(error)))
         except DeadlineExceeded:
             message = f"the deadline was over before a replica of {router.backend_tag!r} had room"
             return self._end_unsent(call, router, NoReplicaAvailable(message))

@@ -30,8 +30,8 @@ class MethodNotAllowed(BadField):
         self.allowed = allowed
 
 
-class HeadTooLarge(LimitReached):
-    """The headers do not fit into one frame."""
+class HeadersTooLarge(LimitReached):
+    """The headers are longer, or more, than is read, or do not fit into one frame."""
 
     error_code = "headers_too_large"
     status_hint = 431

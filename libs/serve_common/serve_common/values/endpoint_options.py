@@ -21,7 +21,8 @@ class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     shard_key_header: str = "X-Serve-Shard-Key"
     """Requests with the same value of this header go to the same backend and replica; empty pins none."""
     backend_header: str = ""
-    """A request whose value of this header names one of the endpoint's backends goes there; empty: no such rule."""
+    """Request header whose value selects one of the endpoint's backends, also one of weight 0; a value that names none
+    is refused with 400. Empty disables it."""
     relative_slo_ms: float | None = None
     """Deadline, from arrival, of requests that bear none of their own; None means the request timeout."""
 

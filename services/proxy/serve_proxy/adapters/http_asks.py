@@ -14,7 +14,6 @@ from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.retry import can_repeat
-from serve_common.names import BackendTag
 from serve_common.values.endpoint_options import EndpointOptions
 from serve_common.wires.frames import CallHead, Kind
 from serve_proxy.core.callers import forward
@@ -44,7 +43,7 @@ def ask_of(
     """What a request asks of ``endpoint``.
 
     ``now`` and ``deadline``, the latest that the options allow, are by the loop's clock. ``headers`` are used up: call
-    it once. ``scheme`` is http or https. Raises `BadRequest` naming a header that cannot be understood,
+    it once. ``scheme`` is http or https. Raises `BadField` naming a header that cannot be understood,
     `DeadlineExceeded` when the client's own deadline has passed.
     """
     options = endpoint.options
@@ -80,7 +79,7 @@ def ask_of(
         scheme=scheme,
         call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
         shard_key=shard_key.decode("latin-1") if shard_key else "",
-        backend_tag=_backend_of(endpoint, backend) if backend else None,
+        backend_tag=endpoint.backend_named(backend) if backend else None,
         is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
         deadline=deadline,
     )
@@ -89,9 +88,3 @@ def ask_of(
         return ask
     follower.asks(ask)
     return msgspec.structs.replace(ask, trace=follower)
-
-
-def _backend_of(endpoint: Endpoint, value: bytes) -> BackendTag | None:
-    """The endpoint's backend of that name; None when it has none."""
-    tag = BackendTag(value.decode("latin-1"))
-    return tag if tag in endpoint.split.backend_tags else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from serve_proxy.core.problems import BadRequest, HeadTooLarge, HeadTooSlow, Problem, problem_of
+from serve_common.dispatch.errors import HeadersTooLarge
+from serve_proxy.core.problems import BadRequest, HeadTooSlow, Problem, problem_of
 
 _REASON_LENGTH_MAX = 200
 
@@ -14,7 +15,7 @@ def problem_of_unread(error: BaseException | None, message: str | None) -> Probl
     if isinstance(error, HeadTooSlow):
         return problem_of(error)
     if isinstance(error, LineTooLong):
-        return problem_of(HeadTooLarge("a line of the request's head is too long"))
+        return problem_of(HeadersTooLarge("a line of the request's head is too long"))
     if isinstance(error, HttpProcessingError):
         reason = (message or str(error)).partition("\n")[0][:_REASON_LENGTH_MAX]
         return problem_of(BadRequest("request", reason))

@@ -66,13 +66,6 @@ class HeadTooSlow(DeadlineExceeded):
     status_hint = 408
 
 
-class HeadTooLarge(LimitReached):
-    """A line of the request's head is longer than is read, or there are too many."""
-
-    error_code = "head_too_large"
-    status_hint = 431
-
-
 class BadRequest(BadField):
     """The bytes of the request are not what HTTP allows."""
 

@@ -21,7 +21,6 @@ from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.retry import can_repeat
 from serve_common.dispatch.tallies import CLIENT_GONE
 from serve_common.errors import NoReplicaAvailable, ServeError
-from serve_common.names import BackendTag
 from serve_common.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.tasks import TaskOwner
 from serve_common.wires.frames import CallHead
@@ -172,7 +171,7 @@ class Gateway:
                 trace.ended(status, problem)
 
     def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
-        """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadRequest`, `DeadlineExceeded`."""
+        """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadField`, `DeadlineExceeded`."""
         options = endpoint.options
         now = self._loop.time()
         deadline = earliest_deadline(
@@ -181,7 +180,6 @@ class Gateway:
         forwarded = read.forwarded
         if not any(name == b"content-type" for name, _ in forwarded):
             forwarded.append((b"content-type", b"application/json"))
-        backend = BackendTag(value_of(read, options.backend_header).decode("latin-1"))
         model_id = read.model_id
         return Ask(
             endpoint=endpoint,
@@ -195,7 +193,7 @@ class Gateway:
             traceparent=read.traceparent,
             call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
             shard_key=value_of(read, options.shard_key_header).decode("latin-1"),
-            backend_tag=backend if backend in endpoint.split.backend_tags else None,
+            backend_tag=endpoint.backend_named(value_of(read, options.backend_header)),
             is_repeatable=can_repeat(_METHOD, has_idempotency_key=read.has_idempotency_key),
             deadline=deadline,
             trace=read.follower,
