@@ -114,10 +114,10 @@ def test_log_lines_tables_and_progress_are_for_people_and_not_for_terminals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_line(
-        output.console(), {"event": "log", "logger": HOSTILE, "message": HOSTILE, "exception": TRACEBACK}
+        output.get_console(), {"event": "log", "logger": HOSTILE, "message": HOSTILE, "exception": TRACEBACK}
     )
     show_line(
-        output.console(), {"event": HOSTILE, "replica_tag": HOSTILE, HOSTILE: HOSTILE, "level": HOSTILE}
+        output.get_console(), {"event": HOSTILE, "replica_tag": HOSTILE, HOSTILE: HOSTILE, "level": HOSTILE}
     )
     check(capsys.readouterr().out)
     with output.Progress(HOSTILE) as progress:
@@ -128,7 +128,7 @@ def test_log_lines_tables_and_progress_are_for_people_and_not_for_terminals(
 def test_colours_of_our_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    console = output.console()
+    console = output.get_console()
     console.file = io.StringIO()
     console.print(Text("\x1b[31mred", style="bold"))
     assert console.file.getvalue() == "\x1b[1m�[31mred\x1b[0m\n"

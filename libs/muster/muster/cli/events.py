@@ -133,7 +133,7 @@ async def _ask(session: Session, address: StackAddress, query: GetEvents) -> lis
 
 
 def _show_each(events: Sequence[EventView], *, as_json: bool) -> None:
-    console = output.console()
+    console = output.get_console()
     for event in events:
         if as_json:
             output.print_json_line(msgspec.json.encode(event).decode())

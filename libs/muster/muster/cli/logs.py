@@ -99,7 +99,7 @@ class _Following:
         self._wanted = wanted
         self._subjects = subjects
         self._as_json = as_json
-        self._console = output.console()
+        self._console = output.get_console()
         self._token = secrets.token_hex(8)
 
     @property

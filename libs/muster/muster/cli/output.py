@@ -92,7 +92,7 @@ class _Stderr:
             sys.stderr.flush()
 
 
-def console() -> Console:
+def get_console() -> Console:
     """Standard output for tables."""
     return _PlainConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
 

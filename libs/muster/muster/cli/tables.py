@@ -41,7 +41,7 @@ def styled(value: str) -> Text:
 
 def print_table(title: str, rows: Table) -> None:
     """A table under its title, or a line that there is none."""
-    console = output.console()
+    console = output.get_console()
     if rows.row_count:
         console.print(Text(title, style="bold"))
         console.print(rows)
@@ -56,7 +56,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
     for title, value in facts.items():
         if value:
             rows.add_row(Text(title, style="bold"), styled(value))
-    output.console().print(rows)
+    output.get_console().print(rows)
 
 
 def print_replicas(replicas: Sequence[ReplicaView]) -> None:

@@ -59,7 +59,9 @@ async def top(
             progress.stop()
             live = None
             if sys.stdout.isatty() and not as_json and not once:
-                live = screen.enter_context(Live(console=output.console(), auto_refresh=False, screen=True))
+                live = screen.enter_context(
+                    Live(console=output.get_console(), auto_refresh=False, screen=True)
+                )
             while True:
                 await asyncio.sleep(interval)
                 try:
@@ -73,7 +75,7 @@ async def top(
                 if as_json:
                     _print(rows, after, once=once)
                 elif live is None:
-                    output.console().print(_shown(rows, after))
+                    output.get_console().print(_shown(rows, after))
                 else:
                     live.update(_shown(rows, after), refresh=True)
                 if once:

@@ -40,7 +40,7 @@ class AnswerUnfit(TypeError):
     """What the user's code returned cannot be sent to the handle; the message says why."""
 
 
-async def answer(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> ToBus:
+async def answer_call(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> ToBus:
     """Call the user's code for a request of kind PYTHON, and return what ends the exchange.
 
     Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.

@@ -79,7 +79,7 @@ class RequestKinds:
             # Here, because it needs cloudpickle, which a replica without handles need not load.
             from serve_replica_host.replica import python_calls  # noqa: PLC0415
 
-            return await python_calls.answer(code, exchange, self._to_bus)
+            return await python_calls.answer_call(code, exchange, self._to_bus)
         if kind is Kind.CALL:
             return await self._call(exchange)
         return await self._run_websocket(exchange)

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from serve_common.autoscaling import AutoscalingConfig, QueryMeaning
-from serve_controller.core.autoscaling.reasons import number, requests
+from serve_controller.core.autoscaling.reasons import number_text, requests_text
 from serve_controller.core.autoscaling.values import Reading, ScalingInput, Series
 
 SPARE: Final = 0.1
@@ -122,18 +122,18 @@ def _wanted(inputs: ScalingInput, reading: Reading, seen: float) -> tuple[float,
     query = inputs.config.query
     if inputs.asked is not None:
         asked = float(min(max(inputs.asked, 0), WANTED_MAX))
-        return asked, f"the policy function asks for {number(asked)} replicas"
+        return asked, f"the policy function asks for {number_text(asked)} replicas"
     if query is None:
         over_s = inputs.config.look_back_period_s if reading.over_s is None else reading.over_s
         wanted = min(seen / inputs.config.target_ongoing_requests, WANTED_MAX)
-        return wanted, f"{requests(number(seen))} seen over {number(round(over_s, 1))} s"
+        return wanted, f"{requests_text(number_text(seen))} seen over {number_text(round(over_s, 1))} s"
     if query.meaning is QueryMeaning.TOTAL:
         wanted = min(seen / query.target, WANTED_MAX)
-        return wanted, f"the query gave {number(seen)} in all, target {number(query.target)}"
+        return wanted, f"the query gave {number_text(seen)} in all, target {number_text(query.target)}"
     if not inputs.num_running:
         return "an average over replicas says nothing while none is running"
     wanted = min(inputs.num_running * (seen / query.target), WANTED_MAX)
-    return wanted, f"the query gave {number(seen)} per replica, target {number(query.target)}"
+    return wanted, f"the query gave {number_text(seen)} per replica, target {number_text(query.target)}"
 
 
 def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) -> str:

@@ -10,8 +10,14 @@ from typing import Final, final
 
 import msgspec
 
-from serve_controller.core.autoscaling import reasons
 from serve_controller.core.autoscaling.demand import Demand, round_up
+from serve_controller.core.autoscaling.reasons import (
+    number_text,
+    replicas_text,
+    requests_text,
+    waits_reason,
+    wanted_reason,
+)
 from serve_controller.core.autoscaling.rules import grown, punctual, to_zero_delay_s, within
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingInput, ScalingState, Verdict
 from serve_controller.core.autoscaling.waits import largest_wanted, note_wanted, since_fewer_than
@@ -41,7 +47,7 @@ class Look:
             down_since=since_fewer_than(fewer, self._num_replicas),
             zero_since=since_fewer_than(fewer, 1),
         )
-        self._words = reasons.wanted(demand.words, demand.more, self._more)
+        self._words = wanted_reason(demand.words, demand.more, self._more)
 
     def decide(self) -> ScalingDecision:
         """By the first rule that applies: wake, panic, more, fewer, as many."""
@@ -80,12 +86,12 @@ class Look:
         target = max(self._step(demand.burst), self._step_up())
         if target <= self._num_replicas:
             return None
-        seen = reasons.number(demand.burst * config.target_ongoing_requests)
+        seen = number_text(demand.burst * config.target_ongoing_requests)
         return self._add(
             target,
             Verdict.PANIC,
-            f"{reasons.requests(seen)} seen over {config.panic_window_s:g} s, {reasons.number(times)} times what "
-            f"{reasons.replicas(self._num_replicas)} should bear: {target - self._num_replicas} added at once",
+            f"{requests_text(seen)} seen over {config.panic_window_s:g} s, {number_text(times)} times what "
+            f"{replicas_text(self._num_replicas)} should bear: {target - self._num_replicas} added at once",
         )
 
     def _upwards(self) -> ScalingDecision:
@@ -94,7 +100,8 @@ class Look:
         waited_s = self._now - self._state.up_since
         if waited_s < punctual(config.upscale_delay_s, config):
             return self._stay(
-                Verdict.WAITS_UP, reasons.waits(self._words, waited_s, config.upscale_delay_s, "adding")
+                Verdict.WAITS_UP,
+                waits_reason(self._words, waited_s, config.upscale_delay_s, "adding"),
             )
         target = self._step_up()
         return self._add(target, Verdict.UP, f"{self._words} for {waited_s:.0f} s: {target - count} added")
@@ -138,7 +145,7 @@ class Look:
         if target >= count:
             what = "removing the last one" if is_last else "removing"
             return self._stay(
-                Verdict.WAITS_DOWN, reasons.waits(self._words, self._down_for_s(), delay_s, what)
+                Verdict.WAITS_DOWN, waits_reason(self._words, self._down_for_s(), delay_s, what)
             )
         if self._is_panic():
             return self._stay(

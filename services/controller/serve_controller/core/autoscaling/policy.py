@@ -34,9 +34,9 @@ from typing import Final
 import msgspec
 
 from serve_common.autoscaling import AutoscalingConfig, QueryMeaning
-from serve_controller.core.autoscaling import reasons
 from serve_controller.core.autoscaling.demand import read_demand, round_up, stale_after_s
 from serve_controller.core.autoscaling.look import Look
+from serve_controller.core.autoscaling.reasons import replicas_text, waiting_reason
 from serve_controller.core.autoscaling.rules import grown, within
 from serve_controller.core.autoscaling.values import (
     ScalingDecision,
@@ -88,13 +88,13 @@ def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) ->
             verdict=Verdict.STEADY,
             seen=None,
             wanted=None,
-            why=f"{reasons.waiting(waiting)} for {reasons.replicas(num_replicas)} that there are already",
+            why=f"{waiting_reason(waiting)} for {replicas_text(num_replicas)} that there are already",
         )
     if config.query is not None or config.policy.policy_function:
-        wanted, why = 1.0, f"{reasons.waiting(waiting)} and none is there"
+        wanted, why = 1.0, f"{waiting_reason(waiting)} and none is there"
     else:
         wanted = max(waiting, 1) / config.target_ongoing_requests
-        why = f"{reasons.waiting(waiting)} and none is there: {reasons.replicas(max(round_up(wanted), 1))} wanted"
+        why = f"{waiting_reason(waiting)} and none is there: {replicas_text(max(round_up(wanted), 1))} wanted"
     target = max(within(max(round_up(wanted), 1), config), num_replicas)
     at = now if state.last_up_at is None or not num_replicas else state.last_up_at
     return ScalingDecision(
@@ -152,7 +152,7 @@ def _unknown(inputs: ScalingInput, state: ScalingState, problem: str) -> Scaling
         verdict=Verdict.HELD,
         seen=None,
         wanted=None,
-        why=f"held at {reasons.replicas(inputs.num_replicas)}: {problem}",
+        why=f"held at {replicas_text(inputs.num_replicas)}: {problem}",
     )
 
 
