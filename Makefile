@@ -98,7 +98,7 @@ bench-scaling: $(STAMP) ## Let real replicas follow a load of 1 to 50 clients an
 	$(PY) -m tests.bench.scaling
 
 dashboards: $(STAMP) ## Write METRICS.md and Grafana's dashboards anew from what describes them
-	$(PY) -m serve_common.metrics_catalogue > METRICS.md
+	$(PY) -m serve_common.telemetry.catalogue > METRICS.md
 	$(PY) -m deploy.grafana.boards
 
 secrets: $(STAMP) ## Generate the NATS identities and passwords that compose needs, into secrets/ (kept when present)

@@ -8,10 +8,10 @@ from typing import Final
 
 from muster.identities import CREDENTIALS, SERVER_FILE
 from muster.secrets import NATS_INCLUDE, Secrets
-from serve_common.adapters.nats_login import mint_now
 from serve_common.identities.credentials import Credentials, CredentialsFile, SigningKey, parse_keys_file
 from serve_common.identities.roles import Role, inbox_prefix
-from serve_common.settings import BusSettings
+from serve_common.nats.login import mint_now
+from serve_common.runtime.settings import BusSettings
 
 DEPLOY: Final = Path(__file__).parents[1] / "deploy/nats"
 NAMES: Final = {Role.HOST: "host-1", Role.PROXY: "proxy-1", Role.REPLICA: "shop.digits.3"}

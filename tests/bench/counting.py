@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.tasks import TaskOwner
 from tests.bench.loads import Load, Served
 from tests.bench.measure import Figures, System
 from tests.bench.meters import Meter

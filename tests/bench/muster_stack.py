@@ -14,14 +14,14 @@ from pathlib import Path
 from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, RunRecord, StackFailed, StackOptions, StatePaths
-from muster.embedded.logfiles import last_lines
+from muster.embedded.supervisor import last_lines
 from muster.secrets import Secrets
+from serve_common.api.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.errors import ServeError
 from serve_common.identities.roles import Role
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy, DeployApplication, DeploymentSpec, SetHttpOptions
-from serve_common.wires.views import GoalStatus
 from tests.bench.counting import UNCOUNTED
 from tests.bench.loads import MIB, MUSTER, Served
 from tests.bench.measure import System

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.runtime.clock import SystemClock
 from tests.bench.counting import CONNECTIONS, PAIRS, CountingCost
 from tests.bench.measure import Line, ProcessLine, Sample
 

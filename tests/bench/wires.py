@@ -27,9 +27,8 @@ import nats
 import structlog
 import uvloop
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
-from serve_common.bus.requests import Inbox
+from serve_common.nats.connection import BusConnection, Inbox
+from serve_common.nats.options import BusOptions
 
 WIRES = ("nats-py", "bus")
 SUBJECT = "serve.replica.default.echo.0"

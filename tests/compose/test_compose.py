@@ -11,9 +11,9 @@ import pytest
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
-from serve_common.adapters.nats_client import login_arguments
-from serve_common.adapters.nats_login import login_of
 from serve_common.identities.roles import Role
+from serve_common.nats.client import login_arguments
+from serve_common.nats.login import login_of
 from tests.compose.stack import DIGITS_REQUESTS, Stack
 from tests.identities import bus_settings
 

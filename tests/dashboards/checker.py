@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from serve_common.metrics_catalogue import Exporter, MetricKind, MetricSpec, spec_of
+from serve_common.telemetry.catalogue import Exporter, MetricKind, MetricSpec, spec_of
 from tests.dashboards.promql_words import Selector, grouping_labels, selectors
 from tests.dashboards.reading import Question, all_questions, panels
 

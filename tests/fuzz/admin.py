@@ -21,7 +21,7 @@ from typing import Any, Final
 import asyncpg
 import msgspec
 
-from serve_common.wires.admin import COMMANDS, VERBS, ErrorView
+from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
 from tests.integration.control_plane import ControlPlane, NatsServer
 from tests.integration.postgres_server import PostgresServer
 

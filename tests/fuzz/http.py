@@ -19,9 +19,9 @@ from typing import Final
 
 import psutil
 
+from serve_common.config.endpoint import METHODS
 from serve_common.names import BackendTag
-from serve_common.replica_context import set_replica_context
-from serve_common.values.endpoint_options import METHODS
+from serve_common.runtime.request_context import set_replica_context
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.fuzz import echo_app
 from tests.fuzz.pipelines import (

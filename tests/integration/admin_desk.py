@@ -13,15 +13,15 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from muster.client.admin import AdminClient
+from serve_common.api.commands import ChangeReply
+from serve_common.api.queries import GetEvents
+from serve_common.api.verbs import VERBS, ErrorView
+from serve_common.api.views import EventView, GoalStatus, GoalView
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.admin import VERBS, ErrorView
-from serve_common.wires.commands import ChangeReply
-from serve_common.wires.host import ReplicaGoal
-from serve_common.wires.queries import GetEvents
-from serve_common.wires.views import EventView, GoalStatus, GoalView
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.tasks import TaskOwner
 from serve_replica_host.core.events import Placed, StartFailed
 from tests.integration.control_plane import ControlPlane, NatsServer, SimulatedHost
 from tests.integration.postgres_server import PostgresServer

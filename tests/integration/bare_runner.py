@@ -23,17 +23,16 @@ import psutil
 import structlog
 import uvloop
 
+from serve_common.config.endpoint import HttpOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, ProxyId, ReplicaTag
-from serve_common.settings import BusSettings, OperationsSettings
-from serve_common.tracing.settings import read_tracing_settings
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings, OperationsSettings
+from serve_common.telemetry.tracer import read_tracing_settings
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from serve_replica_host.adapters.replica_metrics import make_replica_metrics
-from serve_replica_host.replica.orders import StartOrder
-from serve_replica_host.replica.process import ReplicaProcess
+from serve_replica_host.replica.process import ReplicaProcess, StartOrder
 
 
 class RunOrder(msgspec.Struct, kw_only=True):

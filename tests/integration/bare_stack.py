@@ -19,12 +19,12 @@ import msgspec
 import nats
 from nats.js.kv import KeyValue
 
+from serve_common.config.endpoint import METHODS
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.subjects import Subjects, backend_key, endpoint_key
-from serve_common.values.endpoint_options import METHODS
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_controller.adapters.snapshot_bucket import bucket_config
+from serve_common.protocol.reports import ProxyReport
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key
+from serve_controller.adapters.jetstream import bucket_config
 from tests.integration.bare_runner import RunOrder
 from tests.integration.nats_server import NatsServer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_common.wires.frames import ErrorHead
+from serve_common.protocol.frames import ErrorHead
 from tests.integration.fake_replica import FakeReplica, Held
 from tests.integration.proxy_stack import R0, Stack
 

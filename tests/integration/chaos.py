@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 import psutil
 
-from serve_common.adapters.nats_client import connect_nats
+from serve_common.api.commands import DrainHost, UndrainHost, UpdateBackendConfig
 from serve_common.identities.roles import Role
-from serve_common.wires.commands import DrainHost, UndrainHost, UpdateBackendConfig
+from serve_common.nats.client import connect_nats
 from tests.integration.chaos_load import ChaosLoad
 from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack
 

@@ -19,9 +19,7 @@ import msgspec
 import psutil
 
 from muster.client.admin import AdminClient
-from serve_common.errors import ServeError
-from serve_common.values.backend_config import BackendConfig
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateEndpoint,
     DeleteDeployment,
     DeleteEndpoint,
@@ -32,7 +30,9 @@ from serve_common.wires.commands import (
     SetTraffic,
     UndrainHost,
 )
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.errors import ServeError
 from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
 
 CLIENTS = 5

@@ -32,22 +32,21 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
 from muster.client.connect import connect_stack
-from serve_common.adapters.nats_client import close_nats, connect_nats
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.api.commands import Deploy, Request
+from serve_common.api.queries import GetStatus
+from serve_common.api.views import StatusView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
-from serve_common.refused_messages import RefusedMessages
-from serve_common.routing.snapshot_table import SnapshotTable
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner, raise_if_cancelled
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import Deploy, Request
-from serve_common.wires.host import HostGoal, ReplicaGoal, ReplicaStatus
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.queries import GetStatus
-from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_common.wires.views import StatusView
+from serve_common.nats.client import close_nats, connect_nats
+from serve_common.protocol.reports import HostGoal, ProxyReport, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_common.protocol.subjects import Subjects
+from serve_common.routing.route_table import SnapshotTable
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
+from serve_common.telemetry.log_lines import RefusedMessages
 from serve_proxy.adapters.control_plane import NatsControlPlane
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.core.events import (

@@ -8,12 +8,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.errors import NotConnected
-from serve_common.bus.options import BusOptions
 from serve_common.names import ReplicaTag
-from serve_common.subjects import Subjects
-from serve_common.wires.frames import (
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import BusOptions, NotConnected
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
     WINDOW_FRAMES,
@@ -34,6 +32,7 @@ from serve_common.wires.frames import (
     encode_frame,
     split_body,
 )
+from serve_common.protocol.subjects import Subjects
 
 
 @dataclass

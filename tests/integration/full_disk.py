@@ -21,12 +21,12 @@ from muster.embedded.options import StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.stack import EmbeddedStack
 from muster.secrets import Secrets
+from serve_common.api.commands import Deploy
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.errors import ServeError
 from serve_common.identities.roles import Role
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import Deploy
-from serve_common.wires.views import GoalStatus
 from tests.small_disk import SmallDisk
 
 DISK_MIB = 700

@@ -16,16 +16,16 @@ from typing import Any
 import msgspec
 
 from muster.secrets import generate
-from serve_common.adapters.nats_client import connect_nats
+from serve_common.config.replica import ReplicaConfig
 from serve_common.identities.roles import Role, call_tags
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects, backend_key, endpoint_key, tokens
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ReplicaGoal
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_controller.adapters.snapshot_bucket import bucket_config
-from serve_replica_host.replica.orders import StartOrder, encode
+from serve_common.nats.client import connect_nats
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key, tokens
+from serve_common.runtime.settings import BusSettings
+from serve_controller.adapters.jetstream import bucket_config
+from serve_replica_host.replica.process import StartOrder, encode
 from tests.identities import bus_settings, lay_out_nats
 
 ROOT = Path(__file__).parents[2]

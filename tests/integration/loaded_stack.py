@@ -22,21 +22,20 @@ import msgspec
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
 from muster.client.connect import connect_stack
-from muster.embedded.nats_server import nats_spec, prepare_nats
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.postgres import EmbeddedPostgres
 from muster.embedded.process import ProcessSpec, RunningProcess
-from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs
+from muster.embedded.services import CONTROLLER, HOST, PROXY, ServiceSpecs, nats_spec, prepare_nats
 from muster.embedded.supervisor import Supervisor
 from muster.secrets import NAMES, generate
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.views import GoalStatus, ReplicaView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
-from serve_common.settings import BusSettings
-from serve_common.tasks import TaskOwner
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.views import GoalStatus, ReplicaView
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
 from tests.identities import bus_settings
 from tests.integration.control_plane import ControllerProcess
 from tests.integration.held_port import HeldPort

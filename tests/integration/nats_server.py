@@ -13,9 +13,9 @@ from pathlib import Path
 
 from nats.aio.client import Client
 
-from serve_common.adapters.nats_client import connect_nats
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
+from serve_common.nats.client import connect_nats
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.settings import BusSettings
 from tests.integration.held_port import HeldPort
 
 

@@ -17,14 +17,13 @@ import aiohttp
 import msgspec
 import nats
 
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId
-from serve_common.settings import BusSettings, OperationsSettings
-from serve_common.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
-from serve_controller.adapters.snapshot_bucket import bucket_config
+from serve_common.protocol.reports import ProxyReport
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
+from serve_common.protocol.subjects import HTTP_KEY, Subjects, backend_key, endpoint_key
+from serve_common.runtime.settings import BusSettings, OperationsSettings
+from serve_controller.adapters.jetstream import bucket_config
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from tests.integration.fake_replica import FakeReplica

@@ -24,11 +24,11 @@ import psutil
 from nats.aio.client import Client
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.subjects import Subjects
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.frames import Head, Kind, RequestHead, decode_frame, encode_frame
-from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from serve_common.protocol.frames import Head, Kind, RequestHead, decode_frame, encode_frame
+from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from serve_common.protocol.subjects import Subjects
 from tests.integration.nats_server import NatsServer
 
 ROOT = Path(__file__).parents[2]

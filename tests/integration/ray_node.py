@@ -14,7 +14,7 @@ import psutil
 from ray._private import node as ray_node
 from ray._private import parameter as ray_parameter
 
-from serve_replica_host.adapters.ray_lean import lean_ray
+from serve_replica_host.adapters.ray_session import lean_ray
 
 HEARTBEATS = {
     "health_check_initial_delay_ms": 0,

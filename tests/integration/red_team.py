@@ -9,9 +9,9 @@ from typing import Final, final
 
 from nats.aio.client import Client
 
-from serve_common.adapters.nats_client import close_nats, login_arguments
-from serve_common.adapters.nats_login import login_of
-from serve_common.settings import BusSettings
+from serve_common.nats.client import close_nats, login_arguments
+from serve_common.nats.login import login_of
+from serve_common.runtime.settings import BusSettings
 
 _WITHIN_S: Final = 60.0
 _REFUSED_WITHIN_S: Final = 20.0

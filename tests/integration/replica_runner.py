@@ -9,8 +9,7 @@ import base64
 import os
 import sys
 
-from serve_replica_host.replica.orders import decode_order
-from serve_replica_host.replica.process import ReplicaProcess
+from serve_replica_host.replica.process import ReplicaProcess, decode_order
 
 
 class NoMetrics:

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from serve_common.metrics_catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricSpec, spec_of
+from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricSpec, spec_of
 
 ON_PAGE = {
     "proxy": {Exporter.PROXY},

@@ -15,13 +15,13 @@ from typing import Final
 import aiohttp
 
 from muster.client.admin import AdminClient
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.api.commands import ChangeReply, Deploy, ShadowTraffic
+from serve_common.api.views import GoalStatus
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import GoalId
-from serve_common.tasks import raise_if_cancelled
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy, ShadowTraffic
-from serve_common.wires.views import GoalStatus
+from serve_common.runtime.tasks import raise_if_cancelled
 
 APP_DIR: Final = Path(__file__).with_name("seen_app")
 SLOTS, QUEUED_MAX, BURST = 4, 8, 40

@@ -22,6 +22,12 @@ from nats.micro.service import ServiceConfig
 
 from muster.client import Stack, StackAddress, connect_stack
 from muster.secrets import Secrets, generate
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.queries import GetStatus
+from serve_common.api.verbs import ErrorView
+from serve_common.api.views import GoalStatus, GoalView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -31,13 +37,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.names import EndpointTag, GoalId
-from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.admin import ErrorView
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.queries import GetStatus
-from serve_common.wires.views import GoalStatus, GoalView
+from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects
 from tests.identities import lay_out_nats
 from tests.integration.held_port import HeldPort
 from tests.integration.nats_server import until_known

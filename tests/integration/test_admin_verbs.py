@@ -11,14 +11,8 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from serve_common.autoscaling import AutoscalingConfig
-from serve_common.errors import NotFound
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires import queries as q
-from serve_common.wires.admin import COMMANDS, QUERIES
-from serve_common.wires.commands import (
+from serve_common.api import queries as q
+from serve_common.api.commands import (
     CreateBackend,
     CreateEndpoint,
     DeleteApplication,
@@ -38,7 +32,12 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
+from serve_common.api.verbs import COMMANDS, QUERIES
+from serve_common.api.views import DeploymentStatus, EventView, GoalStatus, GoalView, PlannedAction
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.errors import NotFound
 from serve_controller.adapters.load_windows import YOUNG_S
 from tests.integration.admin_desk import BAD_CODE, CODE, SOON_S, TRACEBACK, AdminDesk
 from tests.integration.admin_refusals import REFUSALS

@@ -16,13 +16,13 @@ from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackOptions
 from muster.secrets import Secrets
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.api.commands import Deploy
+from serve_common.api.queries import GetEvents
+from serve_common.api.views import AutoscalingView, EventView, GoalStatus
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import Deploy
-from serve_common.wires.queries import GetEvents
-from serve_common.wires.views import AutoscalingView, EventView, GoalStatus
 from tests.bench.scaling.clients import Clients
 
 pytestmark = [

@@ -16,12 +16,12 @@ from nats.errors import Error as NatsError
 from nats.js.api import KeyValueConfig
 from nats.js.kv import KeyValue
 
-from serve_common.adapters import bucket_watch
-from serve_common.adapters.bucket_watch import BucketWatch, Entries
-from serve_common.adapters.nats_client import close_nats, connect_nats
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_controller.adapters.snapshot_bucket import SnapshotBucket, bucket_config
+from serve_common.nats import bucket_watch
+from serve_common.nats.bucket_watch import BucketWatch, Entries
+from serve_common.nats.client import close_nats, connect_nats
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.settings import BusSettings
+from serve_controller.adapters.jetstream import SnapshotBucket, bucket_config
 from tests.integration.nats_server import NatsServer, until_known
 
 pytestmark = pytest.mark.integration

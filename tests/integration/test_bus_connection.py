@@ -18,13 +18,18 @@ import pytest
 import uvloop
 from structlog.testing import capture_logs
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.errors import InboxFull, InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
-from serve_common.bus.headers import encode_headers, parse_headers
-from serve_common.bus.options import BusOptions
-from serve_common.bus.requests import Inbox, draw_tokens
-from serve_common.bus.subscriptions import MessageCallback
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
+from serve_common.nats.connection import BusConnection, Inbox, draw_tokens
+from serve_common.nats.options import (
+    BusOptions,
+    InboxFull,
+    InvalidSubject,
+    NotConnected,
+    OutboundFull,
+    PayloadTooLarge,
+)
+from serve_common.nats.protocol import encode_headers, parse_headers
+from serve_common.nats.subscriptions import MessageCallback
 from tests.integration.held_port import HeldPort
 
 pytestmark = pytest.mark.integration
@@ -518,7 +523,7 @@ async def test_what_was_published_before_close_still_arrives(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A server that takes nothing for a second is not waited for; this one may be that slow.
-    monkeypatch.setattr("serve_common.bus.connection._CLOSE_TIMEOUT_S", _LIMIT_S)
+    monkeypatch.setattr("serve_common.nats.connection._CLOSE_TIMEOUT_S", _LIMIT_S)
     async with connected(server) as receiver:
         heard = Collector()
         receiver.subscribe("t.a", heard)

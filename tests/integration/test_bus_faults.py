@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.errors import PayloadTooLarge
-from serve_common.bus.options import BusOptions
 from serve_common.errors import BusUnavailable
-from serve_common.tasks import TaskOwner
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import BusOptions, PayloadTooLarge
+from serve_common.runtime.tasks import TaskOwner
 from tests.integration.test_bus_connection import (
     _ONE_TRY,
     Collector,

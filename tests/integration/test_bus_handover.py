@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import BusOptions
 
 from .test_bus_connection import NatsServer
 

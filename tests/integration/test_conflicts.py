@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.embedded import leftovers
+from muster.embedded import run_record as leftovers
 from tests.integration import conflicts
 from tests.integration.loaded_stack import LoadedStack
 

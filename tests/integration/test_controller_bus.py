@@ -19,20 +19,18 @@ from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js.errors import KeyNotFoundError, NotFoundError
 
-from serve_common.adapters import bucket_watch
-from serve_common.adapters.nats_client import close_nats
+from serve_common.api.verbs import VERBS, ErrorView
+from serve_common.api.views import EventView, GoalStatus, StatusView
 from serve_common.errors import LimitReached
 from serve_common.names import BackendTag, ControllerId, HostId, ProxyId, replica_tag
-from serve_common.refused_messages import RefusedMessages
-from serve_common.subjects import ADMIN_SERVICE, Subjects
-from serve_common.tasks import TaskOwner, raise_if_cancelled
-from serve_common.wires.admin import VERBS, ErrorView
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_common.wires.views import EventView, GoalStatus, StatusView
-from serve_common.wires.wake import Wake
-from serve_controller.adapters import wake_hearing
+from serve_common.nats import bucket_watch
+from serve_common.nats.client import close_nats
+from serve_common.protocol.reports import HostReport, ProxyReport, Wake
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects
+from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
+from serve_common.telemetry.log_lines import RefusedMessages
+from serve_controller.adapters import nats_bus as wake_hearing
 from serve_controller.adapters.nats_bus import NatsBus
 from serve_controller.shell import leadership
 from serve_controller.shell.boundary import OpenBoundary

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from tests.integration.control_plane import CHANGE_LIMIT_S, ControlPlane, NatsServer, deploy_request
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree
 from tests.integration.postgres_server import PostgresServer

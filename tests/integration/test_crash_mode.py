@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from nats.js.errors import KeyNotFoundError
 
-from serve_common.wires.views import DeploymentStatus, GoalStatus, GoalView
+from serve_common.api.views import DeploymentStatus, GoalStatus, GoalView
 from serve_controller.shell.boundary import EFFECTS
 from tests.integration.control_plane import (
     CHANGE_LIMIT_S,

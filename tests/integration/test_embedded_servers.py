@@ -28,17 +28,17 @@ from muster.embedded import (
     StackFailed,
     StackOptions,
     StartFailed,
-    leftovers,
     postgres,
     running_stack,
-    unprivileged,
 )
+from muster.embedded import postgres as unprivileged
+from muster.embedded import run_record as leftovers
+from muster.embedded.postgres import Way
 from muster.embedded.process import ProcessSpec
-from muster.embedded.tcp_ports import choose_ports
-from muster.embedded.unprivileged import Way
+from muster.embedded.stack import choose_ports
 from muster.secrets import NAMES, Secrets
-from serve_common.adapters.nats_client import connect_nats
 from serve_common.identities.roles import Role
+from serve_common.nats.client import connect_nats
 from tests.identities import bus_settings
 
 pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(300)]

@@ -12,13 +12,13 @@ import pytest
 from nats.aio.subscription import Subscription
 from nats.js.api import StreamConfig
 
-from serve_common.adapters.nats_client import close_nats
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.api.views import EventView, GoalStatus, GoalView
 from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.wires.views import EventView, GoalStatus, GoalView
-from serve_controller.adapters import event_stream
-from serve_controller.adapters.event_stream import EventStream, recent_events
+from serve_common.nats.client import close_nats
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_controller.adapters import jetstream as event_stream
+from serve_controller.adapters.jetstream import EventStream, recent_events
 from tests.integration.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration

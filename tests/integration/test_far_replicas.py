@@ -11,8 +11,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from serve_common.wires.frames import ResponseHead
-from serve_common.wires.host import ReplicaStatus
+from serve_common.protocol.frames import ResponseHead
+from serve_common.protocol.reports import ReplicaStatus
 from tests.integration.ray_cluster import AT_HOME, ELSEWHERE, HOST, Cluster
 
 pytestmark = [

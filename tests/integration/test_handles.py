@@ -20,7 +20,6 @@ from muster.handles import (
     get_deployment_handle,
 )
 from muster.handles import runtime as handle_runtime
-from serve_common.adapters.nats_client import connect_nats
 from serve_common.errors import (
     BusAuthorizationFailed,
     BusUnavailable,
@@ -35,9 +34,10 @@ from serve_common.identities.credentials import (
 )
 from serve_common.identities.roles import Role
 from serve_common.names import BackendTag
-from serve_common.request_context import RequestContext, request_context
-from serve_common.settings import BusSettings
-from serve_common.wires.wake import Wake
+from serve_common.nats.client import connect_nats
+from serve_common.protocol.reports import Wake
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from tests.integration.handle_stack import APP_DIR, SUBJECTS, GuardedNats, HandleStack, wait_until
 from tests.integration.nats_server import until_known

@@ -18,10 +18,10 @@ from nats import connect as nats_connect
 from nats.aio.client import Client
 from nats.errors import NoRespondersError
 
-from serve_common.health import BusPulse
 from serve_common.names import HostId
-from serve_common.settings import BusSettings
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.health import BusPulse
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
 from serve_controller.shell.leadership import LEASE_TTL_S
 from serve_replica_host.adapters.control_bus import ControlBus
 from tests.integration.nats_server import NatsServer

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pytest
 import pytest_asyncio
 
+from serve_common.config.endpoint import METHODS
 from serve_common.names import BackendTag
-from serve_common.subjects import HTTP_KEY
-from serve_common.values.endpoint_options import METHODS
+from serve_common.protocol.subjects import HTTP_KEY
 from tests.integration.fake_replica import FakeReplica
 from tests.integration.http_conformance_cases import CASES, OK, Case, chunked, get, post
 from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, running_stack

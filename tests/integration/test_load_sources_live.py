@@ -13,11 +13,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
+from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_controller.adapters.load_scrape import LoadScrape
-from serve_controller.adapters.load_sources import LoadSources
+from serve_common.runtime.clock import SystemClock
+from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource

@@ -13,17 +13,15 @@ import msgspec
 import pytest
 
 from muster.client.address import StackAddress
-from muster.client.feed import Feed, listen_to_stack
-from serve_common.adapters.nats_client import close_nats
-from serve_common.adapters.nats_logs import NatsLogOutlet
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
-from serve_common.logs.bus_outlet import BusLogOutlet
-from serve_common.logs.lines import encode_line
-from serve_common.logs.relay import LogRelay
-from serve_common.subjects import Subjects
-from serve_common.wires.logs import LogFilter, RecallLogs
+from muster.client.requests import Feed, listen_to_stack
+from serve_common.nats.client import NatsLogOutlet, close_nats
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import BusOptions
+from serve_common.protocol.logs import LogFilter, RecallLogs
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_common.telemetry.log_forwarder import BusLogOutlet, LogRelay
+from serve_common.telemetry.log_lines import encode_line
 from tests.integration.nats_server import NatsServer, connected, until_known
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import ProxyReport
 from tests.integration.proxy_stack import NatsServer, Stack, running_stack
 from tests.integration.test_proxy_processes import ProxyProcesses
 

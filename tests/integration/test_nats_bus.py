@@ -17,16 +17,14 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from serve_common.adapters.nats_client import close_nats
+from serve_common.api.verbs import WHO_HEADER, WHO_LENGTH_MAX, ErrorView
+from serve_common.api.views import EventView
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_common.refused_messages import RefusedMessages
-from serve_common.subjects import Subjects
-from serve_common.wires.admin import WHO_HEADER, WHO_LENGTH_MAX, ErrorView
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import LeaderNotice, ProxyReport
-from serve_common.wires.views import EventView
-from serve_common.wires.wake import Wake
+from serve_common.nats.client import close_nats
+from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport, Wake
+from serve_common.protocol.subjects import Subjects
+from serve_common.telemetry.log_lines import RefusedMessages
 from serve_controller.adapters.nats_bus import NatsBus
 from tests.integration.nats_server import NatsServer, connected, until_known
 

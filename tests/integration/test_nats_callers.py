@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.runtime.clock import SystemClock
 from tests.integration.call_replica import BIG_BYTES, serve_calls
 from tests.integration.proxy_stack import NatsServer, Stack, running_stack
 

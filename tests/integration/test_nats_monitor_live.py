@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_common.metrics_catalogue import NATS_METRICS
+from serve_common.telemetry.catalogue import NATS_METRICS
 from tests.integration.control_plane import ControllerProcess, ControlPlane, eventually
 from tests.integration.control_plane import NatsServer as ControlPlaneNats
 from tests.integration.held_port import HeldPort

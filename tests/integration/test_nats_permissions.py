@@ -28,19 +28,23 @@ from nats.micro.request import Request
 from nats.micro.service import EndpointConfig
 
 from muster.secrets import NATS_ROLES, Secrets, generate
-from serve_common.adapters.bucket_watch import BucketWatch, Entries
-from serve_common.adapters.nats_client import connect_nats, login_arguments
-from serve_common.adapters.nats_login import login_of, mint_now
-from serve_common.identities.credentials import parse_credentials_file
-from serve_common.identities.minting import mint_user, sign_nonce
-from serve_common.identities.nkeys import KeyKind, NatsKey, encode_base64
+from serve_common.api.views import EventView
+from serve_common.identities.credentials import (
+    KeyKind,
+    NatsKey,
+    encode_base64,
+    mint_user,
+    parse_credentials_file,
+    sign_nonce,
+)
 from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, call_tags, inbox_prefix
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
-from serve_common.settings import BusSettings
-from serve_common.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
-from serve_common.wires.views import EventView
-from serve_controller.adapters.event_stream import EventStream, recent_events
-from serve_controller.adapters.snapshot_bucket import bucket_config
+from serve_common.nats.bucket_watch import BucketWatch, Entries
+from serve_common.nats.client import connect_nats, login_arguments
+from serve_common.nats.login import login_of, mint_now
+from serve_common.protocol.subjects import ADMIN_SERVICE, GATEWAY_QUEUE, Subjects, tokens
+from serve_common.runtime.settings import BusSettings
+from serve_controller.adapters.jetstream import EventStream, bucket_config, recent_events
 from tests.identities import NAMES, bus_settings, lay_out_nats, signing_key
 from tests.integration.nats_server import until_known
 

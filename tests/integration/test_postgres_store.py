@@ -15,8 +15,7 @@ from serve_common.names import ControllerId, HostId
 from serve_controller.adapters import postgres_pool, postgres_store
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.sql import MIGRATIONS, Migration
-from serve_controller.core.changes import Changes
-from serve_controller.core.objects import HostRecord
+from serve_controller.core.objects import Changes, HostRecord
 from serve_controller.ports import HistoryEntry
 from tests.integration.postgres_server import PostgresServer
 

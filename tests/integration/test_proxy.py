@@ -17,11 +17,11 @@ import aiohttp
 import nats
 import pytest
 
-from serve_common.adapters.bucket_watch import BucketWatch
 from serve_common.errors import BusUnavailable
 from serve_common.names import EndpointTag
-from serve_common.subjects import endpoint_key
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, Kind
+from serve_common.nats.bucket_watch import BucketWatch
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, Kind
+from serve_common.protocol.subjects import endpoint_key
 from serve_proxy.shell import reports
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 

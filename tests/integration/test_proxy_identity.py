@@ -16,8 +16,8 @@ import pytest
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_common.replica_context import set_replica_context
-from serve_common.settings import Environment
+from serve_common.runtime.request_context import set_replica_context
+from serve_common.runtime.settings import Environment
 from serve_proxy.settings import read_settings
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.bare_runner import RunOrder, start_order

@@ -13,8 +13,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from serve_common.subjects import HTTP_KEY
-from serve_common.values.http_options import HttpOptions
+from serve_common.config.endpoint import HttpOptions
+from serve_common.protocol.subjects import HTTP_KEY
 from serve_proxy.wiring import Proxy
 from tests.integration.proxy_stack import MIB, R0, NatsServer, Stack, make_settings, running_stack
 

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.tasks import TaskOwner
 from tests.integration.proxy_stack import R0, R1, NatsServer, Stack, running_stack
 from tests.integration.test_proxy_leaving import Load
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.subjects import backend_key
-from serve_common.values.backend_config import BackpressureConfig, CircuitBreaker, OutlierEjection
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
+from serve_common.protocol.subjects import backend_key
 from tests.integration.nats_server import until_known
 from tests.integration.proxy_stack import R0, R1, TAG, NatsServer, Stack, running_stack
 

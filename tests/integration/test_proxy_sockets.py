@@ -15,11 +15,11 @@ import pytest
 from aiohttp import WSMsgType
 
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
-from serve_common.replica_context import set_replica_context
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
-from serve_proxy.adapters import http_sockets
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
+from serve_common.runtime.request_context import set_replica_context
+from serve_proxy.http import websockets as http_sockets
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica import quiet_sockets
+from serve_replica_host.replica.io import slots as quiet_sockets
 from serve_replica_host.replica.process import ReplicaProcess
 from tests.integration.bare_runner import RunOrder, start_order
 from tests.integration.fake_replica import FakeReplica, Held

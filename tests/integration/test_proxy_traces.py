@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.tracing.settings import read_tracing_settings
+from serve_common.telemetry.tracer import read_tracing_settings
 from tests.integration.held_port import HeldPort
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
@@ -301,9 +301,9 @@ async def test_a_receiver_that_comes_back_is_sent_what_happens_then(
 def test_where_tracing_is_off_opentelemetry_is_never_imported(tmp_path: Path) -> None:
     program = (
         "import sys, serve_proxy.__main__, serve_proxy.wiring, serve_controller.wiring, muster.handles.runtime\n"
-        "import serve_replica_host.replica.process, serve_replica_host.replica.python_calls, muster\n"
-        "from serve_common.adapters.otlp import import_ahead, open_tracing\n"
-        "from serve_common.tracing.settings import read_tracing_settings\n"
+        "import serve_replica_host.replica.process, serve_replica_host.replica.user.python_calls, muster\n"
+        "from serve_common.telemetry.otlp import import_ahead, open_tracing\n"
+        "from serve_common.telemetry.tracer import read_tracing_settings\n"
         "settings = read_tracing_settings({'OTEL_EXPORTER_OTLP_ENDPOINT': '', 'OTEL_SERVICE_NAME': 'x'})\n"
         "import_ahead(settings); assert open_tracing(settings, 'a', 'b') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"

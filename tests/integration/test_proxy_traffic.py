@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_common.config.endpoint import EndpointOptions
 from serve_common.dispatch.shadows import SHADOWS_PER_BACKEND_MAX
 from serve_common.names import BackendTag
-from serve_common.subjects import backend_key
-from serve_common.values.endpoint_options import EndpointOptions
+from serve_common.protocol.subjects import backend_key
 from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from serve_common.dispatch.request_body import KEPT_BYTES_MAX
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
-from serve_proxy.adapters import slow_clients
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_proxy.http import bodies as slow_clients
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
 
 pytestmark = pytest.mark.integration

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from serve_common.names import BackendTag
-from serve_common.wires.wake import Wake
+from serve_common.protocol.reports import Wake
 from tests.integration.nats_server import until_known
 from tests.integration.proxy_stack import MIB, R0, TAG, NatsServer, Stack, running_stack
 

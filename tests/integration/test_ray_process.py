@@ -16,8 +16,8 @@ import msgspec
 import psutil
 import pytest
 
-from serve_common.values.replica_config import RayActorOptions
-from serve_common.wires.host import ReplicaGoal, ReplicaStatus
+from serve_common.config.replica import RayActorOptions
+from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
 from tests.integration.nats_server import NatsServer
 from tests.integration.ray_cluster import HOST, HostOnCluster
 

@@ -22,16 +22,14 @@ import pytest
 import pytest_asyncio
 from nats.errors import Error as NatsError
 
-from serve_common.adapters.nats_login import mint_now
-from serve_common.identities.credentials import UserIdentity
-from serve_common.identities.minting import mint_user
-from serve_common.identities.nkeys import SEED_BYTES, KeyKind, NatsKey
+from serve_common.api.commands import Deploy
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.identities.credentials import SEED_BYTES, KeyKind, NatsKey, UserIdentity, mint_user
 from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, inbox_prefix
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import Deploy
+from serve_common.nats.login import mint_now
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.settings import BusSettings
 from tests.identities import bus_settings, signing_key
 from tests.integration.loaded_stack import LoadedStack
 from tests.integration.red_team import Intruder

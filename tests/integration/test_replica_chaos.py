@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from serve_common.adapters.nats_client import connect_nats
 from serve_common.identities.roles import Role
+from serve_common.nats.client import connect_nats
 from tests.integration import bus_hangs, chaos
 from tests.integration.chaos_load import CLIENTS, KINDS
 from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack

@@ -28,17 +28,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from muster.secrets import Secrets, generate
-from serve_common.adapters.nats_client import connect_nats
-from serve_common.adapters.nats_login import login_of
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
-from serve_common.bus.requests import Inbox
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.frames import (
+from serve_common.nats.client import connect_nats
+from serve_common.nats.connection import BusConnection, Inbox
+from serve_common.nats.login import login_of
+from serve_common.nats.options import BusOptions
+from serve_common.protocol.frames import (
     WINDOW_FRAMES,
     BodyHead,
     CancelHead,
@@ -54,7 +51,9 @@ from serve_common.wires.frames import (
     encode_frame,
     split_body,
 )
-from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.settings import BusSettings
 from tests.identities import NAMES, bus_settings, lay_out_nats
 from tests.integration.held_port import HeldPort
 

@@ -12,15 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
-from serve_common.bus.requests import Inbox
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
-from serve_common.replica_context import current_replica, set_replica_context
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.frames import (
+from serve_common.nats.connection import BusConnection, Inbox
+from serve_common.nats.options import BusOptions
+from serve_common.protocol.frames import (
     CallHead,
     CreditHead,
     ErrorHead,
@@ -32,10 +28,12 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.request_context import current_replica, set_replica_context
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.orders import StartOrder
-from serve_replica_host.replica.process import ReplicaProcess
+from serve_replica_host.replica.process import ReplicaProcess, StartOrder
 from tests.integration.nats_server import NatsServer
 
 pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
@@ -49,8 +47,8 @@ SUBJECTS = Subjects()
 APP = """
 import threading
 import time
-from serve_common.replica_context import current_replica
-from serve_common.request_context import request_context
+from serve_common.runtime.request_context import current_replica
+from serve_common.runtime.request_context import request_context
 
 AT_IMPORT = current_replica()
 GO = threading.Event()

@@ -14,10 +14,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from serve_common.tasks import TaskOwner
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     Command,
     CreateEndpoint,
     DeleteDeployment,
@@ -29,7 +26,10 @@ from serve_common.wires.commands import (
     SetHttpOptions,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import EndpointOptions
+from serve_common.runtime.tasks import TaskOwner
 from serve_controller.adapters.backup_file import BackupFiles
 from tests.integration.loaded_stack import CHANGE_LIMIT_S, NAME, ROUTE, LoadedStack, replica_config
 from tests.integration.steady_load import SteadyLoad

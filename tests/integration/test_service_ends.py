@@ -29,7 +29,7 @@ from serve_proxy.shell.reports import Reports as broken
 name = "run"
 """
 BREAK_PROXY_START = """
-from serve_proxy.adapters.http_server import HttpServer as broken
+from serve_proxy.http.server import HttpServer as broken
 name = "start"
 """
 BREAK_HOST = """

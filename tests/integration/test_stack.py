@@ -32,7 +32,7 @@ from muster.embedded.supervisor import STOP_TIMEOUT_S
 from muster.secrets import Secrets
 from serve_common.errors import ServeError
 from serve_common.identities.roles import Role
-from serve_common.tasks import raise_if_cancelled
+from serve_common.runtime.tasks import raise_if_cancelled
 from tests.integration.scraped_pages import contradictions, missing
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,13 +14,13 @@ import pytest
 from nats.errors import NoRespondersError
 from nats.errors import TimeoutError as NatsTimeoutError
 
+from serve_common.api.verbs import ErrorView
+from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_common.errors import NotLeading
 from serve_common.names import BackendTag, replica_tag
-from serve_common.subjects import backend_key
-from serve_common.wires.admin import ErrorView
-from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.protocol.reports import HostGoal
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.subjects import backend_key
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.integration.control_plane import (
     CHANGE_LIMIT_S,

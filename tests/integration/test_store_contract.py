@@ -12,21 +12,23 @@ import asyncpg
 import msgspec
 import pytest
 
+from serve_common.api.views import GoalStatus, HistoryView
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId, GoalId, HostId, replica_tag
-from serve_common.wires.views import GoalStatus, HistoryView
 from serve_controller.adapters import postgres_pool, postgres_store
 from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row
 from serve_controller.adapters.postgres_store import PostgresStore
-from serve_controller.core.changes import Changes, Kind, key_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
+    Changes,
     Counters,
     Goal,
     GoalKind,
     HostRecord,
+    Kind,
     Replica,
     ReplicaState,
+    key_of,
 )
 from serve_controller.ports import HistoryEntry, Store
 from tests.integration.postgres_server import PostgresServer

@@ -16,13 +16,13 @@ import pytest
 
 from muster.handles import get_deployment_handle
 from muster.handles import runtime as handle_runtime
+from serve_common.config.endpoint import HttpOptions
 from serve_common.identities.roles import Role
-from serve_common.metrics_catalogue.everywhere import SPANS_DROPPED
-from serve_common.tracing.settings import read_tracing_settings
-from serve_common.values.http_options import HttpOptions
+from serve_common.telemetry.catalogue.services import SPANS_DROPPED
+from serve_common.telemetry.tracer import read_tracing_settings
 from serve_proxy.wiring import Proxy
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.replica.orders import StartOrder
+from serve_replica_host.replica.process import StartOrder
 from tests.integration.handle_stack import GuardedNats, HandleStack
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
 from tests.integration.proxy_stack import make_settings

@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 import pytest_asyncio
 
-from serve_common.values.backend_config import BackendConfig
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateBackend,
     CreateEndpoint,
     DeleteBackend,
@@ -25,6 +24,7 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
+from serve_common.config.backend import BackendConfig
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.integration.loaded_stack import NAME, ROUTE, LoadedStack, replica_config
 from tests.integration.steady_load import Answer, SteadyLoad

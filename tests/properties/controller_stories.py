@@ -6,8 +6,7 @@ import contextlib
 
 from hypothesis import strategies as st
 
-from serve_common.errors import CommandRefused
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     AnyCommand,
     CreateEndpoint,
     DeleteApplication,
@@ -24,6 +23,7 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
+from serve_common.errors import CommandRefused
 from tests.simulation.closed_loop import Loop
 from tests.simulation.orders import BAD_CODE, application, create_backend, deploy, spec
 from tests.simulation.pure_host import PureHost

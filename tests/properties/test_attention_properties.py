@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import HealthCheck, given, settings
 
-from serve_controller.core.changes import Key, key_of
-from serve_controller.core.objects import Replica
+from serve_controller.core.objects import Key, Replica, key_of
 from serve_controller.core.reconcile import Plan
 from tests.properties.controller_stories import happen, new_hosts, stories
 from tests.simulation.attentive_loop import AttentiveLoop

@@ -9,16 +9,21 @@ import msgspec
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from serve_common.autoscaling import (
+from serve_common.config.autoscaling import (
     AutoscalingConfig,
     AutoscalingQuery,
     QueryMeaning,
     check_autoscaling_config,
 )
-from serve_controller.core.autoscaling.demand import with_spare
+from serve_controller.core.autoscaling.demand import (
+    FEWER_MAX,
+    largest_wanted,
+    note_wanted,
+    since_fewer_than,
+    with_spare,
+)
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
 from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState, Verdict
-from serve_controller.core.autoscaling.waits import FEWER_MAX, largest_wanted, note_wanted, since_fewer_than
 
 BEGIN = 1_700_000_000.0
 

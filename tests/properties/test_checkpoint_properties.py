@@ -6,20 +6,21 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig, OnFailure, Placement
+from serve_common.config.endpoint import HttpOptions
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, replica_tag
-from serve_common.values.backend_config import BackendConfig, OnFailure, Placement
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
 from serve_controller.adapters.checkpoint_rows import dump, dump_changes, load, load_checkpoint
-from serve_controller.core.changes import COUNTERS_KEY, Changes, Key, key_of
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
+    COUNTERS_KEY,
     Application,
     ApplicationVersion,
     Backend,
     BackendVersion,
+    Changes,
     CheckpointObject,
     Counters,
     Deployment,
@@ -29,11 +30,13 @@ from serve_controller.core.objects import (
     GoalKind,
     HostRecord,
     HttpRecord,
+    Key,
     ProxyRecord,
     Replica,
     ReplicaState,
     Revision,
     SnapshotRecord,
+    key_of,
 )
 
 counts = st.integers(0, 2**53)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes
+from serve_common.api.views import GoalStatus
 from serve_controller.core.checkpoint import PARTS, Checkpoint
+from serve_controller.core.objects import Changes
 from serve_controller.core.reconcile import Plan, reconcile
 from tests.properties.controller_stories import happen, new_hosts, stories
 from tests.simulation.attentive_loop import AttentiveLoop

@@ -11,11 +11,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_common.config.backend import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.dispatch.calls import Answer, Call
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.values.backend_config import CircuitBreaker, OutlierEjection, ReplicaPolicyName
-from serve_common.wires.frames import BodyHead, CallHead, ErrorHead, RefusedHead, RequestHead, ResponseHead
+from serve_common.protocol.frames import BodyHead, CallHead, ErrorHead, RefusedHead, RequestHead, ResponseHead
 from tests.unit.proxy_world import BACKEND, World
 
 REPLICAS = [ReplicaTag(f"d/a#{i}") for i in range(3)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     HEAD_BYTES_MAX,
     UNKNOWN_BYTES,

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import HostGoal, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (
     Constructed,
     Drained,

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.autoscaling import AggregationFunction, AutoscalingConfig
+from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig
 from serve_common.names import BackendTag, HostId
-from serve_controller.adapters.load_page import Sample
-from serve_controller.adapters.load_windows import LoadWindows
+from serve_controller.adapters.load_windows import LoadWindows, Sample
 from serve_controller.core.autoscaling.values import LoadAsk
 
 TAG = BackendTag("a/b")

@@ -19,7 +19,7 @@ from serve_common.names import (
     ordinal_of,
     replica_tag,
 )
-from serve_common.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
+from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
 
 parts = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}", fullmatch=True)
 tags = st.tuples(parts, parts).map("/".join)

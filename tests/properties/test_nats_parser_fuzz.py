@@ -10,9 +10,8 @@ import re
 
 import pytest
 
-from serve_common.bus.errors import ProtocolError
-from serve_common.bus.parser import Parser
-from serve_common.bus.protocol import Message, ServerError, ServerOp, Signal
+from serve_common.nats.options import ProtocolError
+from serve_common.nats.protocol import Message, Parser, ServerError, ServerOp, Signal
 
 _SEEDS = 40
 _STREAMS_PER_SEED = 100

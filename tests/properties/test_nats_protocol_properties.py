@@ -7,17 +7,18 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.bus.errors import ProtocolError
-from serve_common.bus.headers import encode_headers, parse_headers
-from serve_common.bus.parser import Parser
-from serve_common.bus.protocol import (
+from serve_common.nats.options import ProtocolError
+from serve_common.nats.protocol import (
     Greeting,
     Message,
+    Parser,
     ServerError,
     ServerOp,
     Signal,
+    encode_headers,
     encode_hpub_line,
     encode_pub_line,
+    parse_headers,
 )
 
 _tokens = st.text("abz019-_", min_size=1, max_size=6)

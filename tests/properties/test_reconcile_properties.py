@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from immutables import Map
 
+from serve_common.api.commands import ChangeReply, Deploy, Rollback
 from serve_common.errors import CommandRefused
 from serve_common.names import BackendTag, HostId
-from serve_common.wires.commands import ChangeReply, Deploy, Rollback
-from serve_common.wires.host import ReplicaReport, ReplicaStatus
+from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import decide
 from serve_controller.core.observed import (

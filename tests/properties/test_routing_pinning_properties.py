@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.rendezvous import score, stable_hash
-from serve_common.routing.replica_slots import ReplicaSlots
-from serve_common.routing.traffic import TrafficSplit
-from serve_common.routing.wishes import first_for
+from serve_common.routing.replica_choice import ReplicaSlots, first_for, score, stable_hash
+from serve_common.routing.route_table import TrafficSplit
 
 hashes = st.integers(0, 2**64 - 1)
 weights = st.dictionaries(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.tracing.sampling import Sampler
-from serve_common.tracing.trace_context import (
+from serve_common.telemetry.spans import (
     TRACESTATE_LENGTH_MAX,
     SpanRef,
     may_be_sampled,
     parse_traceparent,
     usable_tracestate,
 )
+from serve_common.telemetry.tracer import Sampler
 
 TRACE_IDS = st.integers(1, 2**128 - 1).map(lambda bits: f"{bits:032x}")
 SPAN_IDS = st.integers(1, 2**64 - 1).map(lambda bits: f"{bits:016x}")

@@ -5,14 +5,13 @@ Why beside the loop that always looks at everything: what a plan overlooks is se
 
 from __future__ import annotations
 
+from serve_common.api.commands import AnyCommand
 from serve_common.names import HostId
-from serve_common.wires.commands import AnyCommand
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.attention import EVERYTHING, NOTHING, Attention, of_changes
 from serve_controller.core.commands import Accepted, decide
 from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
-from serve_controller.shell.hearing import Hearing
+from serve_controller.shell.observations import Hearing
 from tests.simulation.closed_loop import Loop
 from tests.simulation.promises import check_plan
 from tests.simulation.pure_host import PureHost

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from serve_common.api import commands as c
+from serve_common.api.views import GoalStatus
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, backend_tag_of
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires import commands as c
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from tests.simulation.check_budgets import wanted_of
 from tests.simulation.clients import Step

@@ -12,7 +12,7 @@ from serve_controller.core.objects import CheckpointObject, Replica
 from serve_controller.core.reconcile import Plan, reconcile
 
 if TYPE_CHECKING:
-    from serve_controller.shell.term import Term
+    from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.world import World
 

@@ -6,15 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
-from serve_common.values.backend_config import BackendConfig
-from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, Replica, ReplicaState
+from serve_controller.core.objects import Backend, Changes, Kind, Replica, ReplicaState
 
 if TYPE_CHECKING:
     from serve_controller.ports import HistoryEntry
-    from serve_controller.shell.term import Term
+    from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_host import SimHost
     from tests.simulation.twins.world_store import Writer

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import GoalId, ReplicaTag
-from serve_common.wires.host import HostGoal
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes, Kind
+from serve_common.protocol.reports import HostGoal
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Goal, HostRecord, Replica, SnapshotRecord
+from serve_controller.core.objects import Changes, Goal, HostRecord, Kind, Replica, SnapshotRecord
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_budgets import BEGINS
 

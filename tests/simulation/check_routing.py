@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from serve_common.names import BackendTag, ReplicaTag, backend_tag_of
-from serve_common.subjects import backend_key
-from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_controller.core.changes import Changes
+from serve_common.protocol.reports import HostGoal
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Replica, SnapshotRecord
+from serve_controller.core.objects import Changes, Replica, SnapshotRecord
 from tests.simulation.check_budgets import BEGINS, SERVING
 from tests.simulation.check_numbers import Given
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from serve_common.api import commands as c
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag
-from serve_common.wires import commands as c
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of
-from serve_controller.core.objects import Backend, Goal
+from serve_controller.core.objects import Backend, Changes, Goal
 from serve_controller.ports import HistoryEntry
-from serve_controller.shell.requests import parse_request
+from serve_controller.shell.queries import parse_request
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer

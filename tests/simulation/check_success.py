@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import HostId
-from serve_common.subjects import HTTP_KEY
-from serve_common.wires.host import ReplicaStatus
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes
+from serve_common.protocol.reports import ReplicaStatus
+from serve_common.protocol.subjects import HTTP_KEY
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of
-from serve_controller.core.objects import Backend, Goal, GoalKind, ReplicaState
+from serve_controller.core.objects import Backend, Changes, Goal, GoalKind, ReplicaState
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer

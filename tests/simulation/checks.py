@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from serve_common.names import ReplicaTag
-from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import Snapshot
-from serve_controller.core.changes import Changes
+from serve_common.protocol.reports import HostGoal
+from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Changes
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_attention import AttentionMissesNothing, VisibleIsDurable
 from tests.simulation.check_budgets import (
@@ -37,7 +37,7 @@ from tests.simulation.check_success import SuccessIsTrue
 from tests.simulation.reference import Reference
 
 if TYPE_CHECKING:
-    from serve_controller.shell.term import Term
+    from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.sim_host import SimHost
     from tests.simulation.sim_proxy import SimProxy

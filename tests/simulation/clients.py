@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from serve_common.api.commands import AnyCommand, ChangeReply, ShutdownReply
+from serve_common.api.verbs import VERBS
+from serve_common.api.views import GoalStatus
 from serve_common.errors import CommandRefused, ServeError
 from serve_common.names import GoalId
-from serve_common.wires.admin import VERBS
-from serve_common.wires.commands import AnyCommand, ChangeReply, ShutdownReply
-from serve_common.wires.views import GoalStatus
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -10,16 +10,15 @@ import contextlib
 
 from immutables import Map
 
+from serve_common.api.commands import AnyCommand, ChangeReply
+from serve_common.api.views import GoalStatus
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import AnyCommand, ChangeReply
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.reports import HostReport, ProxyReport
+from serve_common.protocol.snapshots import BackendSnapshot, HttpSnapshot, Snapshot
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.goals.waiting import waits_for
+from serve_controller.core.goals.progress import waits_for
 from serve_controller.core.objects import Backend, Goal, Replica, ReplicaState
 from serve_controller.core.observed import (
     HeldByAnother,

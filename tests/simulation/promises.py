@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import HostId, ReplicaTag
-from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.loads import in_units
+from serve_common.protocol.reports import HostGoal
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_controller.core.checkpoint import Checkpoint, in_units
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import needs_of
 from serve_controller.core.reconcile import Plan, PublishSnapshot, SendHostGoal
-from serve_controller.core.rollout.budgets import surge_of
+from serve_controller.core.rollout import surge_of
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TRANSITIONS, WANTED
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import HostId, ReplicaTag
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
+from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from tests.simulation.orders import BAD_CODE
 from tests.simulation.wire import carried
 

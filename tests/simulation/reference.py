@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from serve_common.api import commands as c
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
-from serve_common.subjects import endpoint_key
-from serve_common.wires import commands as c
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes, Kind
+from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of, endpoints_of
-from serve_controller.core.objects import Application, Backend, Goal, GoalKind
+from serve_controller.core.objects import Application, Backend, Changes, Goal, GoalKind, Kind
 from serve_controller.ports import HistoryEntry
-from serve_controller.shell.requests import parse_request
+from serve_controller.shell.queries import parse_request
 from tests.simulation.wishes import (
     ENDED,
     LOADED,

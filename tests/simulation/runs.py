@@ -7,7 +7,7 @@ import random
 import traceback
 from dataclasses import dataclass, replace
 
-from serve_controller.shell.term import Term
+from serve_controller.shell.control_loop import Term
 from tests.simulation.calm import check_converged, has_unheard_load, mending, why_not_calm
 from tests.simulation.clients import Client, Step
 from tests.simulation.stories import draw_story

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires import commands as c
-from serve_common.wires.views import GoalStatus
-from serve_controller.shell.term import Term
+from serve_common.api import commands as c
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_controller.shell.control_loop import Term
 from tests.simulation.clients import Step
 from tests.simulation.crashes import CrashPoint
 from tests.simulation.runs import Outcome, play

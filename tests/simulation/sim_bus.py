@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 
+from serve_common.api.views import EventView
 from serve_common.errors import BusUnavailable
 from serve_common.names import BackendTag
-from serve_common.subjects import backend_key
-from serve_common.wires.host import HostGoal
-from serve_common.wires.snapshots import BackendSnapshot, Snapshot
-from serve_common.wires.views import EventView
+from serve_common.protocol.reports import HostGoal
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_common.protocol.subjects import backend_key
 from tests.simulation.kernel import sleep
 from tests.simulation.wire import carried
 

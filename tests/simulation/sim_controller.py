@@ -8,18 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
+from serve_common.api.commands import AnyCommand, CommandReply
 from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_common.wires.commands import AnyCommand, CommandReply
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.restored import NO_CLAIMS
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.boundary import LeadersBoundary
-from serve_controller.shell.bus_liveness import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness
-from serve_controller.shell.leadership import LEASE_TTL_S, RENEW_EVERY_S, STANDBY_POLL_S, STORE_RETRY_S
+from serve_controller.shell.control_loop import Term
+from serve_controller.shell.leadership import (
+    ANSWER_WITHIN_S,
+    LEASE_TTL_S,
+    PING_EVERY_S,
+    RENEW_EVERY_S,
+    STANDBY_POLL_S,
+    STORE_RETRY_S,
+    BusLiveness,
+)
 from serve_controller.shell.service import CYCLE_GAP_S, IDLE_WAIT_S
-from serve_controller.shell.term import Term
 from tests.simulation.crashes import Crash, SimBoundary
 from tests.simulation.kernel import Process, SimLock, run_now
 from tests.simulation.twins.world_store import StoreOf

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from serve_common.names import HostId, ReplicaTag
-from serve_common.wires.host import HostGoal, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (
     Constructed,
     Drained,
@@ -31,12 +31,12 @@ from serve_replica_host.core.reconcile import (
     StartReplica,
     reconcile_host,
 )
-from serve_replica_host.core.report import build_report
 from serve_replica_host.core.state import (
     HostState,
     Refused,
     accept_goal,
     begin_leaving,
+    build_report,
     has_left,
     hear_leader,
 )

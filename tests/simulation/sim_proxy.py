@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
-from serve_common.routing.snapshot_table import HttpChange, SnapshotTable
-from serve_common.subjects import HTTP_KEY
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.reports import ProxyReport
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import HTTP_KEY
+from serve_common.routing.route_table import HttpChange, SnapshotTable
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from serve_common.autoscaling import AutoscalingConfig
-from serve_common.values.backend_config import BackendConfig, OnFailure, Placement
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires import commands as c
+from serve_common.api import commands as c
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import BackendConfig, OnFailure, Placement
+from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from tests.simulation.clients import Step
 from tests.simulation.sim_host import BAD_CONFIG, Code
 from tests.simulation.sim_proxy import MISSING_MIDDLEWARE

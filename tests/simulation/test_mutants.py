@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from immutables import Map
 
+from serve_common.api.commands import AnyCommand, CommandReply
 from serve_common.errors import StoreUnavailable
-from serve_common.wires.commands import AnyCommand, CommandReply
 from serve_controller.core import (
     attention,
     host_goals,
@@ -27,24 +27,31 @@ from serve_controller.core import (
     scaling,
     snapshots,
 )
+from serve_controller.core import rollout as reconfiguring
+from serve_controller.core import rollout as starting
+from serve_controller.core import rollout as stopping
 from serve_controller.core.attention import Attention
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.commands import accepted, backends, decide, deployments
-from serve_controller.core.goals import ending, failing, succeeding, waiting
+from serve_controller.core.commands import accepted, decide, deployments
+from serve_controller.core.commands import deployments as backends
+from serve_controller.core.goals import progress as failing
+from serve_controller.core.goals import progress as succeeding
+from serve_controller.core.goals import progress as waiting
+from serve_controller.core.goals import scope as ending
 from serve_controller.core.objects import Backend, Deployment, HostRecord, ReplicaState
-from serve_controller.core.rollout import reconfiguring, starting, stopping
-from serve_controller.core.rollout.standing import old_replicas
-from serve_controller.shell import hearing, term
+from serve_controller.core.rollout import old_replicas
+from serve_controller.shell import control_loop as term
+from serve_controller.shell import observations as hearing
 from serve_controller.shell.boundary import LeadersBoundary
-from serve_controller.shell.bus_liveness import BusLiveness
-from serve_controller.shell.term import Term
+from serve_controller.shell.control_loop import Term
+from serve_controller.shell.leadership import BusLiveness
 from tests.simulation.runs import run_seed
 from tests.simulation.scenario import PAIR_STORY, STORY, effects_of, run_stall, run_story, run_stuck
 from tests.simulation.twins.world_store import WorldStore
 from tests.simulation.world import Faults
 
 # The package has a function of the same name.
-ROLLBACK = importlib.import_module("serve_controller.core.commands.rollback")
+ROLLBACK = importlib.import_module("serve_controller.core.commands.deployments")
 RUNS_MAX = 500
 """Until a mutant must have shown."""
 

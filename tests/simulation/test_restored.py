@@ -8,9 +8,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from serve_common.api import commands as c
 from serve_common.errors import NotLeading
 from serve_common.names import BackendTag
-from serve_common.wires import commands as c
 from serve_controller.core.restored import LOST_CONFIG_VERSION
 from serve_controller.shell.leadership import LEASE_TTL_S
 from tests.simulation.calm import check_converged, why_not_calm

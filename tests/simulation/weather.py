@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from serve_common.names import BackendTag
-from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
 from serve_controller.shell.leadership import LEASE_TTL_S
 
 if TYPE_CHECKING:
-    from serve_controller.shell.term import Term
+    from serve_controller.shell.control_loop import Term
     from tests.simulation.world import World
 
 

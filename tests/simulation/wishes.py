@@ -7,13 +7,12 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from serve_common.api import commands as c
+from serve_common.config import backend as merging
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import HostId, deployment_tag
-from serve_common.values import merging
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires import commands as c
 
 
 class Made(NamedTuple):

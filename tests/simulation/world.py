@@ -10,9 +10,8 @@ import random
 from collections.abc import Callable
 
 from serve_common.names import GoalId, ReplicaTag
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
-from serve_controller.shell.term import Term
+from serve_common.protocol.reports import HostReport, ProxyReport
+from serve_controller.shell.control_loop import Term
 from tests.simulation.checks import Checks
 from tests.simulation.clients import Client
 from tests.simulation.crashes import CrashPlan, CrashPoint

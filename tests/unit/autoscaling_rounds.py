@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.config.autoscaling import AutoscalingConfig
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
 from serve_controller.core.autoscaling.values import Reading, ScalingDecision, ScalingInput, ScalingState
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ordinal_of, replica_tag
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.host import HostReport
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes
+from serve_common.protocol.reports import HostReport
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
+    Changes,
     CheckpointObject,
     Deployment,
     Endpoint,

@@ -19,17 +19,17 @@ from muster.handles import (
 from muster.handles import handle as handle_module
 from muster.handles.calls import HandleCall
 from muster.handles.router import HandleRouter
-from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import Beat
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, replica_tag
-from serve_common.subjects import Subjects, backend_key, endpoint_key
-from serve_common.threads.mailbox import Mailbox
-from serve_common.wires.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_common.wires.wake import Wake
+from serve_common.protocol.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame
+from serve_common.protocol.reports import Wake
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key
+from serve_common.runtime.threads import Mailbox
 
 
 class Sent:

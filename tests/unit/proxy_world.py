@@ -7,24 +7,19 @@ import asyncio
 import msgspec
 import pytest
 
-from serve_common.bus.errors import NotConnected, OutboundFull
-from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import Beat
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.subjects import Subjects, backend_key
-from serve_common.wires.frames import ResponseHead, decode_frame, encode_frame
-from serve_common.wires.snapshots import (
-    BackendProtection,
-    BackendSnapshot,
-    EndpointSnapshot,
-    Snapshot,
-)
-from serve_common.wires.wake import Wake
+from serve_common.nats.options import NotConnected, OutboundFull
+from serve_common.protocol.frames import ResponseHead, decode_frame, encode_frame
+from serve_common.protocol.reports import Wake
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.protocol.subjects import Subjects, backend_key
 
 BACKEND = BackendTag("d/a")
 R0, R1 = ReplicaTag("d/a#0"), ReplicaTag("d/a#1")

@@ -7,8 +7,7 @@ import itertools
 import time
 from typing import Any
 
-from serve_common.threads.mailbox import Mailbox
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
     WINDOW_FRAMES,
@@ -27,11 +26,11 @@ from serve_common.wires.frames import (
     encode_frame,
     split_body,
 )
+from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.bus_side import BusSide
-from serve_replica_host.replica.lifespan import Lifespan
-from serve_replica_host.replica.user_code import UserCode
-from serve_replica_host.replica.user_side import UserSide
+from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.user.code import Lifespan, UserCode
+from serve_replica_host.replica.user.executor import UserSide
 
 TIMEOUT_S = 30.0
 

@@ -11,20 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.config.endpoint import HttpOptions
 from serve_common.dispatch.calls import Ask
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.routing.traffic import TrafficSplit
-from serve_common.tracing.sampling import ALWAYS, Sampler
-from serve_common.tracing.spans import Span
-from serve_common.tracing.tracer import Tracer
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.frames import Kind
+from serve_common.protocol.frames import Kind
+from serve_common.routing.route_table import TrafficSplit
+from serve_common.telemetry.spans import Span
+from serve_common.telemetry.tracer import ALWAYS, Sampler, Tracer
 from serve_proxy.adapters import access_writer
 from serve_proxy.adapters.access_writer import AccessWriter
-from serve_proxy.adapters.http_requests import HttpRequests
 from serve_proxy.core.access_line import LINE_BYTES_MAX, AccessLine, AccessLines
 from serve_proxy.core.headers import read_request_headers
 from serve_proxy.core.problems import Problem
+from serve_proxy.http.requests import HttpRequests
 from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.request_traces import RequestTraces
 

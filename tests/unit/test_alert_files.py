@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from muster.cli.main import app as cli
-from serve_common.metrics_catalogue import MetricKind, spec_of
+from serve_common.telemetry.catalogue import MetricKind, spec_of
 from tests.dashboards.checker import OTHERS
 from tests.dashboards.promql_words import grouping_labels, selectors
 from tests.dashboards.reading import ROOT

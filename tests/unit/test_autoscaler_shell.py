@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import pytest
 
-from serve_common.autoscaling import AutoscalingConfig, AutoscalingPolicy
-from serve_common.autoscaling_context import AutoscalingContext
+from serve_common.api.views import EventView
+from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.views import EventView
-from serve_common.wires.wake import Wake
+from serve_common.protocol.reports import ProxyReport, Wake
 from serve_controller.core.autoscaling.values import (
     LoadAsk,
     Reading,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.autoscaling import AutoscalingQuery
+from serve_common.config.autoscaling import AutoscalingQuery
 from serve_controller.core.autoscaling.values import Verdict
 from tests.unit.autoscaling_rounds import Rounds
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from serve_common.autoscaling import AutoscalingQuery, QueryMeaning
+from serve_common.config.autoscaling import AutoscalingQuery, QueryMeaning
+from serve_controller.core.autoscaling.demand import FEWER_MAX, largest_wanted, note_wanted
 from serve_controller.core.autoscaling.values import Verdict
-from serve_controller.core.autoscaling.waits import FEWER_MAX, largest_wanted, note_wanted
 from tests.unit.autoscaling_rounds import Rounds
 
 

@@ -9,20 +9,19 @@ import uuid
 import msgspec
 import pytest
 
+from serve_common.api import commands as c
+from serve_common.api.queries import GetBackup
+from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, LimitReached, NotFound, ServeError
 from serve_common.names import BackendTag, EndpointTag, GoalId
-from serve_common.wires import commands as c
-from serve_common.wires.queries import GetBackup
-from serve_common.wires.views import GoalStatus
 from serve_controller.adapters.backup_file import KINDS, BackupFiles
-from serve_controller.core.changes import Kind, key_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
-from serve_controller.core.objects import Counters
+from serve_controller.core.objects import Counters, Kind, key_of
 from serve_controller.core.restored import MARGIN
-from serve_controller.shell import backups
-from serve_controller.shell.backups import BackupDesk
+from serve_controller.shell import admin as backups
+from serve_controller.shell.admin import BackupDesk
 from tests.simulation.scenario import application, deploy
 from tests.unit.controller_parts import NOW
 from tests.unit.test_controller_admin import FakeTerm

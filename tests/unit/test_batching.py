@@ -14,10 +14,10 @@ import cloudpickle
 import pytest
 
 import muster as serve
-from muster.batching import batcher
-from muster.batching.batcher import Batcher
+from muster.batching import batches as batcher
+from muster.batching.batches import Batcher
 from serve_common.errors import DeadlineExceeded
-from serve_common.request_context import RequestContext, request_context
+from serve_common.runtime.request_context import RequestContext, request_context
 
 LONG_S = 30.0
 """A wait that no test sits through."""

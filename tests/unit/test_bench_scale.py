@@ -8,11 +8,17 @@ import itertools
 import msgspec
 import pytest
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.subjects import Subjects
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
-from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_common.protocol.reports import (
+    HostGoal,
+    HostReport,
+    LeaderNotice,
+    ProxyReport,
+    ReplicaGoal,
+    ReplicaStatus,
+)
+from serve_common.protocol.subjects import Subjects
 from tests.bench.scale.figures import ChangeFigures, Column, Recovery, Sample, conclude, percentile
 from tests.bench.scale.fleets import HostFleet, ProxyFleet
 from tests.bench.scale.hosts import Outcome, SimulatedHost

@@ -12,9 +12,9 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from serve_common.adapters import bucket_watch
-from serve_common.adapters.bucket_watch import BucketWatch, Entries
-from serve_common.subjects import Subjects
+from serve_common.nats import bucket_watch
+from serve_common.nats.bucket_watch import BucketWatch, Entries
+from serve_common.protocol.subjects import Subjects
 
 Told = tuple[dict[str, tuple[int, bytes | None]], bool]
 SUBJECTS = Subjects()

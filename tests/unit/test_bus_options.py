@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from serve_common.bus.options import BusOptions, ServerAddress, parse_server, reconnect_wait_s
-from serve_common.bus.quiet_log import QuietLog
+from serve_common.nats.options import BusOptions, ServerAddress, parse_server, reconnect_wait_s
+from serve_common.telemetry.log_lines import QuietLog
 
 
 def test_server_urls_name_scheme_host_and_port() -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import uvloop
 
-from serve_common.bus.shared_socket import SharedSocket
+from serve_common.nats.outbox import SharedSocket
 
 PENDING_BYTES_MAX = 64 * 1024 * 1024
 

@@ -9,13 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import CircuitBreaker, ReplicaPolicyName
+from serve_common.config.endpoint import EndpointOptions
 from serve_common.errors import CheckpointUnreadable
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ReplicaTag
-from serve_common.values.backend_config import CircuitBreaker, ReplicaPolicyName
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_controller.adapters.checkpoint_rows import (
+    KINDS_V1,
     SCHEMA_VERSION,
     Row,
     dump,
@@ -24,10 +25,9 @@ from serve_controller.adapters.checkpoint_rows import (
     load_checkpoint,
     load_rows,
 )
-from serve_controller.adapters.upgrade_v1 import KINDS_V1
-from serve_controller.core.changes import Changes, Kind, key_of
 from serve_controller.core.objects import (
     Backend,
+    Changes,
     Counters,
     Deployment,
     Endpoint,
@@ -35,8 +35,10 @@ from serve_controller.core.objects import (
     Goal,
     GoalKind,
     HostRecord,
+    Kind,
     Replica,
     Revision,
+    key_of,
 )
 from serve_controller.core.placement import goal_bytes_of, needs_of
 from serve_controller.core.snapshots import derive_endpoint

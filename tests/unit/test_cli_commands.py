@@ -15,8 +15,21 @@ from typer.testing import CliRunner, Result
 from muster.cli.main import app
 from muster.cli.session import Session
 from muster.client.address import StackAddress
-from muster.client.ports import Answer
-from muster.client.replies import UnknownError
+from muster.client.requests import Answer, UnknownError
+from serve_common.api.commands import ChangeReply, DeleteDeployment, Deploy
+from serve_common.api.queries import GetDeploymentInfo, GetStatus, ListDeployments
+from serve_common.api.views import (
+    DeploymentStatus,
+    DeploymentView,
+    GoalStatus,
+    GoalView,
+    HostView,
+    ProxyView,
+    ReplicaView,
+    StatusView,
+)
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -33,20 +46,6 @@ from serve_common.errors import (
 )
 from serve_common.identities.credentials import parse_credentials_file
 from serve_common.names import GoalId
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import ChangeReply, DeleteDeployment, Deploy
-from serve_common.wires.queries import GetDeploymentInfo, GetStatus, ListDeployments
-from serve_common.wires.views import (
-    DeploymentStatus,
-    DeploymentView,
-    GoalStatus,
-    GoalView,
-    HostView,
-    ProxyView,
-    ReplicaView,
-    StatusView,
-)
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "digits.py", line 3\nRuntimeError: [no] model file'
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.cli.connection import StackChoice, find_stack
+from muster.cli.session import StackChoice, find_stack
 from muster.embedded.options import StatePaths
 from muster.embedded.run_record import RunRecord, write_record
 from muster.secrets import Secrets, generate

@@ -16,20 +16,19 @@ from typer.testing import CliRunner, Result
 
 from muster.cli.main import app
 from muster.cli.session import Session
-from muster.cli.up_report import UpReport
+from muster.cli.up import UpReport
 from muster.client.address import StackAddress
-from muster.embedded.errors import PortTaken
-from muster.embedded.options import StackOptions
+from muster.embedded.options import PortTaken, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
 from muster.embedded.run_record import RunRecord
 from muster.secrets import generate
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.queries import GetDeploymentInfo
+from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, ProxyView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import NotFound, TransientError
 from serve_common.names import GoalId
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.queries import GetDeploymentInfo
-from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, ProxyView
 
 
 def digits(status: DeploymentStatus, goal_status: GoalStatus = GoalStatus.SUCCEEDED) -> DeploymentView:

@@ -15,10 +15,20 @@ import pytest
 
 from muster.client.address import StackAddress, parse_urls
 from muster.client.admin import AdminClient
-from muster.client.calls import Caller
-from muster.client.ports import Answer, NoAnswer, NobodyListens
-from muster.client.replies import ERRORS_BY_CODE, UnknownError, error_from_view
-from muster.client.who import who_am_i
+from muster.client.connect import Caller, who_am_i
+from muster.client.requests import (
+    ERRORS_BY_CODE,
+    Answer,
+    NoAnswer,
+    NobodyListens,
+    UnknownError,
+    error_from_view,
+)
+from serve_common.api.commands import ChangeReply, Deploy, SetTraffic
+from serve_common.api.queries import GetHosts, PagedQuery, WaitForGoal
+from serve_common.api.verbs import COMMANDS, VERBS, WHO_LENGTH_MAX, ErrorView
+from serve_common.api.views import GoalStatus, GoalView, HostView, PlanView
+from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import (
     BadField,
     BusAuthorizationFailed,
@@ -36,12 +46,7 @@ from serve_common.errors import (
     UserCodeRaised,
 )
 from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.admin import COMMANDS, VERBS, WHO_LENGTH_MAX, ErrorView
-from serve_common.wires.commands import ChangeReply, Deploy, SetTraffic
-from serve_common.wires.queries import GetHosts, PagedQuery, WaitForGoal
-from serve_common.wires.views import GoalStatus, GoalView, HostView, PlanView
+from serve_common.protocol.subjects import Subjects
 
 Reply = Answer | Exception
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))

@@ -9,8 +9,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from muster.client.adapters.nats_requests import NatsRequests
 from muster.client.address import StackAddress
+from muster.client.nats import NatsRequests
 
 
 class WaitingClient:

@@ -11,12 +11,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from serve_common.errors import BadField, Conflict, FencedOut, LimitReached, NotFound, NotLeading
-from serve_common.names import BackendTag, GoalId, HostId
-from serve_common.wires import queries as q
-from serve_common.wires import views as v
-from serve_common.wires.admin import COMMANDS, QUERIES, VERBS
-from serve_common.wires.commands import (
+from serve_common.api import queries as q
+from serve_common.api import views as v
+from serve_common.api.commands import (
     AnyCommand,
     ChangeReply,
     CommandReply,
@@ -24,17 +21,20 @@ from serve_common.wires.commands import (
     Deploy,
     RestoreReply,
 )
+from serve_common.api.verbs import COMMANDS, QUERIES, VERBS
+from serve_common.errors import BadField, Conflict, FencedOut, LimitReached, NotFound, NotLeading
+from serve_common.names import BackendTag, GoalId, HostId
 from serve_controller.adapters.backup_file import BackupFiles
 from serve_controller.core.autoscaling.values import ScalingStatus, Targets
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import audit_event
-from serve_controller.core.objects import CheckpointObject, HostRecord
+from serve_controller.core.objects import Changes, CheckpointObject, HostRecord
 from serve_controller.core.observed import ObservedState
-from serve_controller.shell import goal_waits, queries
+from serve_controller.shell import admin as goal_waits
+from serve_controller.shell import queries
 from serve_controller.shell.admin import Admin
-from serve_controller.shell.requests import error_view, parse_request
+from serve_controller.shell.queries import error_view, parse_request
 from tests.unit.controller_parts import (
     G1,
     NOW,
@@ -160,7 +160,7 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[GoalId]:
         asked.append(goal.goal_id)  # type: ignore[attr-defined]
         return "waits for a host"
 
-    monkeypatch.setattr("serve_controller.core.views.goals.waits_for", waits_for)
+    monkeypatch.setattr("serve_controller.core.views.hosts.waits_for", waits_for)
     return asked
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.errors import BadField, Conflict, LimitReached
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     DeleteApplication,
     DeleteDeployment,
     DeployApplication,
     Rollback,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import ApplicationView, DeploymentStatus, GoalStatus
+from serve_common.api.views import ApplicationView, DeploymentStatus, GoalStatus
+from serve_common.errors import BadField, Conflict, LimitReached
 from serve_controller.core.commands import applications
 from serve_controller.core.views import view_applications, view_deployment, view_deployments
 from tests.simulation.closed_loop import Loop, check_converged

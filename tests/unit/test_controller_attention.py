@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 from immutables import Map
 
+from serve_common.api.commands import DrainHost
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_common.wires.commands import DrainHost
-from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
 from serve_controller.core.attention import (
     EVERYTHING,
     NOTHING,
@@ -20,10 +19,9 @@ from serve_controller.core.attention import (
     of_host_report,
     of_proxy_report,
 )
-from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.host_goals import DueTime
-from serve_controller.core.objects import HostRecord, ReplicaState
+from serve_controller.core.objects import Changes, HostRecord, Kind, ReplicaState
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
     HOST_SUSPECT_AFTER_S,
@@ -34,7 +32,7 @@ from serve_controller.core.observed import (
     observe_host,
     observe_proxy,
 )
-from serve_controller.shell.hearing import SWEEP_S, TIDY_EVERY_S, Hearing
+from serve_controller.shell.observations import SWEEP_S, TIDY_EVERY_S, Hearing
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost

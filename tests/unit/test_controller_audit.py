@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.views import GoalStatus
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, HostId
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_of
-from serve_controller.core.changes import Changes, Kind
-from serve_controller.core.objects import Application, ApplicationVersion, Counters, HostRecord, HttpRecord
+from serve_controller.core.objects import (
+    Application,
+    ApplicationVersion,
+    Changes,
+    Counters,
+    HostRecord,
+    HttpRecord,
+    Kind,
+)
 from tests.unit.controller_parts import (
     G1,
     TAG,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.errors import BadField, Conflict, LimitReached, NotFound
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     DeleteBackend,
     DeleteEndpoint,
     SetTraffic,
     ShadowTraffic,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.errors import BadField, Conflict, LimitReached, NotFound
 from serve_controller.core.commands import versions
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.views import (

@@ -11,9 +11,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from serve_common.errors import BadField, FencedOut, StoreUnavailable
-from serve_common.settings import Environment
-from serve_controller.shell.boundary import EFFECTS, LeadersBoundary
-from serve_controller.shell.crash_mode import CrashingBoundary, CrashMode, CrashPoint, read_crash_mode
+from serve_common.runtime.settings import Environment
+from serve_controller.shell.boundary import (
+    EFFECTS,
+    CrashingBoundary,
+    CrashMode,
+    CrashPoint,
+    LeadersBoundary,
+    read_crash_mode,
+)
 
 
 def mode(**variables: str) -> CrashMode | None:
@@ -154,9 +160,9 @@ async def test_the_same_seed_dies_at_the_same_place() -> None:
 def test_the_process_ends_as_by_kill_9_and_the_line_is_out() -> None:
     script = """
 import asyncio, atexit
-from serve_common.adapters.logs import configure_logs
+from serve_common.telemetry.logs import configure_logs
 from serve_controller.shell.boundary import OpenBoundary
-from serve_controller.shell.crash_mode import CrashMode, CrashPoint, CrashingBoundary, kill_after
+from serve_controller.shell.boundary import CrashMode, CrashPoint, CrashingBoundary, kill_after
 
 class Silent:
     def effect_performed(self, effect, seconds, error): pass

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DeleteDeployment
+from serve_common.api.views import GoalStatus
 from serve_common.errors import Conflict
 from serve_common.names import BackendTag
-from serve_common.wires.commands import (
-    DeleteDeployment,
-)
-from serve_common.wires.views import GoalStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from tests.simulation.closed_loop import Loop, check_converged

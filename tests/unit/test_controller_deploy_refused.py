@@ -5,10 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.api.commands import DeleteDeployment
 from serve_common.errors import BadField, Conflict, LimitReached
-from serve_common.wires.commands import (
-    DeleteDeployment,
-)
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import accepted as accepting
 from serve_controller.core.commands import decide, versions

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DeleteDeployment, SetTraffic, ShadowTraffic, UpdateBackendConfig
+from serve_common.api.views import DeploymentStatus
 from serve_common.errors import NotFound
-from serve_common.wires.commands import (
-    DeleteDeployment,
-    SetTraffic,
-    ShadowTraffic,
-    UpdateBackendConfig,
-)
-from serve_common.wires.views import DeploymentStatus
-from serve_controller.core import tidy
+from serve_controller.core import reconcile as tidy
 from serve_controller.core.views import view_deployment, view_deployments, view_snapshot
 from tests.simulation.closed_loop import Loop
 from tests.simulation.orders import create_backend, deploy

@@ -7,10 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.errors import BadField, Conflict, NotFound
-from serve_common.names import BackendTag, EndpointTag
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateEndpoint,
     Deploy,
     DeployApplication,
@@ -18,8 +15,11 @@ from serve_common.wires.commands import (
     SetEndpointOptions,
     SetTraffic,
 )
-from serve_common.wires.snapshots import EndpointSnapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.api.views import GoalStatus
+from serve_common.config.endpoint import EndpointOptions
+from serve_common.errors import BadField, Conflict, NotFound
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_controller.core.audit import audit_of
 from serve_controller.core.forecast import forecast
 from serve_controller.core.views import view_deployment, view_endpoints

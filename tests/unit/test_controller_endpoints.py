@@ -7,9 +7,7 @@ import math
 import msgspec
 import pytest
 
-from serve_common.errors import BadField, Conflict, LimitReached, NotFound
-from serve_common.names import BackendTag, EndpointTag
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateEndpoint,
     DeleteBackend,
     DeleteDeployment,
@@ -17,7 +15,9 @@ from serve_common.wires.commands import (
     SetTraffic,
     ShadowTraffic,
 )
-from serve_common.wires.views import EndpointView, GoalStatus
+from serve_common.api.views import EndpointView, GoalStatus
+from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_common.names import BackendTag, EndpointTag
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import endpoints
 from serve_controller.core.views import view_backends, view_endpoints

@@ -8,18 +8,25 @@ from collections import deque
 import msgspec
 import pytest
 
+from serve_common.api.views import EventView, GoalStatus
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
-from serve_common.wires.views import EventView, GoalStatus
-from serve_controller.core.changes import Changes, Key, Kind
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.event_words import MESSAGE_LENGTH_MAX
-from serve_controller.core.events import audit_event, events_of, goal_progress, latest_events
+from serve_controller.core.events import (
+    MESSAGE_LENGTH_MAX,
+    audit_event,
+    events_of,
+    goal_progress,
+    latest_events,
+)
 from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.objects import (
+    Changes,
     CheckpointObject,
     Counters,
     GoalKind,
     HostRecord,
+    Key,
+    Kind,
     ProxyRecord,
     ReplicaState,
 )
@@ -249,7 +256,7 @@ def test_events_are_asked_for_by_what_they_are_about() -> None:
 def test_progress_is_told_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = {"g2": "for b", "g10": "x" * 10_000}
     monkeypatch.setattr(
-        "serve_controller.core.views.goals.waits_for",
+        "serve_controller.core.views.hosts.waits_for",
         lambda _checkpoint, _observed, goal: waits[goal.goal_id],
     )
     observed = ObservedState(since=NOW)

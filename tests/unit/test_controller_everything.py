@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import SetHttpOptions, Shutdown, ShutdownReply
+from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.config.endpoint import HttpOptions
 from serve_common.errors import BadField
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import SetHttpOptions, Shutdown, ShutdownReply
-from serve_common.wires.views import DeploymentStatus, GoalStatus
 from serve_controller.core.objects import HttpRecord
 from serve_controller.core.views import (
     view_applications,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.wires.commands import UpdateBackendConfig
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.api.commands import UpdateBackendConfig
+from serve_common.api.views import DeploymentStatus, GoalStatus
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.views import view_deployment
 from tests.simulation.closed_loop import Loop, check_converged

@@ -6,21 +6,23 @@ from collections import Counter
 
 import msgspec
 
+from serve_common.api.views import GoalStatus, PlannedAction, PlanView
+from serve_common.config.endpoint import HttpOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.views import GoalStatus, PlannedAction, PlanView
 from serve_controller.core import forecast as forecasting
-from serve_controller.core.changes import Changes, Key, Kind
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
+    Changes,
     CheckpointObject,
     GoalKind,
     HostRecord,
     HttpRecord,
+    Key,
+    Kind,
     ReplicaState,
 )
 from tests.unit.controller_parts import (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.errors import CommandRefused, Conflict
-from serve_common.names import BackendTag, EndpointTag
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     DeleteApplication,
     DeleteBackend,
     DeleteDeployment,
@@ -18,7 +16,9 @@ from serve_common.wires.commands import (
     ShutdownReply,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import GoalStatus
+from serve_common.api.views import GoalStatus
+from serve_common.errors import CommandRefused, Conflict
+from serve_common.names import BackendTag, EndpointTag
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import (
     BAD_CODE,

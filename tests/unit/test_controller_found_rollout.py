@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve_common.wires.commands import DrainHost, UpdateBackendConfig
-from serve_common.wires.views import GoalStatus
+from serve_common.api.commands import DrainHost, UpdateBackendConfig
+from serve_common.api.views import GoalStatus
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
     HostStatus,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from serve_common.errors import NotFound
-from serve_common.names import GoalId, ProxyId
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateEndpoint,
     DeleteBackend,
     DeleteDeployment,
@@ -16,11 +14,13 @@ from serve_common.wires.commands import (
     ShadowTraffic,
     UndrainHost,
 )
-from serve_common.wires.views import GoalStatus
-from serve_controller.core import tidy
+from serve_common.api.views import GoalStatus
+from serve_common.errors import NotFound
+from serve_common.names import GoalId, ProxyId
+from serve_controller.core import reconcile as tidy
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.ending import ERROR_LENGTH_MAX, end_goal
-from serve_controller.core.goals.ids import number_of
+from serve_controller.core.goals.scope import ERROR_LENGTH_MAX, end_goal
+from serve_controller.core.objects import number_of
 from serve_controller.core.observed import PROXY_LOST_AFTER_S, observe_bucket, observe_proxy
 from serve_controller.core.views import view_goal
 from tests.simulation.closed_loop import Loop

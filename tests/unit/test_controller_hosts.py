@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DrainHost, UndrainHost
+from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, NotFound
-from serve_common.wires.commands import DrainHost, UndrainHost
-from serve_common.wires.host import HostGoal
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.reports import HostGoal
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S
 from serve_controller.core.reconcile import SendHostGoal

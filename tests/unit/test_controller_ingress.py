@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DeleteDeployment, DeployApplication, Rollback
+from serve_common.api.views import GoalStatus
 from serve_common.errors import Conflict
-from serve_common.wires.commands import DeleteDeployment, DeployApplication, Rollback
-from serve_common.wires.snapshots import EndpointSnapshot, Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
 from serve_controller.core.forecast import forecast
 from serve_controller.core.reconcile import PublishSnapshot
 from serve_controller.core.views import view_applications

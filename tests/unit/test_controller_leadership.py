@@ -9,7 +9,7 @@ import pytest
 
 from serve_common.errors import CheckpointUnreadable, FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.tasks import TaskOwner
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.shell import leadership
 from serve_controller.shell.leadership import Leadership

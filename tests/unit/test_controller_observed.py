@@ -7,8 +7,7 @@ import pytest
 
 from serve_common.errors import LimitReached
 from serve_common.names import HostId, ProxyId
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core import observed as observed_module
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.observed import (
@@ -30,8 +29,8 @@ from serve_controller.core.observed import (
     observe_sent,
     silent_at,
 )
-from serve_controller.shell import hearing as hearing_module
-from serve_controller.shell.hearing import Hearing
+from serve_controller.shell import observations as hearing_module
+from serve_controller.shell.observations import Hearing
 
 HOST = HostId("host-1")
 NOBODY = ObservedState(since=100.0)

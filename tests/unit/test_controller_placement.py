@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, HostId
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.loads import UNITS, fits
+from serve_controller.core.checkpoint import UNITS, fits
 from serve_controller.core.objects import BackendVersion, ReplicaState
 from serve_controller.core.observed import HOST_LOST_AFTER_S, HOST_SUSPECT_AFTER_S, observe_host
 from serve_controller.core.placement import GOAL_BYTES_MAX, Ledger, goal_bytes_of, needs_of
-from serve_controller.core.rollout.reconfiguring import NO_ROOM_FOR_CONFIG
+from serve_controller.core.rollout import NO_ROOM_FOR_CONFIG
 from tests.simulation.closed_loop import Loop, check_converged, draft_of
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost

@@ -7,18 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.api.commands import Deploy, DeployApplication, UpdateBackendConfig
+from serve_common.config.backend import BackendConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.config.endpoint import METHODS
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.values.backend_config import (
-    BackendConfig,
-    CircuitBreaker,
-    OutlierEjection,
-    ReplicaPolicyName,
-)
-from serve_common.values.endpoint_options import METHODS
-from serve_common.wires.commands import Deploy, DeployApplication, UpdateBackendConfig
-from serve_common.wires.host import ReplicaGoal
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot, Snapshot
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot, Snapshot
 from serve_controller.core import snapshots
 from serve_controller.core.commands.versions import replica_part
 from serve_controller.core.forecast import forecast

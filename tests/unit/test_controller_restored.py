@@ -6,15 +6,13 @@ import msgspec
 import pytest
 from immutables import Map
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId, replica_tag
-from serve_common.subjects import HTTP_KEY, backend_key
-from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Kind
+from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.subjects import HTTP_KEY, backend_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Counters, HostRecord, ReplicaState, SnapshotRecord
+from serve_controller.core.objects import Counters, HostRecord, Kind, ReplicaState, SnapshotRecord
 from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
 from serve_controller.core.reconcile import PublishSnapshot, SendHostGoal, reconcile
 from serve_controller.core.restored import (
@@ -26,7 +24,7 @@ from serve_controller.core.restored import (
     overtake,
     roll_call_over_at,
 )
-from serve_controller.shell.hearing import Hearing
+from serve_controller.shell.observations import Hearing
 from tests.simulation.wire import carried
 from tests.unit.controller_parts import (
     NOW,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DeleteBackend, DeleteDeployment, Rollback, UpdateBackendConfig
+from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, Conflict, NotFound
-from serve_common.wires.commands import DeleteBackend, DeleteDeployment, Rollback, UpdateBackendConfig
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.goals import succeeding
+from serve_controller.core.goals import progress as succeeding
 from serve_controller.core.views import view_deployment, view_revisions
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, create_backend, deploy

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.api.commands import DeleteDeployment
+from serve_common.api.views import GoalStatus
 from serve_common.names import HostId
-from serve_common.wires.commands import DeleteDeployment
-from serve_common.wires.host import ReplicaReport, ReplicaStatus
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.objects import HostRecord, ReplicaState
 from serve_controller.core.observed import observe_host
 from serve_controller.core.reconcile import reconcile
-from serve_controller.core.rollout.budgets import surge_of, unavailable_of
+from serve_controller.core.rollout import surge_of, unavailable_of
 from tests.simulation.closed_loop import Loop, check_converged
 from tests.simulation.orders import BAD_CODE, backend_config, deploy
 from tests.simulation.pure_host import PureHost

@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.errors import BadField, Conflict, NotFound
-from serve_common.names import BackendTag
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     DeleteDeployment,
     PauseAutoscaling,
     ResumeAutoscaling,
@@ -18,8 +16,10 @@ from serve_common.wires.commands import (
     Scale,
     UpdateBackendConfig,
 )
-from serve_common.wires.snapshots import BackendSnapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.api.views import GoalStatus
+from serve_common.errors import BadField, Conflict, NotFound
+from serve_common.names import BackendTag
+from serve_common.protocol.snapshots import BackendSnapshot
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, ScalingStatus, Verdict
 from serve_controller.core.reconcile import reconcile
 from serve_controller.core.scaling import scaling_events

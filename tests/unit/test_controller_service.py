@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from serve_common.api.views import EventView, GoalStatus, GoalView
 from serve_common.errors import (
     BusUnavailable,
     FencedOut,
@@ -19,16 +20,14 @@ from serve_common.errors import (
     StoreUnavailable,
 )
 from serve_common.names import BackendTag, ControllerId, HostId
-from serve_common.tasks import TaskOwner
-from serve_common.wires.host import HostGoal, HostReport
-from serve_common.wires.proxy import LeaderNotice
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import EventView, GoalStatus, GoalView
+from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.runtime.tasks import TaskOwner
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
 from serve_controller.core.observed import HOST_LOST_AFTER_S
 from serve_controller.shell import leadership, service
 from serve_controller.shell.boundary import OpenBoundary
-from serve_controller.shell.hearing import INBOX_MAX
+from serve_controller.shell.observations import INBOX_MAX
 from serve_controller.shell.service import ControllerService
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost
@@ -43,8 +42,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leadership, "STORE_RETRY_S", 0.01)
     monkeypatch.setattr(service, "IDLE_WAIT_S", 0.05)
     monkeypatch.setattr(service, "PING_EVERY_S", 0.01)
-    monkeypatch.setattr("serve_controller.shell.term.STORE_RETRY_S", 0.01)
-    monkeypatch.setattr("serve_controller.shell.performing.BUS_RETRY_S", 0.01)
+    monkeypatch.setattr("serve_controller.shell.control_loop.STORE_RETRY_S", 0.01)
+    monkeypatch.setattr("serve_controller.shell.control_loop.BUS_RETRY_S", 0.01)
 
 
 class MovedClock:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from serve_common.api.commands import DeleteDeployment, SetHttpOptions, SetTraffic, ShadowTraffic
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.subjects import backend_key, endpoint_key
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import DeleteDeployment, SetHttpOptions, SetTraffic, ShadowTraffic
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot
+from serve_common.protocol.subjects import backend_key, endpoint_key
 from serve_controller.core import snapshots
 from serve_controller.core.reconcile import PublishSnapshot, RetractSnapshot
 from tests.simulation.closed_loop import Loop

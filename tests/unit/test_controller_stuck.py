@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve_common.wires.commands import DeleteBackend, DeleteDeployment
-from serve_common.wires.views import GoalStatus
+from serve_common.api.commands import DeleteBackend, DeleteDeployment
+from serve_common.api.views import GoalStatus
 from serve_controller.core.objects import ReplicaState
 from serve_controller.core.replica_reports import (
     RAN_RETRY_WAIT_MAX_S,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.api.queries import PAGE_LIMIT_MAX, PagedQuery
+from serve_common.api.views import DeploymentStatus, GoalStatus
+from serve_common.config.endpoint import HttpOptions
 from serve_common.errors import BadField, NotFound
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.queries import PAGE_LIMIT_MAX, PagedQuery
-from serve_common.wires.views import DeploymentStatus, GoalStatus
+from serve_common.protocol.reports import ProxyReport
 from serve_controller.core import views
-from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
+    Changes,
     Counters,
     HostRecord,
     HttpRecord,
+    Kind,
     ReplicaState,
     Revision,
 )
@@ -232,7 +233,7 @@ def test_revisions_come_newest_first_and_the_current_is_marked() -> None:
 
 
 def test_an_unknown_goal_is_told_from_a_forgotten_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_controller.core.views.goals.waits_for", lambda *_: "waits for b")
+    monkeypatch.setattr("serve_controller.core.views.hosts.waits_for", lambda *_: "waits for b")
     checkpoint = checkpoint_of(Counters(goal=3), goal_of("g2", GoalStatus.PENDING), goal_of("g3", error="E"))
     assert views.view_goal(checkpoint, OBSERVED, GoalId("g2")).message == "waits for b"
     ended = views.view_goal(checkpoint, OBSERVED, GoalId("g3"))

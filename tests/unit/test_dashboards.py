@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deploy.grafana.boards.__main__ import files
-from serve_common.metrics_catalogue import CATALOGUE, spec_of
+from serve_common.telemetry.catalogue import CATALOGUE, spec_of
 from tests.dashboards.checker import complaints
 from tests.dashboards.promql_words import selectors
 from tests.dashboards.reading import DIRECTORY, ROOT, all_questions, dashboards, panels

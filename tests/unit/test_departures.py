@@ -12,8 +12,8 @@ from starlette.routing import Route
 from structlog.testing import capture_logs
 
 from muster.handles import RequestCancelled
-from serve_common.departures import Departures
-from serve_common.wires.frames import CancelHead, ErrorHead
+from serve_common.protocol.frames import CancelHead, ErrorHead
+from serve_common.runtime.request_context import Departures
 from tests.unit.handle_world import World, call, make_world, stream
 from tests.unit.replica_rig import Request, Rig
 
@@ -29,7 +29,7 @@ class Begun:
 def test_what_a_request_has_begun_is_cancelled_once_and_what_it_begins_later_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_common.departures.LEFT_MAX", 1)
+    monkeypatch.setattr("serve_common.runtime.request_context.LEFT_MAX", 1)
     known = Departures()
     first, other, ended, late, after = (Begun() for _ in range(5))
     known.watch(b"a", first)
@@ -53,7 +53,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> Departures:
     """The rigs give their requests the same keys again and again, which no router does."""
     known = Departures()
     monkeypatch.setattr("muster.handles.calls.departures", known)
-    monkeypatch.setattr("serve_replica_host.replica.user_side.departures", known)
+    monkeypatch.setattr("serve_replica_host.replica.user.executor.departures", known)
     return known
 
 

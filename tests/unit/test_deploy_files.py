@@ -18,8 +18,7 @@ from packaging.requirements import Requirement
 
 from deploy.images import install_dependencies
 from muster.secrets import FILES
-from serve_common.tracing.sampling import ALWAYS
-from serve_common.tracing.settings import read_tracing_settings
+from serve_common.telemetry.tracer import ALWAYS, read_tracing_settings
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("controller", "proxy", "replica-host")

@@ -11,17 +11,14 @@ import typer
 from structlog.testing import capture_logs
 
 from muster.cli.session import Session
-from muster.embedded import leftovers
-from muster.embedded.disk_room import disk_is_full
-from muster.embedded.disk_watch import DiskWatch
-from muster.embedded.errors import StackFailed
-from muster.embedded.logfiles import cut_when_long, open_log, rotate_at_start
-from muster.embedded.nats_server import storage_off
-from muster.embedded.options import CHECKOUT, StatePaths
+from muster.embedded import run_record as leftovers
+from muster.embedded.disk import DiskWatch, disk_is_full
+from muster.embedded.options import CHECKOUT, StackFailed, StatePaths
 from muster.embedded.process import Happened, ProcessEvent, ProcessSpec
 from muster.embedded.run_record import RunRecord, lock_state, read_record, write_record
+from muster.embedded.services import storage_off
 from muster.embedded.stack import EmbeddedStack
-from muster.embedded.supervisor import Supervisor
+from muster.embedded.supervisor import Supervisor, cut_when_long, open_log, rotate_at_start
 from serve_common.errors import StoreUnavailable
 from tests.small_disk import SmallDisk
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.embedded.options import StackOptions, StatePaths
 from muster.embedded.services import ServiceSpecs
 from muster.secrets import Secrets
-from serve_common.settings import Environment
+from serve_common.runtime.settings import Environment
 from serve_replica_host.settings import read_host_settings
 
 PORTS = dict.fromkeys(

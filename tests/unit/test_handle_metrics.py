@@ -6,10 +6,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import HandleQueue, ReplicaContext
-from serve_common.settings import BusSettings
-from serve_replica_host.adapters import handle_metrics
-from serve_replica_host.adapters.handle_metrics import PrometheusHandleMetrics
+from serve_common.runtime.request_context import HandleQueue, ReplicaContext
+from serve_common.runtime.settings import BusSettings
+from serve_replica_host.replica.telemetry import handle_metrics
+from serve_replica_host.replica.telemetry.handle_metrics import PrometheusHandleMetrics
 
 A, B, C = BackendTag("default/a"), BackendTag("default/b"), BackendTag("other/c")
 

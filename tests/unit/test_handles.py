@@ -16,7 +16,7 @@ from muster.handles import (
     get_deployment_handle,
     router,
 )
-from muster.handles.errors import CallNotAllowed
+from muster.handles.options import CallNotAllowed
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -24,10 +24,14 @@ from serve_common.errors import (
     NotFound,
 )
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import ReplicaContext, set_replica_context
-from serve_common.request_context import RequestContext, request_context
-from serve_common.settings import BusSettings
-from serve_common.wires.frames import Kind
+from serve_common.protocol.frames import Kind
+from serve_common.runtime.request_context import (
+    ReplicaContext,
+    RequestContext,
+    request_context,
+    set_replica_context,
+)
+from serve_common.runtime.settings import BusSettings
 from tests.unit.handle_world import TAG, World, call, make_world
 
 

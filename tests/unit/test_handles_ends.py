@@ -22,8 +22,15 @@ from serve_common.errors import (
     LimitReached,
     UserCodeRaised,
 )
-from serve_common.request_context import RequestContext, request_context
-from serve_common.wires.frames import CREDIT_FRAMES, CancelHead, ErrorHead, Raised, RefusedHead, ResponseHead
+from serve_common.protocol.frames import (
+    CREDIT_FRAMES,
+    CancelHead,
+    ErrorHead,
+    Raised,
+    RefusedHead,
+    ResponseHead,
+)
+from serve_common.runtime.request_context import RequestContext, request_context
 from tests.unit.handle_world import World, call, make_world, pickled_items, stream
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from muster.handles.location import find_bus, find_outside
+from muster.handles.runtime import find_bus, find_outside
 from muster.secrets import generate
 from serve_common.errors import BusUnavailable
 from serve_common.identities.credentials import CredentialsFile
 from serve_common.identities.roles import Role
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import ReplicaContext, set_replica_context
-from serve_common.settings import BusSettings
+from serve_common.runtime.request_context import ReplicaContext, set_replica_context
+from serve_common.runtime.settings import BusSettings
 
 
 @pytest.fixture

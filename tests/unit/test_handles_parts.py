@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.handles import items as items_module
-from muster.handles.items import ItemReader
+from muster.handles import calls as items_module
+from muster.handles.calls import ItemReader
 from muster.handles.wakeups import Wakers, wait_in_thread, waiter_here
 from serve_common.dispatch.errors import AnswerUnusable
-from serve_common.threads.mailbox import Mailbox
+from serve_common.runtime.threads import Mailbox
 
 
 @given(st.lists(st.binary(max_size=40)), st.lists(st.integers(0, 60)))

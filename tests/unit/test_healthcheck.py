@@ -9,9 +9,9 @@ import sys
 import pytest
 from prometheus_client import CollectorRegistry
 
-from serve_common.adapters.operations import OperationsServer
-from serve_common.healthcheck import why_unhealthy
-from serve_common.settings import OperationsSettings
+from serve_common.runtime.healthcheck import why_unhealthy
+from serve_common.runtime.operations import OperationsServer
+from serve_common.runtime.settings import OperationsSettings
 
 
 async def ask(reason: str | None, path: str) -> str | None:
@@ -45,7 +45,7 @@ def test_what_cannot_be_asked_is_unhealthy(url: str) -> None:
 
 
 def test_the_command_ends_with_1_and_says_why() -> None:
-    command = [sys.executable, "-m", "serve_common.healthcheck", "http://127.0.0.1:1/readyz"]
+    command = [sys.executable, "-m", "serve_common.runtime.healthcheck", "http://127.0.0.1:1/readyz"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
     assert "refused" in done.stdout

@@ -7,12 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
 from serve_replica_host.core.events import (
+    TRANSITIONS,
     Constructed,
     Drained,
+    Gone,
+    Happening,
     HealthChecked,
     HealthCheckSent,
     Placed,
@@ -21,6 +24,7 @@ from serve_replica_host.core.events import (
     ReplicaEvent,
     StartFailed,
     Waits,
+    after,
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
@@ -34,8 +38,6 @@ from serve_replica_host.core.reconcile import (
     StartReplica,
     reconcile_host,
 )
-from serve_replica_host.core.replica_status import TRANSITIONS, Gone, Happening, after
-from serve_replica_host.core.report import build_report
 from serve_replica_host.core.state import (
     SPENT_TAGS_MAX,
     HeldReplica,
@@ -43,6 +45,7 @@ from serve_replica_host.core.state import (
     Refused,
     accept_goal,
     begin_leaving,
+    build_report,
     forget_replica,
     has_left,
     hear_leader,

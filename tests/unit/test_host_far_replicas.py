@@ -14,14 +14,21 @@ import pytest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from ray.exceptions import ActorUnavailableError
 
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.runtime.clock import SystemClock
 from serve_replica_host.adapters.far_replicas import FETCH_EVERY_S, FarReplica
 from serve_replica_host.adapters.metrics_files import FarFiles, MetricsFiles
-from serve_replica_host.replica import fetched as fetched_module
-from serve_replica_host.replica.fetched import Fetched, Hello, KeptLines, encode_fetched, read_files
-from serve_replica_host.replica.host_place import HostPlace
-from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET
-from serve_replica_host.replica.private_directory import PREFIX, make_private_directory
+from serve_replica_host.replica.telemetry import remote as fetched_module
+from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET
+from serve_replica_host.replica.telemetry.remote import (
+    PREFIX,
+    Fetched,
+    Hello,
+    HostPlace,
+    KeptLines,
+    encode_fetched,
+    make_private_directory,
+    read_files,
+)
 
 HELLO = Hello(7, "abc", "10.0.0.2")
 
@@ -286,7 +293,7 @@ def test_a_directory_is_removed_by_the_next_process_once_its_own_was_killed(tmp_
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from serve_replica_host.replica.private_directory import make_private_directory\n"
+        "from serve_replica_host.replica.telemetry.remote import make_private_directory\n"
         "print(make_private_directory(time.time(), Path(sys.argv[1])), flush=True)\n"
         "sys.stdin.read()\n"
     )

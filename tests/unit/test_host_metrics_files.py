@@ -104,8 +104,8 @@ _HOST = """
 import sys
 from pathlib import Path
 from prometheus_client import generate_latest
-from serve_common.loop_lag import LoopLag
-from serve_common.wires.host import ReplicaStatus
+from serve_common.runtime.health import LoopLag
+from serve_common.protocol.reports import ReplicaStatus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters import metrics_files
 from serve_replica_host.adapters.metrics_files import MetricsFiles

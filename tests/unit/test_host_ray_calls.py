@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, ReplicaTag, replica_tag
-from serve_common.settings import BusSettings
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 from serve_replica_host.adapters.ray_runtime import RayRuntime
 from serve_replica_host.adapters.ray_session import RaySettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.values.replica_config import RayActorOptions
+from serve_common.config.replica import RayActorOptions
 from serve_replica_host.adapters.ray_options import (
     absolute_app_dir,
     actor_options,

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.settings import BusSettings
-from serve_common.tasks import TaskOwner
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
 from serve_replica_host.adapters import ray_process
 from serve_replica_host.adapters.ray_process import RayProcess, runtime_environment
 from serve_replica_host.adapters.ray_protocol import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from serve_replica_host.core.recent_lines import BYTES_MAX, LINES_MAX, REPLICAS_MAX, RecentLines
+from serve_replica_host.adapters.log_socket import BYTES_MAX, LINES_MAX, REPLICAS_MAX, RecentLines
 
 
 def said(replica: int, *messages: str) -> bytes:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
-from serve_common.settings import Environment
+from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.settings import Environment
 from serve_replica_host.adapters.ray_environment import (
     SESSIONS_KEPT,
     prepare_ray_environment,

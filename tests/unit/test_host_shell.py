@@ -11,11 +11,10 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.tasks import TaskOwner
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import HostGoal, HostReport, ReplicaGoal, ReplicaStatus
-from serve_common.wires.proxy import LeaderNotice
+from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaGoal, ReplicaStatus
+from serve_common.runtime.tasks import TaskOwner
 from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, StartFailed
 from serve_replica_host.shell.host import HostShell
 

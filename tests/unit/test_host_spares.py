@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
+from serve_replica_host.adapters.ray_thread import HeldActor, SparePool
 
 
 class World:

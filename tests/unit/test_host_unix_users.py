@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 
 from serve_common.errors import BadField
-from serve_common.settings import Environment
-from serve_replica_host.adapters import unix_users
-from serve_replica_host.adapters.log_socket import LogSocket
-from serve_replica_host.adapters.ray_process import RayProcess, runtime_environment
-from serve_replica_host.adapters.unix_users import (
+from serve_common.runtime.settings import Environment
+from serve_replica_host.adapters import local_process as unix_users
+from serve_replica_host.adapters.local_process import (
     HostUsers,
     UnixUser,
     choose_users,
     find_user,
     share_directory,
 )
+from serve_replica_host.adapters.log_socket import LogSocket
+from serve_replica_host.adapters.ray_process import RayProcess, runtime_environment
 from serve_replica_host.settings import read_host_settings
 from tests.unit.test_host_ray_process import SETTINGS
 
@@ -119,7 +119,8 @@ def test_the_log_socket_is_for_the_replicas_group_to_write_to() -> None:
 _BECOME = """
 import json, os, sys
 from pathlib import Path
-from serve_replica_host.adapters.unix_users import UnixUser, acting_as, become, effective_capabilities, may_change_user
+from serve_replica_host.adapters.local_process import UnixUser, acting_as, become
+from serve_replica_host.adapters.local_process import effective_capabilities, may_change_user
 secret, made = Path(sys.argv[1]), Path(sys.argv[2])
 host = UnixUser("host", 54321, 54321, "/")
 assert may_change_user()

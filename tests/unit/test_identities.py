@@ -12,17 +12,22 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from muster import identities
+from serve_common.config.replica import allows, check_may_call
 from serve_common.errors import BadField
 from serve_common.identities.credentials import (
+    SEED_BYTES,
     CredentialsUnusable,
+    KeyKind,
+    KeyUnusable,
+    NatsKey,
     SigningKey,
     encode_credentials_file,
     encode_keys_file,
+    mint_user,
     parse_credentials_file,
     parse_keys_file,
+    sign_nonce,
 )
-from serve_common.identities.minting import mint_user, sign_nonce
-from serve_common.identities.nkeys import SEED_BYTES, KeyKind, KeyUnusable, NatsKey
 from serve_common.identities.plain import plain_config, plain_subjects
 from serve_common.identities.roles import (
     ACCOUNT_LIMITS,
@@ -34,7 +39,6 @@ from serve_common.identities.roles import (
     crossings,
     rights_of,
 )
-from serve_common.values.may_call import allows, check_may_call
 
 ROOT = Path(__file__).parents[2]
 # Of the documentation of NATS' own nkeys.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from structlog.testing import capture_logs
 
-from serve_common.autoscaling import AutoscalingConfig, AutoscalingQuery
+from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag
-from serve_controller.adapters.load_sources import LoadSources
+from serve_controller.adapters.load_scrape import LoadSources
 from serve_controller.core.autoscaling.values import Reading
 from serve_controller.ports import LoadAsk, Targets
 

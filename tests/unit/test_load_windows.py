@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
+from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
-from serve_controller.adapters.load_page import Sample, parse_page
-from serve_controller.adapters.load_view import VIEWED, sum_up
-from serve_controller.adapters.load_windows import LoadWindows
+from serve_controller.adapters.load_scrape import VIEWED, sum_up
+from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
 from serve_controller.core.autoscaling.values import LoadAsk, Reading
 
 NAMES = (

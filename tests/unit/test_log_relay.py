@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.logs.lines import TEXT_LENGTH_MAX, cut, encode_line, user_fields, whole_or_short
-from serve_common.logs.recall import recalled
-from serve_common.logs.relay import PIECE_BYTES_MAX, LogRelay, PublishedRate, pieces
-from serve_common.subjects import Subjects
-from serve_common.wires.logs import LogFilter, RecallLogs
+from serve_common.protocol.logs import LogFilter, RecallLogs
+from serve_common.protocol.subjects import Subjects
+from serve_common.telemetry.log_forwarder import PIECE_BYTES_MAX, LogRelay, PublishedRate, pieces, recalled
+from serve_common.telemetry.log_lines import TEXT_LENGTH_MAX, cut, encode_line, user_fields, whole_or_short
 
 
 class FixedClock:

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from serve_common import loop_lag
-from serve_common.loop_lag import LoopLag, OtherLoopsLag
-from serve_common.tasks import TaskOwner
-from serve_common.threads.loop_thread import LoopThread
+from serve_common.runtime import health as loop_lag
+from serve_common.runtime.health import LoopLag, OtherLoopsLag
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.threads import LoopThread
 
 
 async def test_a_loop_that_is_blocked_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from serve_common.measures import OTHER, Aggregate, MeasureConflict, Measures
-from serve_common.metrics_catalogue import Exporter, MetricKind, MetricSpec
+from serve_common.telemetry.catalogue import Exporter, MetricKind, MetricSpec
+from serve_common.telemetry.metrics import OTHER, Aggregate, MeasureConflict, Measures
 
 
 def spec(

@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from serve_common.names import HostId
-from serve_common.refused_messages import KINDS, RefusedMessages
-from serve_common.wires.frames import (
+from serve_common.protocol.decoding import UNREADABLE
+from serve_common.protocol.frames import (
     CloseHead,
     FrameUnreadable,
     Kind,
@@ -21,15 +21,13 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_common.wires.host import HostGoal, HostReport
-from serve_common.wires.logs import RecallLogs
-from serve_common.wires.proxy import LeaderNotice, ProxyReport
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.unreadable import UNREADABLE
-from serve_common.wires.wake import Wake
+from serve_common.protocol.logs import RecallLogs
+from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ProxyReport, Wake
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.telemetry.log_lines import KINDS, RefusedMessages
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.shell import hearing
-from serve_controller.shell.hearing import Hearing
+from serve_controller.shell import observations as hearing
+from serve_controller.shell.observations import Hearing
 from tests.simulation.pure_host import PureHost
 
 HUGE = 10**30

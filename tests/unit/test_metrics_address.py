@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.adapters.metrics_address import advertised_for_children, metrics_url
 from serve_common.errors import BadField
-from serve_common.settings import Environment, OperationsSettings, read_operations_settings
+from serve_common.runtime.operations import advertised_for_children, metrics_url
+from serve_common.runtime.settings import Environment, OperationsSettings, read_operations_settings
 
 
 def settings(host: str = "0.0.0.0", advertise: str = "") -> OperationsSettings:

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve_common.metrics_catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricKind, spec_of
-from serve_common.metrics_catalogue.labels import LABELS
-from serve_common.metrics_catalogue.page import page
-from serve_common.metrics_catalogue.replicas import ONGOING_SECONDS
+from serve_common.telemetry.catalogue import CATALOGUE, OWN_PREFIX, Exporter, MetricKind, spec_of
+from serve_common.telemetry.catalogue.page import page
+from serve_common.telemetry.catalogue.replicas import ONGOING_SECONDS
+from serve_common.telemetry.catalogue.specs import LABELS
 from serve_replica_host.adapters.metrics_files import MetricsFiles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ UNITS_OF_NAMES = {"seconds": ("seconds", "request-seconds"), "bytes": ("bytes",)
 
 def test_the_page_is_what_the_catalogue_says() -> None:
     assert (ROOT / "METRICS.md").read_text() == page(), (
-        "write it anew: python -m serve_common.metrics_catalogue > METRICS.md"
+        "write it anew: python -m serve_common.telemetry.catalogue > METRICS.md"
     )
 
 
@@ -67,14 +67,14 @@ _REPLICA = """
 import asyncio
 from muster import batch, multiplexed
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import HandleQueue, ReplicaContext, set_replica_context
-from serve_common.settings import BusSettings
-from serve_common.loop_lag import OtherLoopsLag
-from serve_common.measures import measures
-from serve_common.metrics_catalogue.replicas import REPLICA_LAG
-from serve_common.adapters.otlp_export import Counts
-from serve_replica_host.adapters.handle_metrics import make_handle_metrics
-from serve_replica_host.adapters.span_metrics import PrometheusSpanMetrics
+from serve_common.runtime.request_context import HandleQueue, ReplicaContext, set_replica_context
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.health import OtherLoopsLag
+from serve_common.telemetry.metrics import measures
+from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
+from serve_common.telemetry.otlp_export import Counts
+from serve_replica_host.replica.telemetry.handle_metrics import make_handle_metrics
+from serve_replica_host.replica.telemetry.handle_metrics import PrometheusSpanMetrics
 from serve_replica_host.adapters.replica_metrics import make_replica_metrics
 from serve_replica_host.ports import Occupancy
 

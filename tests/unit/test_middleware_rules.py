@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_common.errors import BadField
-from serve_common.settings import Environment
-from serve_proxy.middlewares.cors_rules import read_cors_rules
-from serve_proxy.middlewares.key_list import parse_keys
-from serve_proxy.middlewares.rate_rules import read_rate_rules
-from serve_proxy.middlewares.token_buckets import TokenBuckets
+from serve_common.runtime.settings import Environment
+from serve_proxy.middlewares.api_keys import parse_keys
+from serve_proxy.middlewares.cors import read_cors_rules
+from serve_proxy.middlewares.rate_limit import TokenBuckets, read_rate_rules
 
 KEY = "a-key-of-enough-characters"
 

@@ -11,9 +11,13 @@ import pytest
 import muster as serve
 from muster.multiplexing import models as models_module
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import ReplicaContext, set_replica_context
-from serve_common.request_context import RequestContext, request_context
-from serve_common.settings import BusSettings
+from serve_common.runtime.request_context import (
+    ReplicaContext,
+    RequestContext,
+    request_context,
+    set_replica_context,
+)
+from serve_common.runtime.settings import BusSettings
 
 
 class Model:

@@ -10,8 +10,8 @@ import pytest
 
 import muster as serve
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import ReplicaContext, set_replica_context
-from serve_common.settings import BusSettings
+from serve_common.runtime.request_context import ReplicaContext, set_replica_context
+from serve_common.runtime.settings import BusSettings
 
 
 def test_every_name_that_is_promised_is_there_and_documented() -> None:

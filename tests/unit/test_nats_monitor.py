@@ -13,13 +13,17 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from serve_common.adapters.operations import metrics_page
 from serve_common.errors import BadField
-from serve_common.metrics_catalogue import NATS_METRICS, spec_of
-from serve_common.settings import Environment
-from serve_common.tasks import TaskOwner
-from serve_controller.adapters.nats_monitor import KEEP_S, PAGE_BYTES_MAX, NatsMonitorReader
-from serve_controller.adapters.nats_monitor_metrics import NatsServersCollector
+from serve_common.runtime.operations import metrics_page
+from serve_common.runtime.settings import Environment
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.catalogue import NATS_METRICS, spec_of
+from serve_controller.adapters.nats_monitor import (
+    KEEP_S,
+    PAGE_BYTES_MAX,
+    NatsMonitorReader,
+    NatsServersCollector,
+)
 from serve_controller.nats_monitors import SERVERS_MAX, NatsMonitor, read_nats_monitors
 
 Answer = bytes | Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -4,20 +4,23 @@ import json
 
 import pytest
 
-from serve_common.bus.errors import InvalidSubject, ProtocolError
-from serve_common.bus.headers import encode_headers, parse_headers, says_no_responders, status_of
-from serve_common.bus.parser import Parser
-from serve_common.bus.protocol import (
+from serve_common.nats.options import InvalidSubject, ProtocolError
+from serve_common.nats.protocol import (
     Greeting,
     Message,
+    Parser,
     ServerError,
     Signal,
     check_subject,
     encode_connect,
+    encode_headers,
     encode_hpub_line,
     encode_pub_line,
     encode_sub,
     encode_unsub,
+    parse_headers,
+    says_no_responders,
+    status_of,
 )
 
 

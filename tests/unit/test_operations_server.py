@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from serve_common.adapters.operations import OperationsServer
-from serve_common.settings import OperationsSettings
+from serve_common.runtime.operations import OperationsServer
+from serve_common.runtime.settings import OperationsSettings
 from serve_proxy.adapters.process_operations import ProcessOperations
 from serve_proxy.ports import Child
 

@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_common.autoscaling import AutoscalingPolicy
-from serve_common.autoscaling_context import AutoscalingContext, LoadReading
-from serve_controller.adapters.policy_process import child_environment
-from serve_controller.adapters.policy_runner import SubprocessPolicies
+from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy, LoadReading
+from serve_controller.adapters.policy_runner import SubprocessPolicies, child_environment
 from serve_controller.ports import PolicyAnswer, PolicyFailed
 from tests.unit.passing_time import let_pass
 
@@ -105,9 +103,9 @@ def app_dir(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here are no times."""
-    for name in ("policy_process.START_TIMEOUT_S", "policy_runner.START_TIMEOUT_S", "policy_runner._WAIT_S"):
+    for name in ("policy_runner.START_TIMEOUT_S", "policy_runner._WAIT_S"):
         monkeypatch.setattr(f"serve_controller.adapters.{name}", 40.0)
-    monkeypatch.setattr("serve_controller.adapters.policy_process._STACK_WAIT_S", 20.0)
+    monkeypatch.setattr("serve_controller.adapters.policy_runner._STACK_WAIT_S", 20.0)
 
 
 @pytest.fixture

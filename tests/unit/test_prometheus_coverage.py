@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from serve_common.autoscaling import AggregationFunction
+from serve_common.config.autoscaling import AggregationFunction
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_common.settings import Environment
-from serve_controller.adapters import prometheus_queries as promql
+from serve_common.runtime.settings import Environment
+from serve_controller.adapters import prometheus_api as promql
 from serve_controller.adapters.prometheus_coverage import Coverage, Process, Scraped, Window, learned_interval
 from serve_controller.settings import check_selector, read_prometheus_settings
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from serve_common.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
+from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters import prometheus_api, prometheus_source
 from serve_controller.adapters.prometheus_api import PrometheusApi, PrometheusAway, QueryRefused

@@ -10,7 +10,7 @@ from serve_common.dispatch.calls import Answer, Call
 from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
     BodyHead,

@@ -5,19 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from serve_common.config.backend import BackpressureConfig
 from serve_common.dispatch.errors import CircuitOpen, QueueIsFull
 from serve_common.errors import DeadlineExceeded
 from serve_common.names import BackendTag
-from serve_common.values.backend_config import BackpressureConfig
-from serve_common.wires.snapshots import BackendProtection
-from serve_proxy.core.callers import forward
-from serve_proxy.core.deadlines import earliest_deadline
-from serve_proxy.core.headers import (
-    checked_headers,
-    read_checked_headers,
-    read_request_headers,
-    value_of,
-)
+from serve_common.protocol.snapshots import BackendProtection
+from serve_proxy.core.callers import earliest_deadline, forward
+from serve_proxy.core.headers import checked_headers, read_checked_headers, read_request_headers, value_of
 from serve_proxy.core.problems import BadRequest, encode_problem, problem_of
 
 PEER = "10.0.0.9:5555"

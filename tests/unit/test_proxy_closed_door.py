@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from serve_proxy.adapters.closed_door import let_nobody_in
+from serve_proxy.http.server import let_nobody_in
 
 
 def test_who_waits_is_still_accepted_and_heard_and_nobody_comes_after_them() -> None:

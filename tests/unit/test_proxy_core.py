@@ -6,13 +6,20 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from serve_common.dispatch.admission import Endpoint, admit, admit_call
+from serve_common.dispatch.admission import (
+    LOSSES_MAX,
+    Endpoint,
+    EndpointTally,
+    ShadowOutcome,
+    Suspicions,
+    admit,
+    admit_call,
+    can_repeat,
+    may_send_again,
+)
 from serve_common.dispatch.errors import HeadersTooLarge, MethodNotAllowed, NoRoute, ReplicaError
-from serve_common.dispatch.liveness import Suspicions
 from serve_common.dispatch.request_body import UploadRoom
-from serve_common.dispatch.retry import LOSSES_MAX, can_repeat, may_send_again
 from serve_common.dispatch.routes import Routes
-from serve_common.dispatch.tallies import EndpointTally, ShadowOutcome
 from serve_common.errors import (
     BadField,
     BusUnavailable,
@@ -23,10 +30,10 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.names import BackendTag, EndpointTag, ProxyId, ReplicaTag
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
 from serve_common.routing.route_table import RouteTable
 from serve_common.routing.router import Router
-from serve_common.settings import Environment
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, Snapshot
+from serve_common.runtime.settings import Environment
 from serve_proxy.adapters.metrics import register_metrics
 from serve_proxy.core.headers import as_text, read_request_headers, read_response_head
 from serve_proxy.core.problems import BodyTooLarge, encode_problem, problem_of

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from serve_common.bus.errors import NotConnected
-from serve_common.dispatch.beat import PROBE_AFTER_S
 from serve_common.dispatch.errors import AnswerUnusable, HeadersTooLarge, ReplicaError
+from serve_common.dispatch.timers import PROBE_AFTER_S
 from serve_common.errors import (
     BusUnavailable,
     DeadlineExceeded,
@@ -18,7 +17,8 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.names import ReplicaTag
-from serve_common.wires.frames import (
+from serve_common.nats.options import NotConnected
+from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,

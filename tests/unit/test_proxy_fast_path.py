@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve_common.dispatch.answer_body import AnswerBody
-from serve_common.dispatch.calls import Answer
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.dispatch.admission import CLIENT_GONE, EndpointTally
+from serve_common.dispatch.calls import Answer, AnswerBody
 from serve_common.dispatch.request_body import UploadRoom
-from serve_common.dispatch.tallies import CLIENT_GONE, EndpointTally
 from serve_common.errors import NoReplicaAvailable, NotFound
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.adapters.http_server import HttpServer
+from serve_proxy.http.requests import HttpRequests
+from serve_proxy.http.server import HttpServer
 from tests.unit.passing_time import let_pass
 
 HOST = b"Host: h\r\n"

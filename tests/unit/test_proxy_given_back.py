@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from serve_common.dispatch.request_body import UploadRoom
-from serve_proxy.adapters import given_back
+from serve_proxy.http import bodies as given_back
 
 MIB = 1024 * 1024
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from serve_common.routing.snapshot_table import HttpChange
-from serve_common.values.http_options import HttpOptions
-from serve_proxy.shell import live_options
-from serve_proxy.shell.live_options import LiveOptions, MiddlewareRefused
+from serve_common.config.endpoint import HttpOptions
+from serve_common.routing.route_table import HttpChange
+from serve_proxy.shell import ingress as live_options
+from serve_proxy.shell.ingress import LiveOptions, MiddlewareRefused
 
 DEFAULTS = HttpOptions(request_timeout_s=7.0)
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from serve_common.dispatch.beat import PATIENCE_S
+from serve_common.config.backend import CircuitBreaker, OutlierEjection
 from serve_common.dispatch.errors import BackendStopped, LostTwice
+from serve_common.dispatch.timers import PATIENCE_S
 from serve_common.errors import DeadlineExceeded, ReplicaDied
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.values.backend_config import CircuitBreaker, OutlierEjection
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     AliveHead,
     CancelHead,
     ErrorHead,

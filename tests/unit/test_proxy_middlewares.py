@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_proxy.adapters.middlewares import add_directory, compose, load_middlewares
-from serve_proxy.shell.live_options import MiddlewareRefused
+from serve_proxy.http.middlewares import add_directory, compose, load_middlewares
+from serve_proxy.shell.ingress import MiddlewareRefused
 
 MODULE = """
 import functools, threading

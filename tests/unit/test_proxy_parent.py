@@ -11,9 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_common.errors import BadField
 from serve_common.names import NAME_LENGTH_MAX, ProxyId, check_name
-from serve_common.settings import Environment
-from serve_proxy.core.process_life import child_id, restart_wait_s
-from serve_proxy.core.process_metrics import merge_metrics
+from serve_common.runtime.settings import Environment
+from serve_proxy.core.processes import child_id, merge_metrics, restart_wait_s
 from serve_proxy.settings import ProxySettings, read_settings
 from serve_proxy.shell.parent import Parent
 

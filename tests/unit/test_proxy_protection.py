@@ -7,15 +7,14 @@ import asyncio
 import msgspec
 import pytest
 
-from serve_common.dispatch.beat import PATIENCE_S, PROBE_AFTER_S
+from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection
+from serve_common.config.endpoint import EndpointOptions
 from serve_common.dispatch.errors import CircuitOpen, QueueIsFull, ReplicaError
-from serve_common.dispatch.models import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders
+from serve_common.dispatch.routes import AGAIN_S, MODELS_BYTES_MAX, SILENT_S, ModelHolders
+from serve_common.dispatch.timers import PATIENCE_S, PROBE_AFTER_S
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, ReplicaDied
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.subjects import Subjects
-from serve_common.values.backend_config import BackpressureConfig, CircuitBreaker, OutlierEjection
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     BodyHead,
     CallHead,
     CancelHead,
@@ -25,7 +24,8 @@ from serve_common.wires.frames import (
     RequestHead,
     ResponseHead,
 )
-from serve_common.wires.snapshots import EndpointSnapshot
+from serve_common.protocol.snapshots import EndpointSnapshot
+from serve_common.protocol.subjects import Subjects
 from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
 
 NEW = BackendTag("d/new")

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
+from serve_common.config.endpoint import HttpOptions
 from serve_common.dispatch.request_body import UploadRoom
-from serve_common.values.http_options import HttpOptions
-from serve_proxy.adapters import http_connection
-from serve_proxy.adapters.http_connection import HttpConnection
+from serve_proxy.http import connection as http_connection
+from serve_proxy.http.connection import HttpConnection
 from tests.unit.test_proxy_fast_path import HOST, Desk, read_answer, whole
 
 MIB = 1024 * 1024

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from serve_common.dispatch import shadows
-from serve_common.dispatch.tallies import ShadowOutcome
+from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     CREDIT_FRAMES,
     BodyHead,
     CancelHead,

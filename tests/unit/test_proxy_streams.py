@@ -6,15 +6,14 @@ import asyncio
 
 import pytest
 
-from serve_common.bus.errors import NotConnected
 from serve_common.dispatch.calls import Ask
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.request_body import KEPT_BYTES_MAX, RequestBody, UploadRoom
 from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, MESSAGE_BYTES_MAX, SocketClosed, SocketMessage
 from serve_common.errors import LimitReached, ReplicaDied
 from serve_common.names import EndpointTag
-from serve_common.routing.router import Router
-from serve_common.wires.frames import (
+from serve_common.nats.options import NotConnected
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     UNKNOWN_BYTES,
     WINDOW_FRAMES,
@@ -29,6 +28,7 @@ from serve_common.wires.frames import (
     RequestHead,
     ResponseHead,
 )
+from serve_common.routing.router import Router
 from tests.unit.proxy_world import BACKEND, R0, R1, World, failure
 
 

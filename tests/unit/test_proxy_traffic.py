@@ -8,8 +8,8 @@ import pytest
 
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.frames import RequestHead
 from serve_common.routing.router import Router
-from serve_common.wires.frames import RequestHead
 from tests.unit.proxy_world import BACKEND, R0, TIMEOUT_S, World, failure
 
 NEW = BackendTag("d/new")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.health import BusPulse
+from serve_common.runtime.health import BusPulse
 
 
 async def test_a_pulse_that_is_cancelled_as_an_answer_comes_ends() -> None:

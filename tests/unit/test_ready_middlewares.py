@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import sys
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
-from serve_common.dispatch.answer_body import AnswerBody
-from serve_common.dispatch.calls import Answer
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.dispatch.admission import EndpointTally
+from serve_common.dispatch.calls import Answer, AnswerBody
 from serve_common.dispatch.request_body import UploadRoom
-from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import NotFound
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.adapters.http_server import HttpServer
-from serve_proxy.adapters.middlewares import load_middlewares
-from serve_proxy.middlewares import key_file
-from serve_proxy.shell.live_options import MiddlewareRefused
+from serve_proxy.http.middlewares import load_middlewares
+from serve_proxy.http.requests import HttpRequests
+from serve_proxy.http.server import HttpServer
+from serve_proxy.middlewares import api_keys as key_file
+from serve_proxy.shell.ingress import MiddlewareRefused
 
 CORS = "serve_proxy.middlewares.cors:cors"
 API_KEYS = "serve_proxy.middlewares.api_keys:api_keys"
@@ -94,8 +91,6 @@ class Proxy:
 async def proxy(monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SERVE_CORS", "SERVE_API", "SERVE_RATE"))]:
         monkeypatch.delenv(name)
-    for path in (CORS, API_KEYS, RATE_LIMIT):
-        sys.modules.pop(path.partition(":")[0], None)
     proxy = Proxy()
     yield proxy
     if hasattr(proxy, "client"):

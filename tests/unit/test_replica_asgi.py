@@ -20,12 +20,11 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Mount, Route
 from structlog.testing import capture_logs
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, replica_tag
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.frames import CancelHead, Kind, MessageHead, ResponseHead
-from serve_common.wires.host import ReplicaGoal
-from serve_replica_host.replica.import_path import UserCodeUnusable
-from serve_replica_host.replica.user_code import UserCode
+from serve_common.protocol.frames import CancelHead, Kind, MessageHead, ResponseHead
+from serve_common.protocol.reports import ReplicaGoal
+from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 from tests.unit.replica_rig import Rig
 
 APP = """

@@ -20,19 +20,25 @@ from structlog.testing import capture_logs
 
 import muster as serve
 from muster.handles.pickles import to_exception
-from muster.multiplexing.closing import close_model
+from muster.multiplexing.models import close_model
+from serve_common.config.replica import ReplicaConfig
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.errors import UserCodeRaised
 from serve_common.names import BackendTag, replica_tag
-from serve_common.settings import BusSettings
-from serve_common.threads.loop_thread import LoopThread
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.frames import CallHead, CancelHead, CloseHead, ErrorHead, Kind, Raised, ResponseHead
-from serve_common.wires.host import ReplicaGoal
-from serve_replica_host.replica.lifespan import Lifespan
-from serve_replica_host.replica.orders import StartOrder
-from serve_replica_host.replica.process import ReplicaProcess
-from serve_replica_host.replica.user_code import UserCode
+from serve_common.protocol.frames import (
+    CallHead,
+    CancelHead,
+    CloseHead,
+    ErrorHead,
+    Kind,
+    Raised,
+    ResponseHead,
+)
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.threads import LoopThread
+from serve_replica_host.replica.process import ReplicaProcess, StartOrder
+from serve_replica_host.replica.user.code import Lifespan, UserCode
 from tests.unit.replica_rig import NoMetrics, Rig
 
 WAIT_S = 30.0

@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from serve_common.bus.errors import NotConnected, PayloadTooLarge
-from serve_common.wires.frames import (
+from serve_common.nats.options import NotConnected, PayloadTooLarge
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
     AliveHead,
@@ -26,9 +26,8 @@ from serve_common.wires.frames import (
     encode_frame,
 )
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.body_frames import REQUEST_BODY_BYTES_MAX
-from serve_replica_host.replica.bus_side import ROUTER_SILENT_S, BusSide
-from serve_replica_host.replica.exchange import (
+from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, BusSide
+from serve_replica_host.replica.io.request import (
     Answered,
     Drop,
     Ended,

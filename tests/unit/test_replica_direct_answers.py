@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve_common.threads.mailbox import Mailbox
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     Kind,
     ProbeHead,
     RefusedHead,
@@ -19,9 +18,10 @@ from serve_common.wires.frames import (
     decode_frame,
     encode_frame,
 )
-from serve_replica_host.replica.bus_side import BusSide
-from serve_replica_host.replica.direct_answers import FRAME_BYTES_MAX, DirectAnswers
-from serve_replica_host.replica.exchange import Answered, Exchange
+from serve_common.runtime.threads import Mailbox
+from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.io.request import Answered, Exchange
+from serve_replica_host.replica.io.response_frames import FRAME_BYTES_MAX, DirectAnswers
 from tests.unit.replica_rig import NoMetrics
 
 

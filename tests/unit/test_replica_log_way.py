@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_replica_host.replica.log_lines import LOG_SOCKET, open_log_way
+from serve_replica_host.replica.telemetry.logs import LOG_SOCKET, open_log_way
 
 PIECES = 1_000
 """More than a socket holds that nobody reads."""

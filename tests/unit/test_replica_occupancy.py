@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from serve_common.wires.frames import CancelHead, CreditHead, Kind, RequestHead, encode_frame
+from serve_common.protocol.frames import CancelHead, CreditHead, Kind, RequestHead, encode_frame
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.bus_side import BusSide
-from serve_replica_host.replica.exchange import (
+from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.io.request import (
     Answered,
     Closed,
     Ended,

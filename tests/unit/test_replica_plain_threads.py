@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from serve_replica_host.replica.plain_threads import PlainThreads
-from serve_replica_host.replica.request_tasks import RequestTasks
+from serve_replica_host.replica.user.executor import RequestTasks
+from serve_replica_host.replica.user.threads import PlainThreads
 
 variable: ContextVar[str] = ContextVar("variable", default="")
 

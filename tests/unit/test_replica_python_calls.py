@@ -12,16 +12,16 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from serve_common.config.backend import BackpressureConfig
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
 from serve_common.names import BackendTag
-from serve_common.request_context import RequestContext, request_context
-from serve_common.values.backend_config import BackpressureConfig
-from serve_common.wires.frames import CallHead, Kind, Raised, RequestHead
-from serve_common.wires.snapshots import BackendProtection
-from serve_replica_host.replica import python_calls
-from serve_replica_host.replica.exchange import Answered, Ended, Exchange, Failed, Opened, Piece, ToBus
-from serve_replica_host.replica.user_code import UserCode
+from serve_common.protocol.frames import CallHead, Kind, Raised, RequestHead
+from serve_common.protocol.snapshots import BackendProtection
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_replica_host.replica.io.request import Answered, Ended, Exchange, Failed, Opened, Piece, ToBus
+from serve_replica_host.replica.user import python_calls
+from serve_replica_host.replica.user.code import UserCode
 
 
 class Halves(ValueError):

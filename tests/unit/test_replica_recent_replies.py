@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from serve_replica_host.replica import recent_replies
-from serve_replica_host.replica.recent_replies import ANSWER_BYTES_MAX, KEPT_S, RecentReplies
+from serve_replica_host.replica.io import slots as recent_replies
+from serve_replica_host.replica.io.slots import ANSWER_BYTES_MAX, KEPT_S, RecentReplies
 
 
 def test_an_answer_is_kept_for_a_while_and_then_known_to_be_forgotten() -> None:

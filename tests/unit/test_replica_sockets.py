@@ -12,7 +12,7 @@ from starlette.routing import WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from structlog.testing import capture_logs
 
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
     FRAME_BODY_BYTES_MAX,
     WINDOW_MESSAGES,
     CancelHead,
@@ -25,7 +25,8 @@ from serve_common.wires.frames import (
     ProbeHead,
     ResponseHead,
 )
-from serve_replica_host.replica import quiet_sockets, sockets
+from serve_replica_host.replica.io import slots as quiet_sockets
+from serve_replica_host.replica.user import asgi as sockets
 from tests.unit.replica_rig import Request, Rig
 
 
@@ -184,7 +185,7 @@ async def test_writing_to_a_client_that_is_gone_raises_and_nothing_is_logged() -
 async def test_an_application_that_does_not_hear_the_end_is_ended_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("serve_replica_host.replica.user_side.LEAVE_S", 0.01)
+    monkeypatch.setattr("serve_replica_host.replica.user.executor.LEAVE_S", 0.01)
 
     async def endpoint(socket: WebSocket) -> None:
         await socket.accept()

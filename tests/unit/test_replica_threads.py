@@ -8,10 +8,9 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.threads.loop_thread import LoopThread
-from serve_common.threads.mailbox import Mailbox
-from serve_common.wires.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES
-from serve_replica_host.replica.outgoing import OutgoingBody
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_FRAMES
+from serve_common.runtime.threads import LoopThread, Mailbox
+from serve_replica_host.replica.io.flow import OutgoingBody
 
 
 def test_values_of_many_threads_all_arrive_and_each_threads_in_order() -> None:

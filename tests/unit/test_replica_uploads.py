@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from serve_common.wires.frames import WINDOW_FRAMES, BodyHead, CancelHead, ErrorHead, Kind
-from serve_replica_host.replica.body_frames import REQUEST_BODY_BYTES_MAX
+from serve_common.protocol.frames import WINDOW_FRAMES, BodyHead, CancelHead, ErrorHead, Kind
+from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX
 from tests.unit.replica_rig import PIECE, UNKNOWN, Rig
 
 FRAMES = WINDOW_FRAMES * 5

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, replica_tag
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.host import ReplicaGoal
-from serve_replica_host.replica.tracebacks import error_line, user_traceback
-from serve_replica_host.replica.user_code import UserCode, UserCodeUnusable
+from serve_common.protocol.reports import ReplicaGoal
+from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
+from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 
 APP = """
 import asyncio, threading

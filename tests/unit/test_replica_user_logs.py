@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from serve_common.request_context import RequestContext, request_context
-from serve_replica_host.replica.caught_prints import UNENDED_LENGTH_MAX, CaughtPrints
-from serve_replica_host.replica.user_logs import UserLogs
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_replica_host.replica.telemetry.logs import UNENDED_LENGTH_MAX, CaughtPrints, UserLogs
 
 IDS = {"service": "replica", "replica_tag": "default/a#0", "backend_tag": "default/a"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"

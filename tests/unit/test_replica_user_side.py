@@ -24,9 +24,9 @@ from serve_common.errors import (
     ReplicaDied,
     ServeError,
 )
-from serve_common.wires.frames import Kind, RequestHead
-from serve_replica_host.replica.answers import NotAnAnswer, WholeAnswer, to_answer
-from serve_replica_host.replica.exchange import (
+from serve_common.protocol.frames import Kind, RequestHead
+from serve_replica_host.replica.io.flow import BodyReader
+from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
     Answered,
     Drop,
@@ -38,10 +38,10 @@ from serve_replica_host.replica.exchange import (
     Room,
     ToBus,
 )
-from serve_replica_host.replica.http_request import LazyRequest
-from serve_replica_host.replica.request_body import BodyReader
-from serve_replica_host.replica.user_code import UserCode
-from serve_replica_host.replica.user_side import UserSide
+from serve_replica_host.replica.io.response_stream import NotAnAnswer, WholeAnswer, to_answer
+from serve_replica_host.replica.user.asgi import LazyRequest
+from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.executor import UserSide
 
 
 class Bench:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from serve_common.dispatch.request_body import FAIR_BYTES, KEPT_BYTES_MAX, RequestBody, UploadRoom
-from serve_common.wires.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_common.protocol.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KIB = 1024
 

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from serve_common.config.backend import OutlierEjection, ReplicaPolicyName
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
 from serve_common.routing.outcomes import Dispatch, Queued, Refusal, SendTo
-from serve_common.routing.rendezvous import stable_hash
-from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.queues import RequestKey
+from serve_common.routing.replica_choice import Wish, stable_hash
 from serve_common.routing.router import Router
-from serve_common.routing.wishes import Wish
-from serve_common.values.backend_config import OutlierEjection, ReplicaPolicyName
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")
 R = [ReplicaTag(f"d/a#{i}") for i in range(4)]

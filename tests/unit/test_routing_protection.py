@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_common.config.backend import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.circuit import TRIAL_RETRY_S, Circuit
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
+from serve_common.routing.circuit import ALWAYS, TRIAL_RETRY_S, WINDOW_S, Circuit, RecentCounts, RetryBudget
 from serve_common.routing.outcomes import Dispatch, SendTo
-from serve_common.routing.recent_counts import RecentCounts
-from serve_common.routing.request_queue import RequestKey
-from serve_common.routing.retry_budget import ALWAYS, WINDOW_S, RetryBudget
+from serve_common.routing.queues import RequestKey
 from serve_common.routing.router import Router
-from serve_common.values.backend_config import CircuitBreaker, OutlierEjection, ReplicaPolicyName
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 TAG = BackendTag("d/a")
 R = [ReplicaTag(f"d/a#{i}") for i in range(4)]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.alarm import SOON_S, Alarm
+from serve_common.protocol.reports import AGAIN_S
+from serve_common.protocol.snapshots import BackendSnapshot
+from serve_common.routing.circuit import SOON_S, Alarm
 from serve_common.routing.outcomes import Queued, Refusal, SendTo
-from serve_common.routing.queued_seconds import QueuedSeconds
-from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.queues import QueuedSeconds, RequestKey
 from serve_common.routing.router import Router
-from serve_common.wires.snapshots import BackendSnapshot
-from serve_common.wires.wake import AGAIN_S
 
 TAG = BackendTag("d/a")
 R0, R1 = (ReplicaTag(f"d/a#{number}") for number in range(2))

@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.snapshots import BackendSnapshot
 from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
-from serve_common.routing.request_queue import RequestKey, RequestQueue
+from serve_common.routing.queues import RequestKey, RequestQueue
 from serve_common.routing.router import Router
-from serve_common.wires.snapshots import BackendSnapshot
 
 TAG = BackendTag("d/a")
 R0, R1, R2 = (ReplicaTag(f"d/a#{i}") for i in range(3))

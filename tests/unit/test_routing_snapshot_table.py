@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from serve_common.config.endpoint import HttpOptions
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.routing.snapshot_table import SnapshotTable
-from serve_common.subjects import HTTP_KEY
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
+from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, HttpSnapshot, Snapshot
+from serve_common.protocol.subjects import HTTP_KEY
+from serve_common.routing.route_table import SnapshotTable
 
 ENDPOINT, BACKEND = EndpointTag("d/a"), BackendTag("d/a")
 EKEY, BKEY = "endpoints.d.a", "backends.d.a"

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.protocol.snapshots import BackendSnapshot
 from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
-from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.queues import RequestKey
 from serve_common.routing.router import Router
-from serve_common.wires.snapshots import BackendSnapshot
 
 TAG = BackendTag("d/a")
 R0, R1 = (ReplicaTag(f"d/a#{i}") for i in range(2))

@@ -7,10 +7,9 @@ import time
 import pytest
 
 from serve_common.names import BackendTag, EndpointTag
+from serve_common.protocol.snapshots import EndpointSnapshot
 from serve_common.routing.replica_choice import PowerOfTwoChoices, RandomChoice, RoundRobin
-from serve_common.routing.route_table import RouteTable
-from serve_common.routing.traffic import TrafficSplit
-from serve_common.wires.snapshots import EndpointSnapshot
+from serve_common.routing.route_table import RouteTable, TrafficSplit
 
 A, B, C = BackendTag("d/a"), BackendTag("d/b"), BackendTag("d/c")
 

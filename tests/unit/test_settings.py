@@ -8,7 +8,7 @@ import pytest
 
 from serve_common.errors import BadField
 from serve_common.identities.roles import Role
-from serve_common.settings import Environment, read_bus_settings, read_operations_settings
+from serve_common.runtime.settings import Environment, read_bus_settings, read_operations_settings
 from serve_controller.settings import read_settings
 
 

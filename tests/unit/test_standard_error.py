@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from serve_common.adapters.process_metrics import register_process_metrics
-from serve_common.logs import standard_error
-from serve_common.logs.standard_error import DISK_FULL, StandardError, dropped_lines
-from serve_common.loop_lag import LoopLag
-from serve_common.refused_messages import RefusedMessages
+from serve_common.runtime.health import LoopLag
+from serve_common.runtime.operations import register_process_metrics
+from serve_common.telemetry import log_lines as standard_error
+from serve_common.telemetry.log_lines import DISK_FULL, RefusedMessages, StandardError, dropped_lines
 
 CLOCK = SimpleNamespace(now=lambda: 1_700_000_000.0)
 
@@ -114,7 +113,7 @@ def test_standard_error_gets_all_of_a_piece_also_when_it_takes_it_bit_by_bit(
 _SERVICE = """
 import logging, sys, time
 import structlog
-from serve_common.adapters.logs import configure_logs
+from serve_common.telemetry.logs import configure_logs
 relay = configure_logs("s")
 for number in range(100):
     structlog.get_logger().error("said", number=number)

@@ -10,11 +10,11 @@ import pytest
 
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, replica_tag
-from serve_common.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
+from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, Subjects, backend_key, endpoint_key, parse_key
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = Subjects()
-HOME = ROOT / "libs/serve_common/serve_common/subjects.py"
+HOME = ROOT / "libs/serve_common/serve_common/protocol/subjects.py"
 TABLE = ROOT / "libs/serve_common/serve_common/identities/roles.py"
 """Whose permissions are patterns of subjects."""
 

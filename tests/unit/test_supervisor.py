@@ -16,11 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muster.embedded import leftovers
-from muster.embedded.errors import StartFailed
-from muster.embedded.logfiles import cut_when_long, last_lines, rotate_at_start
+from muster.embedded import run_record as leftovers
+from muster.embedded.options import StartFailed
 from muster.embedded.process import Happened, ProcessEvent, ProcessSpec, backoff_s, describe_exit
-from muster.embedded.supervisor import Supervisor
+from muster.embedded.supervisor import Supervisor, cut_when_long, last_lines, rotate_at_start
 
 SLEEPER = ["/bin/sh", "-c", "echo up; exec sleep 1000"]
 # Leaves its session, cleans its environment, and is an orphan at once: as hard to find as Ray's workers get.

@@ -7,7 +7,7 @@ import weakref
 import pytest
 from structlog.testing import capture_logs
 
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.tasks import TaskOwner
 
 
 async def _forever() -> None:

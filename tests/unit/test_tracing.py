@@ -8,20 +8,25 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from muster.batching.traces import begin_batch, below, end_batch
-from muster.handles.traces import begin_call, end_call, headers_of
+from muster.batching.batches import begin_batch, below, end_batch
+from muster.handles.calls import begin_call, end_call, headers_of
 from serve_common.errors import BusUnavailable
 from serve_common.names import ReplicaTag
-from serve_common.request_context import RequestContext, request_context
-from serve_common.tracing.current import current_trace_id
-from serve_common.tracing.http_spans import end_request, request_attributes
-from serve_common.tracing.operations import current_ref, note, operation, part
-from serve_common.tracing.process import set_process_tracer
-from serve_common.tracing.request_trace import CHILDREN_MAX, RequestTrace
-from serve_common.tracing.sampling import ALWAYS, SAMPLERS, Sampler
-from serve_common.tracing.settings import read_tracing_settings
-from serve_common.tracing.spans import TEXT_LENGTH_MAX, Span, SpanKind
-from serve_common.tracing.trace_context import (
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_common.telemetry.request_traces import (
+    CHILDREN_MAX,
+    RequestTrace,
+    current_ref,
+    end_request,
+    note,
+    operation,
+    part,
+    request_attributes,
+)
+from serve_common.telemetry.spans import (
+    TEXT_LENGTH_MAX,
+    Span,
+    SpanKind,
     SpanRef,
     headers_of_environment,
     may_be_sampled,
@@ -29,7 +34,15 @@ from serve_common.tracing.trace_context import (
     tracestate_of,
     usable_tracestate,
 )
-from serve_common.tracing.tracer import Tracer
+from serve_common.telemetry.tracer import (
+    ALWAYS,
+    SAMPLERS,
+    Sampler,
+    Tracer,
+    current_trace_id,
+    read_tracing_settings,
+    set_process_tracer,
+)
 from serve_proxy.core.headers import read_request_headers
 from serve_proxy.shell.request_traces import RequestTraces
 

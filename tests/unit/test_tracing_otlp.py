@@ -10,13 +10,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import StatusCode
 
-from serve_common.adapters import otlp_spans
-from serve_common.adapters.otlp_export import Counts
-from serve_common.request_context import RequestContext, request_context
-from serve_common.tracing.sampling import ALWAYS, Sampler
-from serve_common.tracing.spans import TEXT_LENGTH_MAX, Span, SpanKind
-from serve_common.tracing.trace_context import SpanRef
-from serve_common.tracing.tracer import Tracer
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_common.telemetry import otlp_export as otlp_spans
+from serve_common.telemetry.otlp_export import Counts
+from serve_common.telemetry.spans import TEXT_LENGTH_MAX, Span, SpanKind, SpanRef
+from serve_common.telemetry.tracer import ALWAYS, Sampler, Tracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"

@@ -9,9 +9,9 @@ import pytest
 
 import muster as serve
 from muster import metrics
-from muster.metrics import kinds
-from muster.metrics.definitions import BOUNDARIES_MAX
-from serve_common.measures import Measures, measures
+from muster import metrics as kinds
+from muster.metrics import BOUNDARIES_MAX
+from serve_common.telemetry.metrics import Measures, measures
 
 
 @pytest.fixture(autouse=True)

@@ -7,19 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from serve_common.errors import BadField
-from serve_common.limits import NESTING_MAX, USER_CONFIG_BYTES_MAX
-from serve_common.values.backend_config import (
+from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
     OutlierEjection,
     check_backend_config,
+    merged,
 )
-from serve_common.values.endpoint_options import EndpointOptions, check_endpoint_options
-from serve_common.values.http_options import HttpOptions, check_http_options
-from serve_common.values.merging import merged
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig, check_replica_config
+from serve_common.config.endpoint import (
+    EndpointOptions,
+    HttpOptions,
+    check_endpoint_options,
+    check_http_options,
+)
+from serve_common.config.replica import RayActorOptions, ReplicaConfig, check_replica_config
+from serve_common.config.validation import NESTING_MAX, USER_CONFIG_BYTES_MAX
+from serve_common.errors import BadField
 
 
 def nested(depth: int) -> list[Any]:

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.dispatch.request_body import RequestBody, UploadRoom
-from serve_common.dispatch.tallies import ShadowOutcome
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.wires.frames import BodyHead, Kind, RefusedHead, RequestHead, ResponseHead
-from serve_common.wires.wake import Wake
+from serve_common.protocol.frames import BodyHead, Kind, RefusedHead, RequestHead, ResponseHead
+from serve_common.protocol.reports import Wake
 from tests.unit.handle_world import call, make_world
 from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
 

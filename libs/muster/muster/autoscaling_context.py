@@ -8,6 +8,6 @@ Why it may import little: it runs beside the controller, where models' packages 
 
 from __future__ import annotations
 
-from serve_common.autoscaling_context import AutoscalingContext, LoadReading
+from serve_common.config.autoscaling import AutoscalingContext, LoadReading
 
 __all__ = ["AutoscalingContext", "LoadReading"]

@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import current_replica
-from serve_common.request_context import RequestContext, request_context
+from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 
 __all__ = [
     "NotInReplica",

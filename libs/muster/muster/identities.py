@@ -12,9 +12,19 @@ from typing import Final
 import msgspec
 
 from serve_common.errors import PermanentError
-from serve_common.identities.claims import Import, Scope, encode_account, encode_operator, encode_user
-from serve_common.identities.credentials import encode_credentials_file, encode_keys_file
-from serve_common.identities.nkeys import SEED_BYTES, KeyKind, KeyUnusable, NatsKey
+from serve_common.identities.credentials import (
+    SEED_BYTES,
+    Import,
+    KeyKind,
+    KeyUnusable,
+    NatsKey,
+    Scope,
+    encode_account,
+    encode_credentials_file,
+    encode_keys_file,
+    encode_operator,
+    encode_user,
+)
 from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, crossings, rights_of
 
 OPERATOR_FILE: Final = "nats_operator.json"

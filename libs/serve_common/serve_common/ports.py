@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from serve_common.wires.snapshots import Snapshot
+from serve_common.protocol.snapshots import Snapshot
 
 
 class Clock(Protocol):

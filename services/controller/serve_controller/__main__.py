@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import structlog
 import uvloop
 
-from serve_common.adapters.logs import configure_logs
 from serve_common.errors import ServeError
-from serve_common.settings import Environment
+from serve_common.runtime.settings import Environment
+from serve_common.telemetry.logs import configure_logs
 from serve_controller.settings import read_settings
 from serve_controller.wiring import run
 

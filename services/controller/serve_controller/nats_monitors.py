@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from serve_common.errors import BadField
-from serve_common.settings import Environment
+from serve_common.runtime.settings import Environment
 
 VARIABLE: Final = "SERVE_NATS_MONITOR_URL"
 SERVERS_MAX: Final = 16

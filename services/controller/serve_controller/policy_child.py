@@ -22,9 +22,9 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from serve_common.autoscaling_context import AutoscalingContext
+from serve_common.config.autoscaling import AutoscalingContext
+from serve_common.config.validation import check_size
 from serve_common.errors import BadField
-from serve_common.limits import check_size
 
 MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 """Of address space."""

@@ -7,17 +7,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serve_common.autoscaling import AutoscalingPolicy
-from serve_common.autoscaling_context import AutoscalingContext
+from serve_common.api.views import EventView, HistoryView
+from serve_common.config.autoscaling import AutoscalingContext, AutoscalingPolicy
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ControllerId
-from serve_common.wires.host import HostGoal
-from serve_common.wires.proxy import LeaderNotice
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import EventView, HistoryView
+from serve_common.protocol.reports import HostGoal, LeaderNotice
+from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.autoscaling.values import LoadAsk, Reading, Targets
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Changes
 
 __all__ = [
     "Backups",

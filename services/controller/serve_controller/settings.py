@@ -12,16 +12,16 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.identities.roles import Role
 from serve_common.names import ControllerId
-from serve_common.settings import (
+from serve_common.runtime.settings import (
     BusSettings,
     Environment,
     OperationsSettings,
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.tracing.settings import TracingSettings, read_tracing_settings
+from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
 from serve_controller.nats_monitors import NatsMonitor, read_nats_monitors
-from serve_controller.shell.crash_mode import CrashMode, read_crash_mode
+from serve_controller.shell.boundary import CrashMode, read_crash_mode
 
 _MATCHER: Final = r'[a-zA-Z_][a-zA-Z0-9_]*\s*(?:=~|!~|!=|=)\s*"(?:[^"\\\n]|\\.)*"'
 _SELECTOR: Final = re.compile(rf"\{{?\s*((?:{_MATCHER}\s*,\s*)*(?:{_MATCHER})?)\s*,?\s*\}}?")

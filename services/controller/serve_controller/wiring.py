@@ -10,37 +10,28 @@ from collections.abc import Awaitable, Callable
 import structlog
 from prometheus_client import CollectorRegistry
 
-from serve_common.adapters.bus_identity import declare_identity
-from serve_common.adapters.nats_client import close_nats, connect_nats
-from serve_common.adapters.nats_logs import NatsLogOutlet
-from serve_common.adapters.nats_ping import ping_nats
-from serve_common.adapters.operations import OperationsServer
-from serve_common.adapters.otlp import open_tracing
-from serve_common.adapters.process_metrics import register_process_metrics
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.adapters.trace_metrics import register_trace_metrics
 from serve_common.errors import BusUnavailable
-from serve_common.health import BusPulse
-from serve_common.logs.relay import LogRelay
-from serve_common.loop_lag import LoopLag
-from serve_common.refused_messages import RefusedMessages
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
-from serve_controller.adapters.autoscaling_metrics import AutoscalingCollector
+from serve_common.nats.client import NatsLogOutlet, close_nats, connect_nats, ping_nats
+from serve_common.nats.login import declare_identity
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.health import BusPulse, LoopLag
+from serve_common.runtime.operations import OperationsServer, register_process_metrics, register_trace_metrics
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_lines import RefusedMessages
+from serve_common.telemetry.otlp import open_tracing
 from serve_controller.adapters.backup_file import BackupFiles
-from serve_controller.adapters.load_scrape import LoadScrape
-from serve_controller.adapters.load_sources import LoadSources
-from serve_controller.adapters.metrics import ControllerMetrics
+from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
+from serve_controller.adapters.metrics import AutoscalingCollector, ControllerMetrics
 from serve_controller.adapters.nats_bus import NatsBus
-from serve_controller.adapters.nats_monitor import NatsMonitorReader
-from serve_controller.adapters.nats_monitor_metrics import NatsServersCollector
+from serve_controller.adapters.nats_monitor import NatsMonitorReader, NatsServersCollector
 from serve_controller.adapters.policy_runner import SubprocessPolicies
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
 from serve_controller.settings import ControllerSettings
-from serve_controller.shell.boundary import Boundary, OpenBoundary
-from serve_controller.shell.crash_mode import CrashingBoundary, kill_after
+from serve_controller.shell.boundary import Boundary, CrashingBoundary, OpenBoundary, kill_after
 from serve_controller.shell.service import ControllerService, ScalingParts
 
 _log = structlog.get_logger()

@@ -10,12 +10,12 @@ import sys
 import structlog
 import uvloop
 
-from serve_common.adapters.logs import configure_logs
-from serve_common.adapters.otlp import import_ahead
 from serve_common.errors import BadField
-from serve_common.logs.relay import LogRelay
-from serve_common.settings import Environment
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.settings import Environment
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.logs import configure_logs
+from serve_common.telemetry.otlp import import_ahead
 from serve_proxy.adapters.child_process import ParentLink
 from serve_proxy.processes import run_processes
 from serve_proxy.settings import ProxySettings, read_settings

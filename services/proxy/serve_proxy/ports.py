@@ -1,11 +1,11 @@
-"""What the proxy's shell needs from outside, beyond what dispatching needs (`serve_common.dispatch.ports`)."""
+"""What the proxy's shell needs from outside, beyond what dispatching needs (`serve_common.dispatch.calls`)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import ProxyReport
 
 
 class ControlPlane(Protocol):

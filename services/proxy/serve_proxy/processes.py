@@ -11,11 +11,10 @@ import signal
 
 import structlog
 
-from serve_common.adapters.metrics_address import advertised_for_children
-from serve_proxy.adapters.child_process import ChildProcess
+from serve_common.runtime.operations import advertised_for_children
+from serve_proxy.adapters.child_process import ChildProcess, held_port
 from serve_proxy.adapters.process_operations import ProcessOperations
-from serve_proxy.adapters.shared_port import held_port
-from serve_proxy.core.process_life import child_id
+from serve_proxy.core.processes import child_id
 from serve_proxy.ports import Child
 from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.parent import Parent

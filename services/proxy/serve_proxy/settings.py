@@ -6,20 +6,20 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.endpoint import HttpOptions
 from serve_common.dispatch.request_body import BODIES_BYTES_MAX
 from serve_common.errors import BadField
 from serve_common.identities.roles import Role
 from serve_common.names import ProxyId
-from serve_common.settings import (
+from serve_common.runtime.settings import (
     BusSettings,
     Environment,
     OperationsSettings,
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.tracing.settings import TracingSettings, read_tracing_settings
-from serve_common.values.http_options import HttpOptions
-from serve_proxy.core.process_life import PARENT_FD, PROCESSES_MAX
+from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
+from serve_proxy.core.processes import PARENT_FD, PROCESSES_MAX
 
 FORWARDED_HOPS_MAX: Final = 10
 

@@ -11,43 +11,39 @@ from typing import Final, final
 import structlog
 from prometheus_client import CollectorRegistry
 
-from serve_common.adapters.bus_identity import declare_identity
-from serve_common.adapters.metrics_address import metrics_url
-from serve_common.adapters.nats_login import login_of
-from serve_common.adapters.operations import OperationsServer
-from serve_common.adapters.otlp import open_tracing
-from serve_common.adapters.process_metrics import register_process_metrics
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.adapters.trace_metrics import register_trace_metrics
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
-from serve_common.bus.requests import Inbox
-from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.request_body import UploadRoom
-from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import Beat
 from serve_common.errors import BusUnavailable
-from serve_common.health import BusPulse, first_reason
-from serve_common.logs.bus_outlet import BusLogOutlet
-from serve_common.logs.relay import LogRelay
-from serve_common.loop_lag import LoopLag
-from serve_common.refused_messages import RefusedMessages
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
+from serve_common.nats.connection import BusConnection, Inbox
+from serve_common.nats.login import declare_identity, login_of
+from serve_common.nats.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.health import BusPulse, LoopLag, first_reason
+from serve_common.runtime.operations import (
+    OperationsServer,
+    metrics_url,
+    register_process_metrics,
+    register_trace_metrics,
+)
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_forwarder import BusLogOutlet, LogRelay
+from serve_common.telemetry.log_lines import RefusedMessages
+from serve_common.telemetry.otlp import open_tracing
 from serve_proxy.adapters.access_writer import AccessWriter
 from serve_proxy.adapters.control_plane import NatsControlPlane
-from serve_proxy.adapters.given_back import give_back_memory
-from serve_proxy.adapters.http_requests import HttpRequests
-from serve_proxy.adapters.http_server import HttpServer
 from serve_proxy.adapters.metrics import register_metrics
-from serve_proxy.adapters.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
+from serve_proxy.http.bodies import give_back_memory
+from serve_proxy.http.middlewares import NO_MIDDLEWARES, add_directory, load_middlewares
+from serve_proxy.http.requests import HttpRequests
+from serve_proxy.http.server import HttpServer
 from serve_proxy.settings import ProxySettings
 from serve_proxy.shell.gateway import Gateway
-from serve_proxy.shell.ingress import Ingress
-from serve_proxy.shell.live_options import LiveOptions
+from serve_proxy.shell.ingress import Ingress, LiveOptions
 from serve_proxy.shell.reports import Reports
 from serve_proxy.shell.request_traces import RequestTraces
 

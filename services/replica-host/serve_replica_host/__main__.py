@@ -15,19 +15,19 @@ from typing import NoReturn
 
 import structlog
 
-from serve_common.adapters.logs import configure_logs
-from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
-from serve_common.settings import Environment
-from serve_replica_host.adapters.log_socket import LogSocket
-from serve_replica_host.adapters.ray_process import RayProcess, ray_settings
-from serve_replica_host.adapters.unix_users import (
+from serve_common.runtime.private_directory import make_own_directory
+from serve_common.runtime.settings import Environment
+from serve_common.telemetry.logs import configure_logs
+from serve_replica_host.adapters.local_process import (
     HostUsers,
     acting_as,
     become,
     choose_users,
     share_directory,
 )
+from serve_replica_host.adapters.log_socket import LogSocket
+from serve_replica_host.adapters.ray_process import RayProcess, ray_settings
 from serve_replica_host.settings import HostSettings, read_host_settings
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.replica_context import ReplicaContext
-from serve_common.wires.host import ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
+from serve_common.runtime.request_context import ReplicaContext
 
 
 class ReplicaRuntime(Protocol):

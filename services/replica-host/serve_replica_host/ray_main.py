@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from serve_common.adapters.logs import configure_child_logs
 from serve_common.errors import BadField
+from serve_common.telemetry.logs import configure_child_logs
 from serve_replica_host.adapters.ray_environment import prepare_ray_environment
 from serve_replica_host.adapters.ray_protocol import (
     CALL_BYTES_MAX,
@@ -30,7 +30,7 @@ from serve_replica_host.adapters.ray_protocol import (
     encode,
 )
 from serve_replica_host.core.events import TEXT_LENGTH_MAX
-from serve_replica_host.replica.log_lines import HOST_ID, LOG_SOCKET, open_log_way
+from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, open_log_way
 
 
 def main() -> int:

@@ -11,14 +11,14 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.identities.roles import Role
 from serve_common.names import HostId
-from serve_common.settings import (
+from serve_common.runtime.settings import (
     BusSettings,
     Environment,
     OperationsSettings,
     read_bus_settings,
     read_operations_settings,
 )
-from serve_common.tracing.settings import TracingSettings, read_tracing_settings
+from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
 
 OPERATIONS_PORT: Final = 9103
 SPARE_REPLICAS: Final = 8

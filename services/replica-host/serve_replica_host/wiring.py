@@ -15,16 +15,14 @@ from typing import Final
 
 import structlog
 
-from serve_common.adapters.bus_identity import declare_identity
-from serve_common.adapters.metrics_address import metrics_url
-from serve_common.adapters.nats_logs import NatsLogOutlet
-from serve_common.adapters.operations import OperationsServer
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.health import BusPulse
-from serve_common.logs.relay import LogRelay
-from serve_common.loop_lag import LoopLag
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
+from serve_common.nats.client import NatsLogOutlet
+from serve_common.nats.login import declare_identity
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.health import BusPulse, LoopLag
+from serve_common.runtime.operations import OperationsServer, metrics_url
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_forwarder import LogRelay
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket

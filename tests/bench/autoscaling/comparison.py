@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.config.autoscaling import AutoscalingConfig
 from tests.bench.autoscaling.backend import LONG_WAIT_S, Backend
 from tests.bench.autoscaling.knative import KnativePolicy
 from tests.bench.autoscaling.muster_policy import MusterPolicy

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.config.autoscaling import AutoscalingConfig
 from serve_controller.core.autoscaling.policy import decide_scaling
 from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState
 from tests.bench.autoscaling.backend import Backend, Counters

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.config.autoscaling import AutoscalingConfig
 from tests.bench.autoscaling.backend import Backend
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from muster.embedded import leftovers
+from muster.embedded import run_record as leftovers
 from tests.integration import conflicts
 from tests.integration.loaded_stack import LoadedStack
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster.embedded.logfiles import last_lines
-from serve_common import guardian
+from muster.embedded.supervisor import last_lines
+from serve_common.runtime import guardian
 
 _STOP_WITHIN_S = 8.0
 

@@ -10,11 +10,11 @@ from muster.client import StackAddress, connect_stack
 from muster.client.admin import AdminClient
 from muster.embedded import EmbeddedStack, StackFailed, StackOptions
 from muster.secrets import Secrets
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.identities.roles import Role
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.views import GoalStatus
 from tests.bench.lifecycle.answer_watch import AnswerWatch
 from tests.bench.lifecycle.story import (
     CHANGE_TIMEOUT_S,

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.runtime.clock import SystemClock
 from tests.bench.lifecycle.figures import Line, Round
 from tests.bench.lifecycle.story import SystemRound
 from tests.bench.report import describe_machine

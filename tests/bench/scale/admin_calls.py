@@ -15,15 +15,15 @@ from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError
 
-from serve_common.adapters.nats_client import close_nats, connect_nats
+from serve_common.api.commands import ChangeReply, Deploy
+from serve_common.api.queries import WaitForGoal
+from serve_common.api.views import GoalStatus, GoalView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
 from serve_common.identities.roles import Role
 from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import ChangeReply, Deploy
-from serve_common.wires.queries import WaitForGoal
-from serve_common.wires.views import GoalStatus, GoalView
+from serve_common.nats.client import close_nats, connect_nats
+from serve_common.protocol.subjects import Subjects
 from tests.bench.scale.servers import Servers
 from tests.bench.scale.sizes import REPLICAS_PER_BACKEND, backend_name
 from tests.identities import bus_settings

@@ -12,12 +12,11 @@ from typing import Final
 
 import msgspec
 
-from serve_common.bus.connection import BusConnection
 from serve_common.errors import BusUnavailable
 from serve_common.names import HostId
-from serve_common.subjects import Subjects
-from serve_common.wires.host import HostGoal
-from serve_common.wires.proxy import LeaderNotice, ProxyReport
+from serve_common.nats.connection import BusConnection
+from serve_common.protocol.reports import HostGoal, LeaderNotice, ProxyReport
+from serve_common.protocol.subjects import Subjects
 from tests.bench.scale.hosts import Outcome, SimulatedHost
 from tests.bench.scale.sizes import host_id, proxy_id, turns
 from tests.bench.scale.tally import Tally

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from serve_common.names import HostId, ReplicaTag
-from serve_common.wires.host import HostGoal, HostReport, ReplicaReport, ReplicaStatus
+from serve_common.protocol.reports import HostGoal, HostReport, ReplicaReport, ReplicaStatus
 
 RESOURCES = {"CPU": 1_000.0, "GPU": 0.0, "memory": 1e13}
 """Of each host: more than is ever asked for, so that room is never what a change waits for."""

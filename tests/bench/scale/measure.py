@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from muster.embedded.logfiles import last_lines
+from muster.embedded.supervisor import last_lines
+from serve_common.api.commands import Deploy
 from serve_common.errors import ServeError
 from serve_common.names import GoalId
-from serve_common.wires.commands import Deploy
 from tests.bench.scale.admin_calls import AdminCalls, ChangeFailed, deploy_request
 from tests.bench.scale.figures import Column, Recovery, Sample, SteadyFigures, conclude
 from tests.bench.scale.meters import Meters

@@ -18,7 +18,7 @@ import psutil
 
 from muster.embedded.options import CHECKOUT
 from muster.embedded.process import describe_exit
-from serve_common import guardian
+from serve_common.runtime import guardian
 from tests.bench.scale.servers import Servers
 from tests.bench.scale.sizes import Size
 from tests.bench.scale.tally import Tally

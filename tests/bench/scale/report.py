@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from serve_common.adapters.system_clock import SystemClock
+from serve_common.runtime.clock import SystemClock
 from tests.bench.report import describe_machine
 from tests.bench.scale.figures import ChangeFigures, Column, SteadyFigures
 

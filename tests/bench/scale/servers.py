@@ -16,12 +16,11 @@ from typing import Final
 import msgspec
 
 from muster.embedded import StackOptions, StatePaths
-from muster.embedded.nats_server import NATS, nats_spec, prepare_nats
 from muster.embedded.postgres import DATABASE, POSTGRES, SUPERUSER, EmbeddedPostgres
 from muster.embedded.process import PROCESS_MARK, STACK_MARK
-from muster.embedded.services import CONTROLLER, ServiceSpecs
+from muster.embedded.services import CONTROLLER, NATS, ServiceSpecs, nats_spec, prepare_nats
+from muster.embedded.stack import choose_ports
 from muster.embedded.supervisor import Supervisor
-from muster.embedded.tcp_ports import choose_ports
 from muster.secrets import Secrets, generate
 
 _OPTIONS: Final = StackOptions(

@@ -18,16 +18,16 @@ import msgspec
 import uvloop
 
 from muster.secrets import Secrets
-from serve_common.adapters.bucket_watch import BucketWatch
-from serve_common.adapters.logs import configure_logs
-from serve_common.adapters.nats_client import close_nats, connect_nats
-from serve_common.adapters.nats_login import login_of
-from serve_common.adapters.system_clock import SystemClock
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import BusOptions
 from serve_common.identities.roles import Role
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
+from serve_common.nats.bucket_watch import BucketWatch
+from serve_common.nats.client import close_nats, connect_nats
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.login import login_of
+from serve_common.nats.options import BusOptions
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.logs import configure_logs
 from tests.bench.scale.fleets import HostFleet, ProxyFleet
 from tests.bench.scale.tally import Tally
 from tests.identities import bus_settings

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from muster.client.admin import AdminClient
-from serve_common.wires.views import AutoscalingView
+from serve_common.api.views import AutoscalingView
 from tests.bench.scaling.clients import Asked
 
 LOOK_EVERY_S = 0.5

@@ -7,7 +7,7 @@ import threading
 import time
 
 from muster.handles import get_deployment_handle
-from serve_common.request_context import request_context
+from serve_common.runtime.request_context import request_context
 
 
 class Refused(Exception):

@@ -8,7 +8,7 @@ import os
 import msgspec
 
 import muster as serve
-from serve_common.replica_context import current_replica
+from serve_common.runtime.request_context import current_replica
 
 
 class Till:

@@ -12,7 +12,7 @@ from starlette.websockets import WebSocket
 
 import muster
 from muster.handles import get_deployment_handle
-from serve_common.tracing.current import current_trace_id
+from serve_common.telemetry.tracer import current_trace_id
 
 tracer = trace.get_tracer("trace_app")
 

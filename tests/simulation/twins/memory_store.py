@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_common.wires.views import HistoryView
 from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows
-from serve_controller.adapters.history_rows import (
+from serve_controller.adapters.postgres_store import (
     HISTORY_PAGE_BYTES_MAX,
     HISTORY_ROWS_MAX,
     HistoryRow,
@@ -23,9 +23,8 @@ from serve_controller.adapters.history_rows import (
     row_of,
     view_of,
 )
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import CheckpointObject
+from serve_controller.core.objects import Changes, CheckpointObject
 from serve_controller.ports import HistoryEntry
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
-from serve_common.wires.views import HistoryView
 from serve_controller.adapters.checkpoint_rows import dump, load
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Changes
 from serve_controller.ports import HistoryEntry
 from tests.simulation.twins.memory_store import MemoryStore
 

@@ -16,15 +16,10 @@ from muster.cli.main import app
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.ports import Answer
-from serve_common.errors import BadField, ServeError
-from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.admin import COMMANDS, VERBS, ErrorView
-from serve_common.wires.commands import ChangeReply, Request, ShutdownReply
-from serve_common.wires.views import (
+from muster.client.requests import Answer
+from serve_common.api.commands import ChangeReply, Request, ShutdownReply
+from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
+from serve_common.api.views import (
     DeploymentStatus,
     DeploymentView,
     GoalStatus,
@@ -33,6 +28,11 @@ from serve_common.wires.views import (
     ProxyView,
     ReplicaView,
 )
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import ReplicaConfig
+from serve_common.errors import BadField, ServeError
+from serve_common.names import GoalId
+from serve_common.protocol.subjects import Subjects
 
 COMMANDS_BUILT = typer.main.get_command(app)
 GOAL = GoalId("goal-1")
@@ -57,7 +57,7 @@ PROXY = ProxyView(
 
 
 class PlayedController:
-    """Implements `muster.client.ports.Requests`: answers each verb as a test says, and keeps what was asked."""
+    """Implements `muster.client.requests.Requests`: answers each verb as a test says, and keeps what was asked."""
 
     where = "nats://stack.example:4222"
 

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from typer.testing import Result
 
+from serve_common.api.commands import DeployApplication, DeploymentSpec
+from serve_common.api.views import PlanView
+from serve_common.config.backend import BackendConfig, CircuitBreaker, OnFailure
+from serve_common.config.endpoint import EndpointOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.errors import Conflict
-from serve_common.values.backend_config import BackendConfig, CircuitBreaker, OnFailure
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.commands import DeployApplication, DeploymentSpec
-from serve_common.wires.views import PlanView
 
 Muster = Callable[..., Result]
 SHOP = """

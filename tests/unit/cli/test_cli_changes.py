@@ -10,27 +10,16 @@ import msgspec
 import pytest
 from typer.testing import Result
 
-from muster.cli.config_options import BACKEND_CHANGES, BACKEND_OPTIONS, CODE_OPTIONS
-from muster.cli.endpoint_options import ENDPOINT_CHANGES, ENDPOINT_OPTIONS
-from muster.cli.http_options import HTTP_CHANGES
-from muster.cli.values_given import group_text
-from serve_common.autoscaling import AggregationFunction, AutoscalingConfig
-from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
-from serve_common.names import GoalId
-from serve_common.values.backend_config import (
-    BackendConfig,
-    BackpressureConfig,
-    CircuitBreaker,
-    OnFailure,
-    OutlierEjection,
-    Placement,
-    ReplicaPolicyName,
+from muster.cli.config_options import (
+    BACKEND_CHANGES,
+    BACKEND_OPTIONS,
+    CODE_OPTIONS,
+    ENDPOINT_CHANGES,
+    ENDPOINT_OPTIONS,
 )
-from serve_common.values.endpoint_options import METHODS, EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig
-from serve_common.wires.admin import COMMANDS
-from serve_common.wires.commands import (
+from muster.cli.endpoints import HTTP_CHANGES
+from muster.cli.parsing import group_text
+from serve_common.api.commands import (
     ChangeReply,
     CreateBackend,
     CreateEndpoint,
@@ -54,7 +43,22 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
-from serve_common.wires.views import GoalStatus, GoalView, PlannedAction, PlannedReplica, PlanView
+from serve_common.api.verbs import COMMANDS
+from serve_common.api.views import GoalStatus, GoalView, PlannedAction, PlannedReplica, PlanView
+from serve_common.config.autoscaling import AggregationFunction, AutoscalingConfig
+from serve_common.config.backend import (
+    BackendConfig,
+    BackpressureConfig,
+    CircuitBreaker,
+    OnFailure,
+    OutlierEjection,
+    Placement,
+    ReplicaPolicyName,
+)
+from serve_common.config.endpoint import METHODS, EndpointOptions, HttpOptions
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.errors import BadField, Conflict, NotFound, StoreUnavailable, TransientError
+from serve_common.names import GoalId
 
 Muster = Callable[..., Result]
 V1, V2 = "default/v1", "default/v2"

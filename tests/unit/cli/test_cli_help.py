@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from typer.testing import Result
 
 from muster.cli.main import app
-from muster.cli.signature import STACK_OPTIONS
+from muster.cli.queries import STACK_OPTIONS
 
 ROOT = typer.main.get_command(app)
 WITHOUT_STACK = {"up", "secrets", "plan"}

@@ -10,14 +10,7 @@ import msgspec
 import pytest
 from typer.testing import Result
 
-from serve_common.errors import BadField, NotFound, StoreUnavailable, TransientError
-from serve_common.names import GoalId
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.endpoint_options import METHODS, EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.admin import QUERIES
-from serve_common.wires.queries import (
+from serve_common.api.queries import (
     GetAllApplications,
     GetAllBackends,
     GetAllEndpoints,
@@ -36,7 +29,8 @@ from serve_common.wires.queries import (
     Query,
     WaitForGoal,
 )
-from serve_common.wires.views import (
+from serve_common.api.verbs import QUERIES
+from serve_common.api.views import (
     ApplicationView,
     AutoscalingView,
     BackendConfigView,
@@ -55,6 +49,11 @@ from serve_common.wires.views import (
     SnapshotView,
     StatusView,
 )
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import METHODS, EndpointOptions, HttpOptions
+from serve_common.config.replica import ReplicaConfig
+from serve_common.errors import BadField, NotFound, StoreUnavailable, TransientError
+from serve_common.names import GoalId
 
 Muster = Callable[..., Result]
 GOAL = GoalId("goal-1")

@@ -14,15 +14,10 @@ from typer.testing import CliRunner, Result
 
 from muster.cli.main import app
 from muster.cli.session import Session
-from muster.cli.top_rows import quantile, top_rows
+from muster.cli.top import quantile, top_rows
 from muster.client.address import StackAddress
-from muster.client.feed import Heard
-from serve_common.errors import BusUnavailable
-from serve_common.names import GoalId
-from serve_common.subjects import Subjects
-from serve_common.values.backend_config import BackendConfig
-from serve_common.wires.logs import RecallLogs
-from serve_common.wires.views import (
+from muster.client.requests import Heard
+from serve_common.api.views import (
     AutoscalingView,
     BackendLoad,
     EndpointLoad,
@@ -32,6 +27,11 @@ from serve_common.wires.views import (
     LoadView,
     StatusView,
 )
+from serve_common.config.backend import BackendConfig
+from serve_common.errors import BusUnavailable
+from serve_common.names import GoalId
+from serve_common.protocol.logs import RecallLogs
+from serve_common.protocol.subjects import Subjects
 
 SUBJECTS = Subjects()
 Run = Callable[..., Result]

@@ -16,10 +16,10 @@ from rich.text import Text
 from typer.testing import Result
 
 from muster.cli import output
-from muster.cli.show_logs import show_line
+from muster.cli.logs import show_line
+from serve_common.api.views import EventView, GoalStatus, GoalView, StatusView
 from serve_common.errors import BadField
 from serve_common.names import GoalId
-from serve_common.wires.views import EventView, GoalStatus, GoalView, StatusView
 from tests.unit.cli.conftest import DEPLOYMENT, PROXY, PlayedController
 
 Run = Callable[..., Result]

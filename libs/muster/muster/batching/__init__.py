@@ -9,6 +9,7 @@ import.
 
 from __future__ import annotations
 
+from muster.batching.calls import BatchCancelled, WrongBatchResult
 from muster.batching.decorator import (
     BatchDecorator,
     BatchedAny,
@@ -17,7 +18,6 @@ from muster.batching.decorator import (
     BatchSettings,
     batch,
 )
-from muster.batching.errors import BatchCancelled, WrongBatchResult
 
 __all__ = [
     "BatchCancelled",

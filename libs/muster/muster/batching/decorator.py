@@ -11,9 +11,8 @@ import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeVar, cast, overload
 
-from muster.batching.arguments import Arguments
-from muster.batching.batcher import Batcher
-from muster.batching.calls import SingleCall, StreamedCall
+from muster.batching.batches import Batcher
+from muster.batching.calls import Arguments, SingleCall, StreamedCall
 from muster.batching.queue import BatchRules, BatchSizeFn
 from muster.per_instance import PerInstance
 

@@ -2,23 +2,110 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 from rich.text import Text
 
-from muster.cli import output
-from muster.cli.app_file import read_application
-from muster.cli.asking import Question, asking
-from muster.cli.changing import changing
-from muster.cli.group import group
-from muster.cli.intent import Intent
+from muster.cli import parsing as values_given
+from muster.cli.changes import Intent, changing
+from muster.cli.output import brief, complain, print_table, styled, table
+from muster.cli.queries import Question, asking, group
 from muster.cli.session import Session
-from muster.cli.tables import print_table, styled, table
-from serve_common.names import check_name
-from serve_common.wires.commands import DeleteApplication
-from serve_common.wires.views import ApplicationView
+from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
+from serve_common.api.views import ApplicationView
+from serve_common.config.backend import check_backend_config
+from serve_common.config.endpoint import check_endpoint_options
+from serve_common.config.replica import check_replica_config
+from serve_common.errors import BadField
+from serve_common.names import check_name, check_route
+
+_AT: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
+_OF_FIELD: Final = re.compile(r"Object (?P<what>contains unknown|missing required) field `(?P<name>[^`]*)`")
+_TYPES: Final = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
+
+_WORDS: Final = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "array": "a list",
+    "object": "an object with fields",
+}
+
+
+def read_application(file: str, directory: Path) -> tuple[DeployApplication, list[str]]:
+    """What ``file`` (``-``: standard input) says, with directories as hosts shall see them, and notes for people.
+
+    Raises `BadField` with the file and the path in it.
+    """
+    if file == "-":
+        named, base, text = "standard input", directory, sys.stdin.read()
+    else:
+        path = directory / file
+        named, base, text = file, path.parent, values_given.read_text(path, "--file")
+    value = values_given.yaml_value(text, named)
+    try:
+        return _application(value, base)
+    except BadField as error:
+        raise BadField(f"{named}: {error.field}" if error.field else named, error.reason) from error
+
+
+def _application(value: Any, base: Path) -> tuple[DeployApplication, list[str]]:
+    if not isinstance(value, dict):
+        raise BadField("", "must have the fields of an application: name, deployments, ingress, ...")
+    if "request_id" in value:
+        raise BadField("request_id", "belongs to one run, not into a file")
+    try:
+        request = msgspec.convert(value, DeployApplication)
+    except msgspec.ValidationError as error:
+        raise _field_of(str(error)) from error
+    check_name(request.name, "name")
+    if request.route_prefix is not None:
+        check_route(request.route_prefix, "route_prefix")
+    notes: list[str] = []
+    specs = [_spec(each, f"deployments[{at}]", base, notes) for at, each in enumerate(request.deployments)]
+    names = [each.name for each in specs]
+    for at, name in enumerate(names):
+        if name in names[:at]:
+            raise BadField(f"deployments[{at}].name", f"{name} is there twice")
+    if request.ingress not in names:
+        there = ", ".join(names) or "none at all"
+        raise BadField("ingress", f"{request.ingress[:80]!r} is none of the deployments; there are: {there}")
+    return msgspec.structs.replace(request, deployments=specs), notes
+
+
+def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> DeploymentSpec:
+    check_name(spec.name, f"{at}.name")
+    check_backend_config(spec.backend_config, f"{at}.backend_config")
+    check_endpoint_options(spec.endpoint_options, f"{at}.endpoint_options")
+    code = check_replica_config(spec.replica_config, f"{at}.replica_config")
+    place, note = values_given.place_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
+    if note and note not in notes:
+        notes.append(note)
+    return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))
+
+
+def _field_of(text: str) -> BadField:
+    found = _AT.search(text)
+    at = "" if found is None else found["path"]
+    text = _AT.sub("", text)
+    of_field = _OF_FIELD.match(text)
+    if of_field is not None:
+        name = of_field["name"]
+        reason = "is unknown" if of_field["what"] == "contains unknown" else "is missing"
+        return BadField(f"{at}.{name}" if at else name, reason)
+    types = _TYPES.match(text)
+    if types is None:
+        return BadField(at, text)
+    wanted, got = types["wanted"].removesuffix(" | null"), types["got"]
+    quotes = "; put it in quotes" if wanted == "str" and got in {"int", "float", "bool"} else ""
+    return BadField(at, f"must be {_WORDS.get(wanted, wanted)}, not {got}{quotes}")
+
 
 app = group("Several deployments as one: deploy, delete, list.")
 
@@ -54,7 +141,7 @@ def deploy(
     """
     request, notes = read_application(file, session.directory)
     for note in notes:
-        output.complain(note)
+        complain(note)
     return Intent(
         command=request, what=f"application {request.name}", done="is deployed", look="muster app list"
     )
@@ -97,7 +184,7 @@ def _show_applications(views: Sequence[ApplicationView]) -> None:
             Text(view.route_prefix or "-"),
             Text(view.ingress),
             Text(", ".join(view.deployments)),
-            Text(output.brief(view.message)),
+            Text(brief(view.message)),
         )
     print_table("Applications", rows)
 

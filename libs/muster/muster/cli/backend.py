@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from muster.cli import output
-from muster.cli.asking import Question, asking
-from muster.cli.changing import changing
+from muster.cli.changes import Intent, changing
 from muster.cli.config_options import (
     BACKEND_CHANGES,
     BACKEND_OPTIONS,
@@ -19,14 +17,13 @@ from muster.cli.config_options import (
     partial_backend_config,
     replica_config_of,
 )
-from muster.cli.group import group
-from muster.cli.intent import Intent
+from muster.cli.output import brief, config_facts, counts, print_facts, print_table, short_name, styled, table
+from muster.cli.queries import Question, asking, group
 from muster.cli.session import Session
-from muster.cli.tables import config_facts, counts, print_facts, print_table, styled, table
+from serve_common.api.commands import Change, CreateBackend, DeleteBackend, UpdateBackendConfig
+from serve_common.api.queries import GetBackendConfig
+from serve_common.api.views import BackendConfigView, BackendView
 from serve_common.names import deployment_tag
-from serve_common.wires.commands import Change, CreateBackend, DeleteBackend, UpdateBackendConfig
-from serve_common.wires.queries import GetBackendConfig
-from serve_common.wires.views import BackendConfigView, BackendView
 
 Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Its tag; of a deployment its name.")]
 
@@ -127,12 +124,12 @@ def list_(session: Session) -> Question[list[BackendView]]:  # noqa: ARG001 - ev
 
 
 def _intent(command: Change, tag: str, done: str, already: str = "is already as given") -> Intent:
-    what = f"backend {output.short_name(tag)}"
+    what = f"backend {short_name(tag)}"
     return Intent(command=command, what=what, done=done, already=already, look="muster backend list")
 
 
 def _show_config(view: BackendConfigView) -> None:
-    facts = {"backend": output.short_name(view.backend_tag), "version": view.version or "(none)"}
+    facts = {"backend": short_name(view.backend_tag), "version": view.version or "(none)"}
     print_facts({**facts, **config_facts(view.backend_config, view.replica_config)})
 
 
@@ -140,11 +137,11 @@ def _show_backends(views: Sequence[BackendView]) -> None:
     rows = table("backend", "status", "replicas", "import path", "message")
     for view in views:
         rows.add_row(
-            Text(output.short_name(view.backend_tag)),
+            Text(short_name(view.backend_tag)),
             styled(view.status.value),
             Text(counts(view.replicas, view.backend_config)),
             Text(view.replica_config.import_path),
-            Text(output.brief(view.message)),
+            Text(brief(view.message)),
         )
     print_table("Backends", rows)
 

@@ -1,4 +1,4 @@
-"""`muster backup` and `muster restore`: what is deployed, into a file and back."""
+"""`muster backup`, `muster restore`, `muster secrets`: files that a stack is made again from."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import typer
 
-from muster.cli import output
-from muster.cli.asking import Question, asking
-from muster.cli.changing import confirm
-from muster.cli.exit_codes import ExitCode
-from muster.cli.options import NoWaitOption, TimeoutOption
-from muster.cli.perform import show_progress
+from muster import secrets as stack_secrets
+from muster.cli.changes import confirm, show_progress
+from muster.cli.output import Progress, complain, print_json, say
 from muster.cli.ports import AdminPort
-from muster.cli.session import Session, session_of
-from muster.cli.signature import STACK_OPTIONS, composed, parameter, stack_choice
+from muster.cli.queries import (
+    STACK_OPTIONS,
+    JsonOption,
+    NoWaitOption,
+    Question,
+    TimeoutOption,
+    asking,
+    composed,
+    parameter,
+    stack_choice,
+)
+from muster.cli.session import ExitCode, Session, session_of
 from muster.client.address import StackAddress
+from serve_common.api.commands import RestoreReply
+from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField
+from serve_common.identities.roles import Role
 from serve_common.names import GoalId
-from serve_common.wires.commands import RestoreReply
-from serve_common.wires.views import GoalStatus
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 _TIMEOUT_S: Final = 600.0
@@ -76,7 +84,7 @@ def backup(
         _write(path, data)
         return Written(file=str(file), size_bytes=len(data))
 
-    return Question(ask, lambda done: output.say(f"{done.file} is written ({done.size_bytes} bytes)"))
+    return Question(ask, lambda done: say(f"{done.file} is written ({done.size_bytes} bytes)"))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -124,7 +132,7 @@ def _run(context: typer.Context, values: dict[str, Any]) -> None:
         address = session.find_stack(choice)
         checked = _asked(session, address, lambda admin: admin.send_backup(data, confirm=False))
         if not yes:
-            output.complain(f"{file}: {checked.summary}")
+            complain(f"{file}: {checked.summary}")
             confirm("Make this, and nothing else, be deployed?")
     with session.reporting(
         as_json=as_json, interrupted="stopped waiting; the restore goes on: 'muster status'"
@@ -148,7 +156,7 @@ def _read(path: Path) -> bytes:
 
 def _asked(session: Session, address: StackAddress, ask: Callable[[AdminPort], Awaitable[Answer]]) -> Answer:
     async def run() -> Answer:
-        with output.Progress("restore") as progress:
+        with Progress("restore") as progress:
             async with session.connect(address, progress) as stack:
                 return await ask(stack.admin)
 
@@ -160,7 +168,7 @@ async def _wait(session: Session, address: StackAddress, reply: RestoreReply, wa
     pending: list[GoalId] = []
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + waits_s
-    with output.Progress("restore") as progress:
+    with Progress("restore") as progress:
         async with session.connect(address, progress) as stack:
             for goal_id in reply.goal_ids if waits_s else ():
                 view = await stack.admin.wait_for_goal(
@@ -177,13 +185,13 @@ async def _wait(session: Session, address: StackAddress, reply: RestoreReply, wa
 
 def _show(restored: Restored, file: Path, *, as_json: bool, is_waiting: bool) -> None:
     if as_json:
-        output.print_json(restored)
+        print_json(restored)
     elif not restored.failed and not restored.pending:
-        output.say(f"{file} is {'restored' if is_waiting else 'accepted'}: {restored.backup}")
+        say(f"{file} is {'restored' if is_waiting else 'accepted'}: {restored.backup}")
     for goal_id, why in restored.failed.items():
-        output.complain(f"{goal_id} failed: {why}")
+        complain(f"{goal_id} failed: {why}")
     if restored.pending:
-        output.complain(f"{len(restored.pending)} goals are still pending: 'muster status'")
+        complain(f"{len(restored.pending)} goals are still pending: 'muster status'")
     if restored.failed:
         raise typer.Exit(ExitCode.FAILED)
     if restored.pending:
@@ -200,3 +208,75 @@ restore = composed(
         *STACK_OPTIONS,
     ),
 )
+
+
+def secrets(
+    context: typer.Context,
+    *,
+    directory: Annotated[
+        Path, typer.Option("--directory", metavar="DIR", help="Where; made when it is not there.")
+    ] = Path("secrets"),
+    rotate: Annotated[
+        Role | None,
+        typer.Option(
+            "--rotate",
+            metavar="ROLE",
+            help="Replace the keys of this role: controller, host, admin, proxy, replica, client or system.",
+        ),
+    ] = None,
+    subject_prefix: Annotated[
+        str,
+        typer.Option(
+            "--subject-prefix", metavar="NAME", help="First token of all subjects of this instance."
+        ),
+    ] = "serve",
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Make passwords for a NATS with plain users instead of identities."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate the NATS identities and passwords of a stack in containers.
+
+    Example:
+      muster secrets --directory secrets
+
+    Files that are there are kept. Secrets are never printed. When
+    nats_identities.conf has changed, restart NATS; after --rotate, restart the
+    processes of that role too.
+    """
+    session = session_of(context)
+    with session.reporting(as_json=as_json):
+        if rotate is not None and plain:
+            raise BadField("--rotate", "plain users have passwords: remove their files and generate again")
+        place = session.directory / directory
+        before = _files(place)
+        stack_secrets.generate(
+            place, for_containers=True, plain=plain, subject_prefix=subject_prefix, rotate=rotate
+        )
+        after = _files(place)
+        made = sorted(after.keys() - before.keys())
+        changed = sorted(name for name in after.keys() & before.keys() if after[name] != before[name])
+        kept = sorted(name for name in after.keys() & before.keys() if after[name] == before[name])
+        if as_json:
+            print_json({"directory": str(place), "made": made, "changed": changed, "kept": kept})
+            return
+        for word, names in (("made", made), ("changed", changed)):
+            for name in names:
+                say(f"{word} {directory / name}")
+        if not made and not changed:
+            say(f"nothing to do: {directory} has all {len(kept)} files")
+        elif kept:
+            say(f"kept {len(kept)} others")
+
+
+def _files(place: Path) -> dict[str, tuple[int, int]]:
+    """What tells whether a file was written meanwhile."""
+    expected = {*stack_secrets.FILES, *stack_secrets.PLAIN_NAMES, stack_secrets.NATS_INCLUDE}
+    found = {}
+    for name in expected:
+        path = place / name
+        if path.exists():
+            stat = path.stat()
+            found[name] = stat.st_ino, stat.st_mtime_ns
+    return found

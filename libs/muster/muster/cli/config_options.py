@@ -1,8 +1,4 @@
-"""Options for the fields of a backend's and of its replicas' configuration, the same for every command that takes them.
-
-Why tables: a field is an option of `muster deploy`, `muster backend create` and `muster backend update` alike, and a
-test sees that none is forgotten.
-"""
+"""Options for the fields of a backend's, a replica's and an endpoint's configuration."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ from typing import Any, Final
 
 import msgspec
 
-from muster.cli import output, values_given
-from muster.cli.signature import option, option_of
-from serve_common.autoscaling import AutoscalingConfig
-from serve_common.errors import BadField
-from serve_common.values.backend_config import (
+from muster.cli import parsing as values_given
+from muster.cli.output import complain
+from muster.cli.queries import option, option_of
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import (
     BackendConfig,
     BackpressureConfig,
     CircuitBreaker,
@@ -26,9 +22,11 @@ from serve_common.values.backend_config import (
     Placement,
     ReplicaPolicyName,
     check_backend_config,
+    merged,
 )
-from serve_common.values.merging import merged
-from serve_common.values.replica_config import RayActorOptions, ReplicaConfig, check_replica_config
+from serve_common.config.endpoint import EndpointOptions, check_endpoint_options
+from serve_common.config.replica import RayActorOptions, ReplicaConfig, check_replica_config
+from serve_common.errors import BadField
 
 _CODE, _SIZE, _UPDATES = "Code", "Size and place", "Updates"
 _LIFE, _GUARD = "Life and health of a replica", "Routing and protection"
@@ -163,7 +161,7 @@ def replica_config_of(import_path: str, given: Mapping[str, Any], directory: Pat
     """What was given, and defaults for the rest; says when a directory is one of the hosts. Raises `BadField`."""
     app_dir, note = values_given.place_app_dir(given.get("app_dir"), directory)
     if note:
-        output.complain(note)
+        complain(note)
     read = values_given.read_json
     config = ReplicaConfig(
         import_path=import_path,
@@ -214,3 +212,55 @@ def _actor_options(given: Mapping[str, Any]) -> RayActorOptions:
     options = values_given.read_json(text, "--ray-actor-options", RayActorOptions, "an object")
     amounts = {name: given[name] for name in ("num_cpus", "num_gpus") if name in given}
     return msgspec.structs.replace(options or RayActorOptions(), **amounts)
+
+
+_ENDPOINT_PANEL: Final = "Requests"
+_ENDPOINT_FIELDS: Final = (
+    ("shard_key_header", str, "Same value of this header, same replica; '' is none.", "HEADER"),
+    ("backend_header", str, "Request header that selects a backend; empty disables it.", "HEADER"),
+    ("relative_slo_ms", float, "Deadline of requests that bear none, from arrival.", "MS"),
+)
+"""Field by field: name, type, text, metavar."""
+
+
+def _endpoint_text(name: str, text: str) -> str:
+    default = getattr(EndpointOptions(), name)
+    return f"{text} Default: {default}." if default else text
+
+
+ENDPOINT_OPTIONS: Final = tuple(
+    option(name, kind, _endpoint_text(name, text), panel=_ENDPOINT_PANEL, metavar=metavar)
+    for name, kind, text, metavar in _ENDPOINT_FIELDS
+)
+"""Of whole `EndpointOptions`."""
+ENDPOINT_CHANGES: Final = tuple(
+    option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _ENDPOINT_FIELDS
+)
+"""Of some fields: what is not given stays."""
+
+_ENDPOINT_NAMES: Final = frozenset(name for name, *_rest in _ENDPOINT_FIELDS)
+
+
+def endpoint_options_of(given: Mapping[str, Any]) -> EndpointOptions:
+    """What was given, and defaults for the rest. Raises `BadField` naming the option."""
+    return _checked({name: value for name, value in given.items() if name in _ENDPOINT_NAMES})
+
+
+def partial_endpoint_options(
+    given: Mapping[str, Any], options: str | None, directory: Path
+) -> dict[str, Any]:
+    """Only what was given: the fields of the JSON object ``options``, and options over them. Raises `BadField`."""
+    partial = {**values_given.read_object(options, directory, "--options"), **given}
+    if not partial:
+        raise BadField("options", "nothing is given; --help shows them")
+    _checked(partial)
+    return partial
+
+
+def _checked(fields: Mapping[str, Any]) -> EndpointOptions:
+    try:
+        return check_endpoint_options(
+            merged(EndpointOptions(), fields, "endpoint_options"), "endpoint_options"
+        )
+    except BadField as error:
+        raise named_by_option(error, "endpoint_options") from error

@@ -1,20 +1,106 @@
-"""Commands about deployments that exist: `muster scale`, `muster rollback`, `muster delete`."""
+"""`muster deploy`, `call`, `scale`, `rollback`, `delete`, `plan`, `goal wait`, `shutdown`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import base64
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from muster.cli import output
-from muster.cli.changing import changing
-from muster.cli.intent import Intent
-from muster.cli.session import Session
+from muster.cli import parsing as values_given
+from muster.cli.changes import DRY_RUN, EXIT_CODES, RESULT_OF, Intent, changing, show_progress
+from muster.cli.config_options import (
+    BACKEND_OPTIONS,
+    CODE_OPTIONS,
+    ENDPOINT_OPTIONS,
+    backend_config_of,
+    endpoint_options_of,
+    replica_config_of,
+)
+from muster.cli.output import Progress, complain, print_json, say, short_name, write_body
+from muster.cli.queries import (
+    CredsOption,
+    JsonOption,
+    NatsOption,
+    PasswordFileOption,
+    TimeoutOption,
+    UserOption,
+    group,
+    option_of,
+)
+from muster.cli.session import ExitCode, Session, StackChoice, session_of
+from muster.client.requests import Answer
+from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
+from serve_common.api.views import GoalStatus, GoalView
+from serve_common.config.backend import NUM_REPLICAS_MAX
+from serve_common.config.validation import check_between
 from serve_common.errors import BadField
-from serve_common.limits import check_between
-from serve_common.names import deployment_tag
-from serve_common.values.backend_config import NUM_REPLICAS_MAX
-from serve_common.wires.commands import DeleteDeployment, Rollback, Scale
+from serve_common.names import GoalId, check_route, deployment_tag
+
+
+@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS, *ENDPOINT_OPTIONS))
+def deploy(
+    session: Session,
+    *,
+    import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
+    name: Annotated[str, typer.Option("--name", help="Its name.")],
+    app: Annotated[str | None, typer.Option("--app", help="Its application; 'default' unless given.")] = None,
+    route_prefix: Annotated[
+        str | None, typer.Option("--route-prefix", help="Where HTTP reaches it, such as /digits.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; all unless given."),
+    ] = None,
+    version: Annotated[
+        str | None,
+        typer.Option(
+            "--version", help="Of the code. The same again keeps replicas; none given replaces them."
+        ),
+    ] = None,
+    prev_version: Annotated[
+        str | None, typer.Option("--prev-version", help="Refuse unless this is the version deployed now.")
+    ] = None,
+    given: Mapping[str, Any],
+) -> Intent:
+    """Make a deployment be as given, and wait until it serves.
+
+    Examples:
+      muster deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits
+
+      muster deploy digits:Digits --name digits --route-prefix /digits \\
+        --app-dir examples/digits --num-replicas 3 --version 2 \\
+        --user-config '{"threshold": 0.9}'
+
+    What is not given gets its default again: a deploy says everything.
+    When the new version cannot start, the one before it keeps serving.
+    """
+    tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
+    request = Deploy(
+        name=tag,
+        replica_config=replica_config_of(import_path, given, session.directory),
+        backend_config=backend_config_of(given, session.directory),
+        route_prefix=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
+        endpoint_options=endpoint_options_of(given),
+        version=version,
+        prev_version=prev_version,
+        **values_given.read_methods(methods),
+    )
+    return intent_to_deploy(request)
+
+
+def intent_to_deploy(request: Deploy) -> Intent:
+    """A deploy and its words."""
+    what = short_name(request.name)
+    return Intent(
+        command=request, what=what, done="is deployed", look=f"muster status {what}", deployment=request.name
+    )
+
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]
 
@@ -37,7 +123,7 @@ def scale(
     """
     tag = deployment_tag(name)
     check_between(num_replicas, 0, NUM_REPLICAS_MAX, "N")
-    what = output.short_name(tag)
+    what = short_name(tag)
     return Intent(
         command=Scale(backend_tag=tag, num_replicas=num_replicas),
         what=what,
@@ -72,7 +158,7 @@ def rollback(
     if to is not None and to_revision is not None:
         raise BadField("--to-revision", "and --to must not both be given")
     target = to_revision if to is None else to
-    what = output.short_name(tag)
+    what = short_name(tag)
     words = "what it was before" if target is None else f"{'revision ' if to is None else ''}{target}"
     return Intent(
         command=Rollback(name=tag, to=target),
@@ -99,7 +185,7 @@ def delete(
     success.
     """
     tag = deployment_tag(name)
-    what = output.short_name(tag)
+    what = short_name(tag)
     return Intent(
         command=DeleteDeployment(name=tag),
         what=what,
@@ -107,3 +193,194 @@ def delete(
         already="does not exist",
         look=f"muster status {what}",
     )
+
+
+app = group("Changes that were begun: wait.")
+
+
+@app.command()
+def wait(
+    context: typer.Context,
+    *,
+    goal_id: Annotated[str, typer.Argument(metavar="GOAL", help="As --no-wait printed it.")],
+    timeout_s: TimeoutOption = 600.0,
+    as_json: JsonOption = False,
+    nats: NatsOption = None,
+    creds: CredsOption = None,
+    user: UserOption = None,
+    password_file: PasswordFileOption = None,
+) -> None:
+    """Wait until a change is done, and tell how it ended.
+
+    Example:
+      muster goal wait goal-7 --timeout-s 60
+
+    With --timeout-s 0 it only tells how things stand.
+    """
+    session = session_of(context)
+    with session.reporting(as_json=as_json, interrupted="stopped waiting; the change goes on"):
+        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
+        view = asyncio.run(_wait(session, stack, GoalId(goal_id), timeout_s))
+        code = EXIT_CODES[RESULT_OF[view.status]]
+        if as_json:
+            print_json(view)
+        else:
+            (say if code is ExitCode.OK else complain)(_describe(view))
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
+
+
+async def _wait(session: Session, choice: StackChoice, goal_id: GoalId, timeout_s: float) -> GoalView:
+    with Progress(goal_id) as progress:
+        async with session.connect(session.find_stack(choice), progress) as stack:
+            return await stack.admin.wait_for_goal(
+                goal_id, deadline_s=timeout_s, on_progress=lambda goal: show_progress(goal, progress)
+            )
+
+
+def _describe(view: GoalView) -> str:
+    match view.status:
+        case GoalStatus.SUCCEEDED:
+            return f"{view.goal_id} succeeded"
+        case GoalStatus.PENDING:
+            return f"error: {view.goal_id} is not done yet: {view.message}"
+        case GoalStatus.FAILED:
+            return f"error: {view.goal_id} failed:\n{view.error.rstrip()}"
+        case GoalStatus.SUPERSEDED:
+            return f"error: another change came after {view.goal_id}: {view.error}"
+
+
+ANY_ARGUMENTS = {
+    "help_option_names": ["-h", "--help"],
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    # Options behind the first word belong to the command that is planned.
+    "allow_interspersed_args": False,
+}
+
+
+def plan(context: typer.Context) -> None:
+    """Show what a changing command would do, and change nothing.
+
+    Examples:
+      muster plan scale digits 3
+      muster plan deploy digits:Digits --name digits --num-replicas 3
+      muster plan traffic set digits v2
+
+    Shows which replicas would start, stop or be reconfigured, and why.
+    The same as the command with --dry-run.
+    """
+    session = session_of(context)
+    root = context.find_root()
+    words, command, rest = _named(root, context.args)
+    with session.reporting(as_json="--json" in rest):
+        if not words:
+            raise BadField("plan", "needs a command, such as: muster plan scale digits 3")
+        if not isinstance(command, TyperGroup):
+            if all(each.name != DRY_RUN for each in command.params):
+                raise BadField("plan", f"'{' '.join(words)}' changes nothing; there is nothing to plan")
+            rest = [option_of(DRY_RUN), *rest]
+    planned = root.command
+    assert isinstance(planned, TyperGroup)
+    _word, first, _rest = planned.resolve_command(root, words)
+    assert first is not None
+    with first.make_context(words[0], [*words[1:], *rest], parent=root) as inner:
+        first.invoke(inner)
+
+
+def _named(root: Any, arguments: list[str]) -> tuple[list[str], Any, list[str]]:
+    """The words that name a command, the command, and its own arguments. Raises typer's error for unknown words."""
+    words: list[str] = []
+    command: Any = root.command
+    rest = list(arguments)
+    while rest and not rest[0].startswith("-") and isinstance(command, TyperGroup):
+        word, found, rest = command.resolve_command(root, rest)
+        words.append(word or "")
+        command = found
+    return words, command, rest
+
+
+@changing(timeout_s=600.0)
+def shutdown(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> Intent:
+    """Delete every application, deployment, endpoint and backend.
+
+    Example:
+      muster shutdown --dry-run
+
+    Asks first. Requests in flight finish. The stack itself stays up.
+    """
+    return Intent(
+        command=Shutdown(confirm="everything"),
+        what="everything",
+        done="is deleted",
+        already="is deleted; there is nothing",
+        question="" if yes else "Delete every application, deployment, endpoint and backend?",
+    )
+
+
+def call(
+    context: typer.Context,
+    *,
+    name: Annotated[str, typer.Argument(help="deployment or app/deployment.")],
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="TEXT|@FILE|-", help="The body; '-' reads standard input."),
+    ] = None,
+    header: Annotated[
+        list[str] | None, typer.Option("--header", metavar="'Name: value'", help="May be given again.")
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0.1, max=3600.0, help="How long to wait, in seconds.")
+    ] = 60.0,
+    as_json: JsonOption = False,
+    nats: NatsOption = None,
+    creds: CredsOption = None,
+    user: UserOption = None,
+    password_file: PasswordFileOption = None,
+) -> None:
+    """Call a deployment and print its answer; byte for byte into a pipe.
+
+    Example:
+      muster call digits --data @examples/digits/sample.png
+
+    It goes over NATS, as any NATS client can call, and so reaches a
+    deployment without a route too.
+    """
+    session = session_of(context)
+    with session.reporting(as_json=as_json):
+        tag = deployment_tag(name)
+        body = values_given.read_body(
+            data, session.directory, sys.stdin.buffer.read() if data == "-" else None
+        )
+        headers = values_given.read_headers(header or ())
+        stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
+        answer = asyncio.run(_call(session, stack, tag, body=body, headers=headers, timeout_s=timeout_s))
+        if as_json:
+            print_json({"headers": dict(answer.headers), **_body(answer.body)})
+        else:
+            write_body(answer.body)
+
+
+async def _call(
+    session: Session,
+    options: StackChoice,
+    name: str,
+    *,
+    body: bytes,
+    headers: dict[str, str],
+    timeout_s: float,
+) -> Answer:
+    with Progress(short_name(name)) as progress:
+        async with session.connect(session.find_stack(options), progress) as stack:
+            return await stack.caller.call(name, body, headers=headers, timeout_s=timeout_s)
+
+
+def _body(body: bytes) -> dict[str, Any]:
+    try:
+        return {"body": body.decode()}
+    except UnicodeDecodeError:
+        return {"body_base64": base64.b64encode(body).decode()}

@@ -1,29 +1,25 @@
-"""`muster logs`: what all processes of a stack say, their users' code included, as it is said.
-
-Why over the bus: one place to listen, wherever the processes run. What leaves that way may have gaps (each process says
-so); what is whole is what the processes wrote where they run.
-"""
+"""`muster logs`: what all processes of a stack log, their users' code included, as it is logged."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from muster.cli import output
+from muster.cli.output import get_console, print_json_line, short_name
+from muster.cli.queries import streaming
 from muster.cli.session import Session
-from muster.cli.show_logs import show_line
-from muster.cli.streaming import streaming
 from muster.client.address import StackAddress
-from muster.client.feed import Feed, Heard
+from muster.client.requests import Feed, Heard
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
-from serve_common.subjects import RECALLED, Subjects
-from serve_common.wires.logs import (
+from serve_common.protocol.logs import (
     KINDS,
     LEVELS,
     RECALL_LINES_MAX,
@@ -32,6 +28,62 @@ from serve_common.wires.logs import (
     kind_of,
     read_line,
 )
+from serve_common.protocol.subjects import RECALLED, Subjects
+
+_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
+_SHOWN: Final = frozenset(
+    (
+        *("timestamp", "level", "event", "logger", "message", "exception", "stack", "traceback", "source"),
+        *("service", "replica_tag", "backend_tag", "proxy_id", "host_id", "controller_id"),
+    )
+)
+_OF_USERS: Final = ("log", "print")
+
+
+def show_line(console: Console, line: Mapping[str, Any]) -> None:
+    """When, how grave, who, what; then the rest of its fields, and a traceback below."""
+    level = str(line.get("level", ""))
+    style = _STYLES.get(level, "")
+    text = Text()
+    text.append(f"{_time_of(line):<12} ", style="dim")
+    text.append(f"{level.upper():<8} ", style=style)
+    text.append(f"{who(line)} ", style="cyan")
+    is_users = line.get("event") in _OF_USERS
+    if is_users and line.get("event") == "log":
+        text.append(f"{line.get('logger', '')}: ", style="bold")
+    text.append(_text(line.get("message" if is_users else "event", "")), style=style)
+    for name, value in line.items():
+        if name not in _SHOWN or (not is_users and name in ("message", "logger")):
+            text.append(f" {name}=", style="dim")
+            text.append(_text(value))
+    console.print(text, soft_wrap=True)
+    for name in ("exception", "stack", "traceback"):
+        if line.get(name):
+            console.print(Text(_indented(_text(line[name])), style="dim"), soft_wrap=True)
+
+
+def who(line: Mapping[str, Any]) -> str:
+    """Which process said it."""
+    if line.get("replica_tag"):
+        return short_name(str(line["replica_tag"]))
+    for name in ("proxy_id", "host_id", "controller_id"):
+        if line.get(name):
+            return str(line[name])
+    return str(line.get("service", "?"))
+
+
+def _time_of(line: Mapping[str, Any]) -> str:
+    _, _, clock = str(line.get("timestamp", "")).partition("T")
+    return clock[:12].rstrip("Z") or "-"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
+
 
 _RECALL_S: Final = 0.7
 """How long processes may take to send what they remember."""
@@ -99,7 +151,7 @@ class _Following:
         self._wanted = wanted
         self._subjects = subjects
         self._as_json = as_json
-        self._console = output.get_console()
+        self._console = get_console()
         self._token = secrets.token_hex(8)
 
     @property
@@ -148,7 +200,7 @@ class _Following:
 
     def _show(self, data: bytes, line: dict[str, Any]) -> None:
         if self._as_json:
-            output.print_json_line(data.decode(errors="replace"))
+            print_json_line(data.decode(errors="replace"))
         else:
             show_line(self._console, line)
 

@@ -10,36 +10,19 @@ from typing import Annotated
 import structlog
 import typer
 
-from muster.cli import (
-    apps,
-    autoscaling,
-    backend,
-    endpoint,
-    goal,
-    hosts,
-    http_options,
-    output,
-    proxies,
-    traffic,
-)
+from muster.cli.apps import app as application_app
+from muster.cli.backend import app as backend_app
 from muster.cli.backup import backup as back_up
-from muster.cli.backup import restore
-from muster.cli.call import call
-from muster.cli.connection import StackChoice
-from muster.cli.deploy import deploy
-from muster.cli.deployments import delete, rollback, scale
-from muster.cli.events import events
-from muster.cli.exit_codes import EXIT_CODES_HELP
-from muster.cli.group import CONTEXT_SETTINGS
+from muster.cli.backup import restore, secrets
+from muster.cli.deployments import ANY_ARGUMENTS, call, delete, deploy, plan, rollback, scale, shutdown
+from muster.cli.deployments import app as goal_app
+from muster.cli.endpoints import endpoint_app, http_app, traffic_app
+from muster.cli.history import events, history, revisions
 from muster.cli.logs import logs
-from muster.cli.looking import info, list_, snapshot
-from muster.cli.options import CredsOption, NatsOption, PasswordFileOption, UserOption
-from muster.cli.plan import ANY_ARGUMENTS, plan
-from muster.cli.record import history, revisions
-from muster.cli.secrets import secrets
-from muster.cli.session import Session
-from muster.cli.shutdown import shutdown
-from muster.cli.status import status
+from muster.cli.output import PlainFormatter, plain_event, stderr_for_logs
+from muster.cli.queries import CONTEXT_SETTINGS, CredsOption, NatsOption, PasswordFileOption, UserOption
+from muster.cli.session import EXIT_CODES_HELP, Session, StackChoice
+from muster.cli.status import autoscaling_app, host_app, info, list_, proxy_app, snapshot, status
 from muster.cli.top import top
 from muster.cli.up import up
 
@@ -63,15 +46,15 @@ for _panel, _commands in (
     for _command in _commands:
         app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
-    ("app", apps.app, _DEPLOY),
-    ("backend", backend.app, _TRAFFIC),
-    ("endpoint", endpoint.app, _TRAFFIC),
-    ("traffic", traffic.app, _TRAFFIC),
-    ("autoscaling", autoscaling.app, _OPERATE),
-    ("host", hosts.app, _OPERATE),
-    ("proxy", proxies.app, _OPERATE),
-    ("http", http_options.app, _OPERATE),
-    ("goal", goal.app, _OPERATE),
+    ("app", application_app, _DEPLOY),
+    ("backend", backend_app, _TRAFFIC),
+    ("endpoint", endpoint_app, _TRAFFIC),
+    ("traffic", traffic_app, _TRAFFIC),
+    ("autoscaling", autoscaling_app, _OPERATE),
+    ("host", host_app, _OPERATE),
+    ("proxy", proxy_app, _OPERATE),
+    ("http", http_app, _OPERATE),
+    ("goal", goal_app, _OPERATE),
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)
 app.command(rich_help_panel=_DEPLOY, context_settings=ANY_ARGUMENTS)(plan)
@@ -120,12 +103,12 @@ def root(
 def main() -> None:
     """The entry point."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(output.PlainFormatter(logging.BASIC_FORMAT))
+    handler.setFormatter(PlainFormatter(logging.BASIC_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.ERROR)
     structlog.configure(
-        processors=[output.plain_event, *structlog.get_config()["processors"]],
+        processors=[plain_event, *structlog.get_config()["processors"]],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=output.stderr_for_logs()),
+        logger_factory=structlog.PrintLoggerFactory(file=stderr_for_logs()),
     )
     app(prog_name="muster")
 

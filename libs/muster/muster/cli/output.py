@@ -1,9 +1,4 @@
-"""Text for people on a terminal, lines for logs, JSON for programs: which goes where is decided here.
-
-Results go to standard output and everything else to standard error, so that output can be piped. Only tables are
-rendered by rich; texts that come from users (tracebacks, names) are never read as markup, and nothing in them reaches a
-terminal that it would obey: whatever is printed passes `plain`, or is JSON that has escaped it.
-"""
+"""Text for people, lines for logs, JSON for programs: what goes where, and how tables, times and amounts look."""
 
 from __future__ import annotations
 
@@ -12,16 +7,25 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Self, TextIO, cast
 
 import msgspec
 import typer
+from rich import box
 from rich.console import Console
 from rich.segment import Segment
 from rich.status import Status
+from rich.table import Table
 from rich.text import Text
+
+from muster.cli import parsing as values_given
+from serve_common.api.views import ReplicaView
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import METHODS
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
 
 _PIPED_WIDTH = 200
 """Columns for tables that no terminal limits."""
@@ -175,3 +179,98 @@ class Progress:
             self._status.update(Text(line))
         else:
             complain(line)
+
+
+_STYLES = {
+    **dict.fromkeys(("healthy", "live", "running", "succeeded", "start"), "green"),
+    **dict.fromkeys(("updating", "starting", "should_start", "suspect", "leaving", "pending"), "yellow"),
+    **dict.fromkeys(("draining", "deleting", "reconfigure", "superseded"), "yellow"),
+    **dict.fromkeys(("unhealthy", "lost", "failed", "stop"), "red"),
+}
+_RUNNING = frozenset({"running", "updating"})
+
+
+def table(*columns: str) -> Table:
+    """An empty table."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def styled(value: str) -> Text:
+    """A word for a state in its colour."""
+    return Text(value, style=_STYLES.get(value, ""))
+
+
+def print_table(title: str, rows: Table) -> None:
+    """A table under its title, or a line that there is none."""
+    console = get_console()
+    if rows.row_count:
+        console.print(Text(title, style="bold"))
+        console.print(rows)
+        console.print()
+    else:
+        console.print(Text(f"{title}: none", style="bold"))
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """Names and values in two columns; empty values are left out."""
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    for title, value in facts.items():
+        if value:
+            rows.add_row(Text(title, style="bold"), styled(value))
+    get_console().print(rows)
+
+
+def print_replicas(replicas: Sequence[ReplicaView]) -> None:
+    """Each replica in a row."""
+    rows = table("replica", "state", "host", "version", "message")
+    for replica in replicas:
+        rows.add_row(
+            Text(short_name(replica.replica_tag)),
+            styled(replica.state),
+            Text(replica.host_id or "-"),
+            Text(replica.version or "-"),
+            Text(brief(replica.message)),
+        )
+    print_table("Replicas", rows)
+
+
+def counts(replicas: Sequence[ReplicaView], config: BackendConfig) -> str:
+    """How many run, of how many."""
+    return f"{sum(replica.state in _RUNNING for replica in replicas)}/{config.num_replicas}"
+
+
+def config_facts(backend_config: BackendConfig, replica_config: ReplicaConfig) -> dict[str, str]:
+    """Both configurations field by field, under the names that they have everywhere."""
+    return {**facts_of(replica_config), **facts_of(backend_config)}
+
+
+def facts_of(fields: msgspec.Struct) -> dict[str, str]:
+    """Every field that says something, under its name."""
+    named = msgspec.structs.asdict(fields)
+    return {name: value_text(value) for name, value in named.items() if value not in ("", [], {}, None)}
+
+
+def methods_text(methods: Sequence[str]) -> str:
+    """HTTP methods, in a word where there are all of them."""
+    return "all" if set(methods) == set(METHODS) else ", ".join(methods)
+
+
+def value_text(value: Any) -> str:
+    """A user's value: text as it is, a group of fields as its option takes it, anything else as JSON."""
+    if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
+        return values_given.group_text(value)
+    plain = msgspec.to_builtins(value)
+    return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
+
+
+def moment(at: float | None) -> str:
+    """Seconds since 1970 as a date and time in UTC, as logs have it."""
+    return "-" if at is None else datetime.fromtimestamp(at, tz=UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def shares(amounts: Mapping[str, float]) -> str:
+    """Weights or proportions by name."""
+    return ", ".join(f"{short_name(name)}={amount:g}" for name, amount in sorted(amounts.items())) or "-"

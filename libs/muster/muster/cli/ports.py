@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.client.address import StackAddress
-from muster.client.ports import Answer
+from muster.client.requests import Answer
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
-from serve_common.names import GoalId
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import Change, ChangeReply, RestoreReply, Shutdown, ShutdownReply
-from serve_common.wires.queries import (
+from serve_common.api.commands import Change, ChangeReply, RestoreReply, Shutdown, ShutdownReply
+from serve_common.api.queries import (
     GetBackendConfig,
     GetDeploymentInfo,
     GetEvents,
@@ -24,7 +22,7 @@ from serve_common.wires.queries import (
     GetStatus,
     ListDeployments,
 )
-from serve_common.wires.views import (
+from serve_common.api.views import (
     ApplicationView,
     AutoscalingView,
     BackendConfigView,
@@ -42,6 +40,8 @@ from serve_common.wires.views import (
     SnapshotView,
     StatusView,
 )
+from serve_common.config.endpoint import HttpOptions
+from serve_common.names import GoalId
 
 
 class AdminPort(Protocol):

@@ -1,4 +1,4 @@
-"""One run of the program: what commands share, and the one place where errors become lines and exit codes."""
+"""One run of the program: finds the stack, runs a command, turns errors into lines and an exit code."""
 
 from __future__ import annotations
 
@@ -6,24 +6,204 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
+from enum import IntEnum
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import typer
 
-from muster.cli import output
-from muster.cli.connection import StackChoice, find_stack, running_embedded
-from muster.cli.exit_codes import ExitCode, exit_code_of
+from muster.cli.output import Progress, complain, print_json
 from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
-from muster.client.address import StackAddress
+from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
 from muster.client.connect import connect_stack
-from muster.client.feed import Listen, listen_to_stack
-from muster.client.replies import UnknownError
-from muster.embedded.disk_room import disk_is_full
-from muster.embedded.options import StackOptions
+from muster.client.requests import Listen, UnknownError, listen_to_stack
+from muster.embedded.disk import disk_is_full
+from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import OnEvent
-from serve_common.errors import BadField, BusAuthorizationFailed, PermanentError, ServeError, TransientError
-from serve_common.wires.admin import ErrorView
+from muster.embedded.run_record import RunRecord, running_stack
+from muster.secrets import Secrets
+from serve_common.api.verbs import ErrorView
+from serve_common.errors import (
+    BadField,
+    BusAuthorizationFailed,
+    BusUnavailable,
+    CommandRefused,
+    DeadlineExceeded,
+    NotFound,
+    PermanentError,
+    ServeError,
+    TransientError,
+)
+from serve_common.identities.roles import Role
+from serve_common.runtime.settings import Environment
+
+SECRETS_DIRECTORY: Final = "secrets"
+_OWN_USERS: Final = frozenset({DEFAULT_USER, "client"})
+"""Whose credentials lie with a stack for those who find it: people's, and deployment handles' outside of replicas."""
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+
+
+class StackChoice(msgspec.Struct, frozen=True):
+    """What the command line says about the stack; None: nothing."""
+
+    nats: str | None = None
+    creds: Path | None = None
+    user: str | None = None
+    password_file: Path | None = None
+
+    def over(self, other: StackChoice) -> StackChoice:
+        """These, and ``other``'s where these say nothing."""
+        return StackChoice(
+            nats=self.nats or other.nats,
+            creds=self.creds or other.creds,
+            user=self.user or other.user,
+            password_file=self.password_file or other.password_file,
+        )
+
+
+def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Path) -> StackAddress:
+    """The address of the stack that is meant, seen from ``directory``.
+
+    Raises `BusUnavailable` when none is given and none is found, `BadField` for what cannot be, and `SecretUnusable`
+    for a password file of a found stack that cannot be read.
+    """
+    environment = Environment(variables)
+    field = "--nats" if options.nats else "MUSTER_NATS_URL"
+    given = options.nats or environment.optional("MUSTER_NATS_URL")
+    embedded = running_embedded(variables, directory)
+    if given is None and embedded is not None:
+        given = embedded.nats_url
+    password = _given_password(options, environment)
+    credentials = _given_credentials(options, environment, directory)
+    composed = _secrets_of_compose(directory)
+    if given is None and (composed is not None or password is not None or credentials is not None):
+        given = DEFAULT_URL
+    if given is None:
+        raise BusUnavailable(
+            "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL"
+        )
+    parsed = parse_urls(given, field)
+    user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)
+    if options.password_file is None and parsed.password is not None:
+        password = parsed.password
+        credentials = None if options.creds is None else credentials
+    if password is None and credentials is None and user in _OWN_USERS:
+        credentials, password = _own(user, parsed.urls, embedded, composed)
+    return StackAddress(
+        urls=parsed.urls,
+        credentials_file=credentials,
+        user=user,
+        password=password,
+        subject_prefix=environment.text("MUSTER_SUBJECT_PREFIX", "serve"),
+        tls_ca_file=_readable(environment.optional("MUSTER_NATS_TLS_CA_FILE"), "MUSTER_NATS_TLS_CA_FILE"),
+    )
+
+
+def _given_credentials(options: StackChoice, environment: Environment, directory: Path) -> str | None:
+    """A password that is given on the command line goes before credentials of the environment."""
+    if options.creds is not None:
+        return _readable(str(directory / options.creds), "--creds")
+    if options.password_file is not None or options.user is not None:
+        return None
+    named = environment.optional("MUSTER_NATS_CREDS")
+    return None if named is None else _readable(str(directory / named), "MUSTER_NATS_CREDS")
+
+
+def _given_password(options: StackChoice, environment: Environment) -> str | None:
+    if options.password_file is not None:
+        variables = {"given_FILE": str(options.password_file)}
+        try:
+            return Environment(variables).secret("given")
+        except BadField as error:
+            raise BadField("--password-file", error.reason) from error
+    if environment.optional("MUSTER_NATS_PASSWORD") or environment.optional("MUSTER_NATS_PASSWORD_FILE"):
+        return environment.secret("MUSTER_NATS_PASSWORD")
+    return None
+
+
+def _own(
+    user: str, urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None
+) -> tuple[str | None, str | None]:
+    """The file of credentials, or else the password, that lies with the stack."""
+    secrets = None
+    if embedded is not None and urls == parse_urls(embedded.nats_url, "run.json").urls:
+        secrets = Secrets(Path(embedded.secrets))
+    elif composed is not None and _hosts(urls) <= _LOOPBACK:
+        secrets = Secrets(composed)
+    if secrets is None:
+        return None, None
+    file = secrets.credentials_file(Role(user))
+    return (str(file), None) if file.is_file() else (None, secrets.read(f"nats_{user}"))
+
+
+def _hosts(urls: tuple[str, ...]) -> set[str]:
+    return {url.partition("://")[2].rpartition(":")[0].strip("[]") for url in urls}
+
+
+def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord | None:
+    """The stack that `muster up` runs from ``directory`` or above; None when there is none."""
+    named = Environment(variables).optional("MUSTER_STATE_DIR")
+    places = [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _upwards(directory)]
+    return next(filter(None, map(running_stack, places)), None)
+
+
+def _secrets_of_compose(directory: Path) -> Path | None:
+    for place in _upwards(directory):
+        candidate = place / SECRETS_DIRECTORY
+        found = Secrets(candidate)
+        if found.credentials_file(Role.ADMIN).is_file() or found.nats_password_file("admin").is_file():
+            return candidate
+    return None
+
+
+def _upwards(directory: Path) -> Iterator[Path]:
+    yield directory
+    yield from directory.parents
+
+
+def _readable(path: str | None, field: str) -> str | None:
+    if path is not None and not os.access(path, os.R_OK):
+        raise BadField(field, f"{path} cannot be read")
+    return path
+
+
+class ExitCode(IntEnum):
+    """0 is success."""
+
+    OK = 0
+    FAILED = 1
+    """The goal failed, or was superseded, or the operation failed."""
+    BAD_INPUT = 2
+    """What was asked for cannot be accepted; nothing was changed."""
+    UNREACHABLE = 3
+    """NATS, the controller or Postgres does not answer, or NATS refuses the user."""
+    NOT_FOUND = 4
+    TIMED_OUT = 5
+    """The time to wait is over; what was begun goes on."""
+    INTERRUPTED = 130
+    """Ctrl-C while waiting; what was begun goes on."""
+
+
+EXIT_CODES_HELP = (
+    "Exit codes: 0 done, 1 failed, 2 bad input, 3 the stack cannot be reached, 4 not found, 5 timed out."
+)
+
+
+def exit_code_of(error: ServeError) -> ExitCode:
+    """The exit code for an error that ends a command."""
+    match error:
+        case NotFound():
+            return ExitCode.NOT_FOUND
+        case CommandRefused():
+            return ExitCode.BAD_INPUT
+        case TransientError() | BusAuthorizationFailed():
+            return ExitCode.UNREACHABLE
+        case DeadlineExceeded():
+            return ExitCode.TIMED_OUT
+        case _:
+            return ExitCode.FAILED
+
 
 _CHANGE_RETRY_S = 30.0
 """A controller that died is back or replaced well within this."""
@@ -63,7 +243,7 @@ class Session:
         return None if found is None else disk_is_full(Path(found.state_dir))
 
     def connect(
-        self, address: StackAddress, progress: output.Progress, *, retry_for_s: float = _CHANGE_RETRY_S
+        self, address: StackAddress, progress: Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[StackPort]:
         """Reach a stack; troubles that may pass are shown as progress."""
         self.has_plain_users = address.credentials_file is None
@@ -86,16 +266,16 @@ class Session:
         except ServeError as error:
             _report(error, as_json=as_json)
             if isinstance(error, TransientError) and (full := self.full_disk()) is not None:
-                output.complain(full)
+                complain(full)
             raise typer.Exit(exit_code_of(error)) from error
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as error:
-            output.complain(interrupted)
+            complain(interrupted)
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if self.environment.get("MUSTER_DEBUG"):
-                output.complain(traceback.format_exc())
+                complain(traceback.format_exc())
             unexpected = ServeError(
                 f"{type(error).__name__}: {error} (unexpected; MUSTER_DEBUG=1 shows where)"
             )
@@ -122,9 +302,9 @@ def session_of(context: typer.Context) -> Session:
 
 
 def _report(error: ServeError, *, as_json: bool) -> None:
-    output.complain(f"error: {error}")
+    complain(f"error: {error}")
     if isinstance(error, BusAuthorizationFailed):
-        output.complain(
+        complain(
             "Give credentials with --creds or MUSTER_NATS_CREDS; for a NATS with plain users, the user with --user and "
             "the password with --password-file, MUSTER_NATS_PASSWORD_FILE or MUSTER_NATS_PASSWORD."
         )
@@ -132,4 +312,4 @@ def _report(error: ServeError, *, as_json: bool) -> None:
         field = error.field if isinstance(error, BadField) else ""
         code = error.code if isinstance(error, UnknownError) else error.error_code
         view = ErrorView(code=code, message=str(error), field=field)
-        output.print_json({"error": msgspec.to_builtins(view)})
+        print_json({"error": msgspec.to_builtins(view)})

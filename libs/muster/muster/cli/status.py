@@ -1,21 +1,315 @@
-"""`muster status`: what there is and how it is."""
+"""`muster status`, `list`, `info`, `snapshot`, `host …`, `proxy …`, `autoscaling …`: a stack as a person sees it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from muster.cli import output
-from muster.cli.asking import Question, asking
+from muster.cli.changes import Intent, changing
+from muster.cli.output import (
+    brief,
+    complain,
+    config_facts,
+    counts,
+    facts_of,
+    methods_text,
+    moment,
+    print_facts,
+    print_replicas,
+    print_table,
+    say,
+    short_name,
+    styled,
+    table,
+    value_text,
+)
 from muster.cli.ports import AdminPort
+from muster.cli.queries import Question, asking, group
 from muster.cli.session import Session
-from muster.cli.show_status import show_deployment, show_status
+from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
+from serve_common.api.queries import GetDeploymentInfo, GetStatus, ListDeployments
+from serve_common.api.views import (
+    AutoscalingView,
+    DeploymentStatus,
+    DeploymentView,
+    HostView,
+    ProxyView,
+    SnapshotView,
+    StatusView,
+)
 from serve_common.errors import LimitReached
-from serve_common.names import deployment_tag
-from serve_common.wires.queries import GetDeploymentInfo, GetStatus, ListDeployments
-from serve_common.wires.views import StatusView
+from serve_common.names import check_name, deployment_tag
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]
+
+autoscaling_app = group("Numbers of replicas that follow the load: list, pause, resume.")
+
+
+@asking
+def list_autoscaling(session: Session) -> Question[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
+    """List what was seen, what it comes to, and why it moved or held."""
+    return Question(lambda admin: admin.get_autoscaling(), show_autoscaling)
+
+
+@changing()
+def pause(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+) -> Intent:
+    """Leave a deployment's number of replicas as it is.
+
+    Example:
+      muster autoscaling pause digits
+
+    It stays so over deploys, until 'muster autoscaling resume'.
+    """
+    tag = deployment_tag(name)
+    return Intent(
+        command=PauseAutoscaling(backend_tag=tag),
+        what=short_name(tag),
+        done="keeps its number of replicas",
+        already="keeps its number of replicas already",
+        look="muster autoscaling list",
+    )
+
+
+@changing()
+def resume(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+) -> Intent:
+    """Let a deployment's number of replicas follow its load again.
+
+    Example:
+      muster autoscaling resume digits
+    """
+    tag = deployment_tag(name)
+    return Intent(
+        command=ResumeAutoscaling(backend_tag=tag),
+        what=short_name(tag),
+        done="follows its load again",
+        already="follows its load already",
+        look="muster autoscaling list",
+    )
+
+
+def show_autoscaling(views: Sequence[AutoscalingView]) -> None:
+    """Each backend in a row."""
+    rows = table("name", "replicas", "limits", "load", "wanted", "verdict", "why")
+    for view in views:
+        rows.add_row(
+            Text(short_name(view.backend_tag)),
+            Text(str(view.num_replicas)),
+            Text(f"{view.min_replicas}-{view.max_replicas}"),
+            Text("-" if view.seen is None else f"{view.seen:.1f}"),
+            Text("-" if view.wanted is None else f"{view.wanted:.1f}"),
+            Text("paused" if view.paused else view.verdict or "-", style="yellow" if _is_odd(view) else ""),
+            Text(view.why),
+        )
+    print_table("Autoscaling", rows)
+
+
+def _is_odd(view: AutoscalingView) -> bool:
+    return bool(view.paused) or view.verdict == "held"
+
+
+autoscaling_app.command("list")(list_autoscaling)
+autoscaling_app.command("pause")(pause)
+autoscaling_app.command("resume")(resume)
+
+
+def show_status(view: StatusView) -> None:
+    """The whole system."""
+    if not view.store_available:
+        complain("warning: Postgres does not answer; what runs goes on, changes are refused")
+    if view.store_restored_at is not None:
+        when = moment(view.store_restored_at)
+        say(f"Postgres was found restored to an earlier state at {when}: what had been decided since is lost")
+    if view.deployments:
+        print_table("Deployments", _deployments(view.deployments))
+    else:
+        say("no deployments yet; 'muster deploy --help' shows how to make one")
+    show_hosts(view.hosts)
+    print_table("Proxies", _proxies(view.proxies, view.snapshot_id))
+    if view.autoscaling:
+        show_autoscaling(view.autoscaling)
+    say(f"controller {view.controller_id} leads in term {view.epoch}, snapshot {view.snapshot_id}")
+    for deployment in view.deployments:
+        if deployment.message and deployment.status is DeploymentStatus.UNHEALTHY:
+            say(f"'muster status {short_name(deployment.name)}' shows the whole message")
+            break
+
+
+def show_deployments(views: Sequence[DeploymentView]) -> None:
+    """Many deployments, a row each."""
+    print_table("Deployments", _deployments(views))
+
+
+def show_deployment(view: DeploymentView) -> None:
+    """One deployment with its replicas."""
+    config, code = view.backend_config, view.replica_config
+    _show(
+        view,
+        {
+            "import path": code.import_path,
+            "app dir": code.app_dir,
+            "user config": "" if config.user_config is None else value_text(config.user_config),
+            "reserves": value_text(msgspec.structs.asdict(code.ray_actor_options)),
+        },
+    )
+
+
+def show_everything(view: DeploymentView) -> None:
+    """One deployment with its whole configuration and its replicas."""
+    reached = {} if view.ended_at is not None else facts_of(view.endpoint_options)
+    _show(view, {**reached, **config_facts(view.backend_config, view.replica_config)})
+
+
+def _show(view: DeploymentView, config: dict[str, str]) -> None:
+    print_facts(
+        {
+            "deployment": short_name(view.name),
+            "status": view.status.value,
+            "application": f"{view.application}{' (its ingress)' if view.is_ingress else ''}",
+            "version": f"{view.version or '(none)'}, code version {view.code_version}",
+            "route": view.route_prefix or "none; called over NATS only",
+            "methods": methods_text(view.methods),
+            "replicas": counts(view.replicas, view.backend_config),
+            "since": moment(view.started_at) if view.started_at else "",
+            "until": "" if view.ended_at is None else moment(view.ended_at),
+            **config,
+            "goal": f"{view.goal_id} {view.goal_status.value}",
+        }
+    )
+    print_replicas(view.replicas)
+    if view.message:
+        say(view.message)
+
+
+def _deployments(views: Sequence[DeploymentView]) -> Table:
+    rows = table("name", "status", "version", "route", "replicas", "message")
+    for view in views:
+        rows.add_row(
+            Text(short_name(view.name)),
+            styled(view.status.value),
+            Text(view.version or "-"),
+            Text(view.route_prefix or "-"),
+            Text(counts(view.replicas, view.backend_config)),
+            Text(brief(view.message)),
+        )
+    return rows
+
+
+def show_hosts(views: Sequence[HostView]) -> None:
+    """Each host in a row."""
+    rows = table("host", "status", "replicas", "resources", "heard")
+    for view in views:
+        resources = ", ".join(_amount(name, amount) for name, amount in sorted(view.resources.items()))
+        status = styled(view.status)
+        if view.draining:
+            status.append(", drained", style="yellow")
+        rows.add_row(
+            Text(view.host_id),
+            status,
+            Text(str(view.num_replicas)),
+            Text(resources),
+            Text(f"{view.report_age_s:.1f} s ago"),
+        )
+    print_table("Hosts", rows)
+
+
+def _amount(name: str, amount: float) -> str:
+    # Ray counts memory in bytes, and everything else in pieces.
+    return f"{amount / 2**30:.1f} GiB {name}" if name == "memory" else f"{amount:g} {name}"
+
+
+def show_proxies(views: Sequence[ProxyView]) -> None:
+    """Each proxy in a row; those behind the furthest one show it."""
+    print_table("Proxies", _proxies(views, max((view.applied_snapshot_id for view in views), default=0)))
+
+
+def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
+    rows = table("proxy", "status", "address", "snapshot", "heard")
+    for view in views:
+        behind = "" if view.applied_snapshot_id >= snapshot_id else f" of {snapshot_id}"
+        rows.add_row(
+            Text(view.proxy_id),
+            styled(view.status),
+            Text(view.address or "-"),
+            Text(f"{view.applied_snapshot_id}{behind}"),
+            Text(f"{view.report_age_s:.1f} s ago"),
+        )
+    return rows
+
+
+@asking
+def list_(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    deleted: Annotated[
+        bool, typer.Option("--deleted", help="Also those that are gone, as far as they are remembered.")
+    ] = False,
+) -> Question[list[DeploymentView]]:
+    """List deployments.
+
+    Example:
+      muster list --deleted
+
+    'muster status' shows hosts and proxies too.
+    """
+    query = ListDeployments(include_deleted=deleted)
+    return Question(lambda admin: admin.list_deployments(query), show_deployments)
+
+
+@asking
+def info(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")],
+) -> Question[DeploymentView]:
+    """Show all that is known of one deployment: configuration, goal, replicas.
+
+    Example:
+      muster info digits
+
+    'muster status digits' is the short form.
+    """
+    query = GetDeploymentInfo(name=deployment_tag(name))
+    return Question(lambda admin: admin.get_deployment_info(query), show_everything)
+
+
+@asking
+def snapshot(session: Session) -> Question[list[SnapshotView]]:  # noqa: ARG001 - every command gets it
+    """Every deployment in short, with its class and its start and end.
+
+    Example:
+      muster snapshot --json
+
+    Those that are gone are there too, as far as they are remembered.
+    """
+    return Question(lambda admin: admin.get_snapshot(), _show_snapshot)
+
+
+def _show_snapshot(views: Sequence[SnapshotView]) -> None:
+    rows = table("name", "class", "version", "route", "status", "start", "end")
+    for view in views:
+        rows.add_row(
+            Text(short_name(view.name)),
+            Text(view.class_name),
+            Text(view.version),
+            Text(view.route or "-"),
+            styled(view.status.value),
+            Text(moment(view.start_time)),
+            Text(moment(view.end_time)),
+        )
+    print_table("Deployments", rows)
 
 
 @asking
@@ -38,7 +332,7 @@ def status(
         query = GetDeploymentInfo(name=deployment_tag(name))
         return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
     if (full := session.full_disk()) is not None:
-        output.complain(full)
+        complain(full)
     whole = _Whole(session)
     return Question(whole.ask, whole.show)
 
@@ -59,6 +353,81 @@ class _Whole:
     def show(self, view: StatusView) -> None:
         show_status(view)
         if self._session.has_plain_users:
-            output.complain(
+            complain(
                 "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
             )
+
+
+Host = Annotated[str, typer.Argument(metavar="HOST", help="Its id; see 'muster host list'.")]
+
+host_app = group("Hosts, which run replicas: list, drain, undrain.")
+
+
+@asking
+def list_hosts(session: Session) -> Question[list[HostView]]:  # noqa: ARG001 - every command gets it
+    """List hosts with what they have and how many replicas they run."""
+    return Question(lambda admin: admin.get_hosts(), show_hosts)
+
+
+@changing(timeout_s=600.0)
+def drain(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    host_id: Host,
+) -> Intent:
+    """Move every replica off a host, and wait until it runs none.
+
+    Example:
+      muster host drain host-1
+
+    New replicas serve elsewhere before the old ones stop. Nothing is
+    placed there again until 'muster host undrain'.
+    """
+    command = DrainHost(host_id=check_name(host_id, "HOST"))
+    return Intent(
+        command=command,
+        what=f"host {host_id}",
+        done="is drained",
+        already="is drained already",
+        look="muster host list",
+    )
+
+
+@changing()
+def undrain(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    host_id: Host,
+) -> Intent:
+    """Place replicas on a host again.
+
+    Example:
+      muster host undrain host-1
+
+    What runs elsewhere by now stays there.
+    """
+    command = UndrainHost(host_id=check_name(host_id, "HOST"))
+    return Intent(
+        command=command,
+        what=f"host {host_id}",
+        done="takes replicas again",
+        already="takes replicas already",
+        look="muster host list",
+    )
+
+
+host_app.command("list")(list_hosts)
+host_app.command("drain")(drain)
+host_app.command("undrain")(undrain)
+
+
+proxy_app = group("Proxies, which take requests: list.")
+
+
+@asking
+def list_proxies(session: Session) -> Question[list[ProxyView]]:  # noqa: ARG001 - every command gets it
+    """List proxies with their addresses and the snapshots that they applied."""
+    return Question(lambda admin: admin.get_http_proxies(), show_proxies)
+
+
+proxy_app.command("list")(list_proxies)

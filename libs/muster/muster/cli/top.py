@@ -1,10 +1,10 @@
-"""`muster top`: who bears what just now, looked at again and again."""
+"""`muster top`: which endpoint takes which load, again and again."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Annotated, Final
 
@@ -15,16 +15,115 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from muster.cli import output
+from muster.cli.output import Progress, get_console, print_json, print_json_line, short_name, table
 from muster.cli.ports import AdminPort
+from muster.cli.queries import streaming
 from muster.cli.session import Session
-from muster.cli.streaming import streaming
-from muster.cli.tables import table
-from muster.cli.top_rows import TopRow, top_rows
 from muster.client.address import StackAddress
+from serve_common.api.queries import GetStatus, ListDeployments
+from serve_common.api.views import AutoscalingView, BackendLoad, EndpointLoad, LoadView, StatusView
 from serve_common.errors import LimitReached, TransientError
-from serve_common.wires.queries import GetStatus, ListDeployments
-from serve_common.wires.views import LoadView, StatusView
+
+_RUNNING = frozenset({"running", "updating"})
+
+
+class TopRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One endpoint or backend over the last interval. None: not known, or nothing to measure."""
+
+    name: str
+    requests_per_s: float | None = None
+    errors_per_s: float | None = None
+    p50_s: float | None = None
+    p99_s: float | None = None
+    queued: float | None = None
+    in_flight: float | None = None
+    running: int | None = None
+    wanted: int | None = None
+    autoscaling: str = ""
+
+
+def top_rows(
+    before: LoadView, after: LoadView, status: StatusView, autoscaling: Sequence[AutoscalingView]
+) -> list[TopRow]:
+    """A row for everything that is an endpoint, a backend with load, or a deployment, by name."""
+    seconds = after.at - before.at
+    earlier = {load.endpoint_tag: load for load in before.endpoints}
+    now = {load.endpoint_tag: load for load in after.endpoints}
+    loads = {load.backend_tag: load for load in after.backends}
+    deployments = {view.name: view for view in status.deployments}
+    scaling = {view.backend_tag: view for view in autoscaling}
+    rows = []
+    for name in sorted({*now, *loads, *deployments} - {""}):
+        row = _traffic(name, earlier.get(name), now.get(name), seconds, loads.get(name))
+        deployment, scaled = deployments.get(name), scaling.get(name)
+        running = None if deployment is None else sum(each.state in _RUNNING for each in deployment.replicas)
+        wanted = None if deployment is None else deployment.backend_config.num_replicas
+        if scaled is not None:
+            wanted = scaled.num_replicas
+        state = "" if scaled is None else ("paused" if scaled.paused else scaled.verdict)
+        rows.append(msgspec.structs.replace(row, running=running, wanted=wanted, autoscaling=state))
+    return rows
+
+
+def _traffic(
+    name: str,
+    before: EndpointLoad | None,
+    after: EndpointLoad | None,
+    seconds: float,
+    load: BackendLoad | None,
+) -> TopRow:
+    row = TopRow(
+        name=name,
+        queued=None if load is None else load.queued,
+        in_flight=None if load is None else load.in_flight,
+    )
+    if after is None or seconds <= 0:
+        return row
+    buckets = increases(before.seconds_buckets if before is not None else {}, after.seconds_buckets)
+    return msgspec.structs.replace(
+        row,
+        requests_per_s=_increase(0.0 if before is None else before.requests, after.requests) / seconds,
+        errors_per_s=_increase(0.0 if before is None else before.errors, after.errors) / seconds,
+        p50_s=quantile(0.5, buckets),
+        p99_s=quantile(0.99, buckets),
+    )
+
+
+def _increase(before: float, after: float) -> float:
+    """As Prometheus does it: a count that fell began anew meanwhile."""
+    return after - before if after >= before else after
+
+
+def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:
+    """How much each cumulative bucket grew, by its upper bound."""
+    whole = max(after.values(), default=0.0)
+    began_anew = whole < max(before.values(), default=0.0)
+    return {
+        float(bound): count - (0.0 if began_anew else before.get(bound, 0.0))
+        for bound, count in after.items()
+    }
+
+
+def quantile(q: float, buckets: Mapping[float, float]) -> float | None:
+    """As Prometheus' ``histogram_quantile``: linear within the bucket, the last finite bound beyond it.
+
+    None when nothing is in ``buckets``, which are cumulative, by upper bound; ``inf`` is all.
+    """
+    bounds = sorted(buckets)
+    total = buckets[bounds[-1]] if bounds else 0.0
+    if total <= 0:
+        return None
+    rank = q * total
+    low, below = 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= rank:
+            if bound == float("inf"):
+                return low
+            inside = buckets[bound] - below
+            return low + (bound - low) * ((rank - below) / inside if inside > 0 else 1.0)
+        low, below = bound, buckets[bound]
+    return low
+
 
 _RETRY_S: Final = 15.0
 _ERROR_SHARE_BAD: Final = 0.01
@@ -53,15 +152,13 @@ async def top(
     With --json a line of JSON after each interval, or one document with
     --once. Times are from the head of a request to its answer.
     """
-    with output.Progress("top") as progress, ExitStack() as screen:
+    with Progress("top") as progress, ExitStack() as screen:
         async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
             before = await stack.admin.get_load()
             progress.stop()
             live = None
             if sys.stdout.isatty() and not as_json and not once:
-                live = screen.enter_context(
-                    Live(console=output.get_console(), auto_refresh=False, screen=True)
-                )
+                live = screen.enter_context(Live(console=get_console(), auto_refresh=False, screen=True))
             while True:
                 await asyncio.sleep(interval)
                 try:
@@ -75,7 +172,7 @@ async def top(
                 if as_json:
                     _print(rows, after, once=once)
                 elif live is None:
-                    output.get_console().print(_shown(rows, after))
+                    get_console().print(_shown(rows, after))
                 else:
                     live.update(_shown(rows, after), refresh=True)
                 if once:
@@ -98,9 +195,9 @@ async def _status(admin: AdminPort) -> StatusView:
 def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
     document = {"at": load.at, "rows": msgspec.to_builtins(rows), "unreachable": load.unreachable}
     if once:
-        output.print_json(document)
+        print_json(document)
     else:
-        output.print_json_line(msgspec.json.encode(document).decode())
+        print_json_line(msgspec.json.encode(document).decode())
 
 
 def _shown(rows: Sequence[TopRow], load: LoadView) -> Group:
@@ -119,7 +216,7 @@ def _table(rows: Sequence[TopRow]) -> Table:
         is_bad = (row.errors_per_s or 0.0) > _ERROR_SHARE_BAD * (row.requests_per_s or 0.0)
         is_short = row.running is not None and row.wanted is not None and row.running < row.wanted
         made.add_row(
-            Text(output.short_name(row.name)),
+            Text(short_name(row.name)),
             Text(_number(row.requests_per_s, 1)),
             Text(_number(row.errors_per_s, 1), style="red" if is_bad else ""),
             Text(_milliseconds(row.p50_s)),

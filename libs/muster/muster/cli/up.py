@@ -3,16 +3,313 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
-from muster.cli.options import JsonOption
-from muster.cli.session import Session, session_of
-from muster.cli.up_report import UpReport
-from muster.cli.up_run import UpRun
-from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions
+from muster.cli.changes import describe, perform
+from muster.cli.deployments import intent_to_deploy
+from muster.cli.output import Progress, brief, print_json_line, say
+from muster.cli.ports import AdminPort, EmbeddedPort
+from muster.cli.queries import JsonOption
+from muster.cli.session import ExitCode, Session, session_of
+from muster.client.address import StackAddress
+from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
+from muster.embedded.process import Happened, ProcessEvent
+from muster.embedded.run_record import RunRecord, kill_marked
+from muster.secrets import Secrets
+from serve_common.api.commands import Deploy
+from serve_common.api.queries import GetDeploymentInfo
+from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus
+from serve_common.config.backend import BackendConfig
+from serve_common.config.replica import RayActorOptions, ReplicaConfig
+from serve_common.errors import NotFound, PermanentError, ServeError
+from serve_common.identities.roles import Role
+from serve_common.names import deployment_tag
+
+
+class UpReport:
+    """Lines for people, or with ``as_json`` one JSON object a line, each with its ``event``."""
+
+    def __init__(self, *, directory: Path, as_json: bool) -> None:
+        """Paths are shown as seen from ``directory``."""
+        self._directory = directory
+        self._as_json = as_json
+        self._is_ready = False
+
+    def hear_event(self, event: ProcessEvent) -> None:
+        """Something happened to a process."""
+        if self._as_json:
+            self._emit(event.happened.value, **{k: v for k, v in _plain(event).items() if k != "happened"})
+            return
+        match event.happened:
+            case Happened.READY if event.restarts:
+                self.tell(f"{event.name} is back (pid {event.pid}, start {event.restarts + 1})")
+            case Happened.READY:
+                self.tell(f"  {event.name:<14}is ready")
+            case Happened.DIED:
+                self.tell(f"{event.name} died: {event.detail}")
+            case Happened.STARTED | Happened.STOPPED:
+                return  # known from what was asked for
+
+    def hear_notice(self, text: str) -> None:
+        """A sentence for the user."""
+        if self._as_json:
+            self._emit("notice", text=text)
+        else:
+            self.tell(f"  {text}")
+
+    def starting(self) -> None:
+        """It begins."""
+        if not self._as_json:
+            self.tell("starting the stack: NATS, Postgres, controller, replica host, proxy")
+
+    def ready(self, record: RunRecord, seconds: float) -> None:
+        """Everything is ready: what runs where."""
+        if self._as_json:
+            self._emit("stack_ready", seconds=round(seconds, 3), stack=_plain(record))
+            return
+        rows = {
+            "HTTP": record.http_url,
+            "NATS": f"{record.nats_url}  (nats --creds {self._seen(record.secrets)}/admin.creds)",
+            "NATS monitor": record.nats_monitor_url,
+            "Postgres": record.postgres_dsn,
+            **{f"{name} metrics": f"{url}/metrics" for name, url in record.ops_urls.items()},
+            "state": self._seen(record.state_dir),
+            "logs": f"{self._seen(record.state_dir)}/logs",
+        }
+        width = max(map(len, rows)) + 2
+        lines = [f"ready after {seconds:.1f} s", "", *(f"  {k:<{width}}{v}" for k, v in rows.items()), ""]
+        self.tell("\n".join(lines))
+
+    def example(self, lines: list[str], *, is_serving: bool) -> None:
+        """How the example's deploy went."""
+        if self._as_json:
+            self._emit("example", is_serving=is_serving, text="\n".join(lines))
+        else:
+            self.tell("\n".join(lines))
+
+    def staying(self) -> None:
+        """From here on it only runs."""
+        if not self._as_json:
+            self.tell("Ctrl-C stops it.")
+
+    def stopping(self) -> None:
+        """A stop was asked for."""
+        if self._as_json:
+            self._emit("stopping")
+        else:
+            self.tell("\nstopping; once more kills at once")
+
+    def stopped(self, seconds: float) -> None:
+        """Nothing runs any more."""
+        if self._as_json:
+            self._emit("stopped", seconds=round(seconds, 3))
+        else:
+            self.tell(f"stopped after {seconds:.1f} s; the state is kept")
+
+    def tell(self, text: str) -> None:
+        """One text on standard output."""
+        # A closed terminal or pipe, where nobody reads any more, must not end a stack that serves.
+        with contextlib.suppress(OSError):
+            say(text)
+
+    def _emit(self, event: str, **facts: Any) -> None:
+        with contextlib.suppress(OSError):
+            print_json_line(json.dumps({"event": event, **facts}, ensure_ascii=False))
+
+    def _seen(self, path: str) -> str:
+        return seen_from(self._directory, path)
+
+
+def seen_from(directory: Path, path: str | Path) -> str:
+    """The path to type in ``directory``: relative below it, absolute elsewhere."""
+    relative = os.path.relpath(path, directory)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(value)
+    return plain
+
+
+_ROUTE: Final = "/digits"
+_DEPLOY_TIMEOUT_S: Final = 180.0
+_HEALTHY_TIMEOUT_S: Final = 60.0
+_LOOK_AGAIN_S: Final = 0.25
+
+
+class ExampleDeployment:
+    """Deploys examples/digits of this checkout, or finds it there."""
+
+    name: Final = "digits"
+
+    def __init__(self, directory: Path, http_url: str, examples: Path = CHECKOUT / "examples") -> None:
+        """What to type is shown as seen from ``directory``."""
+        self._directory = directory
+        self._http_url = http_url
+        self._folder = examples / "digits"
+        self.is_serving = False
+
+    async def ensure(self, admin: AdminPort, progress: Progress) -> list[str]:
+        """Deploy it unless it is there, wait until it serves, and return lines for people.
+
+        One that is there is left as it is: its user may have changed it. Raises `PermanentError` where there are no
+        examples, and what the controller raises.
+        """
+        there = await self._find(admin)
+        if there is not None:
+            trouble = await self._wait_until_healthy(admin, progress)
+            self.is_serving = trouble is None
+            return (
+                [f"error: {self.name}: {trouble}"]
+                if trouble is not None
+                else self._what_to_try(there.route_prefix)
+            )
+        if not self._folder.is_dir():
+            raise PermanentError(f"there is no {self._folder}; examples come with the source")
+        intent = intent_to_deploy(self._request())
+        outcome = await perform(
+            admin, intent, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
+        )
+        self.is_serving = outcome.exit_code is ExitCode.OK
+        if not self.is_serving:
+            return describe(outcome, intent)
+        return [describe(outcome, intent)[0], *self._what_to_try(_ROUTE)]
+
+    def _request(self) -> Deploy:
+        return Deploy(
+            name=deployment_tag(self.name),
+            replica_config=ReplicaConfig(
+                import_path="digits:Digits",
+                app_dir=str(self._folder),
+                ray_actor_options=RayActorOptions(num_cpus=0.5),
+            ),
+            backend_config=BackendConfig(num_replicas=2),
+            route_prefix=_ROUTE,
+            version="example",
+        )
+
+    async def _find(self, admin: AdminPort) -> DeploymentView | None:
+        """None also for one that goes away or never came to serve: there is nothing to be kept."""
+        try:
+            found = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
+        except NotFound:
+            return None
+        has_failed = found.status is DeploymentStatus.UNHEALTHY and found.goal_status is GoalStatus.FAILED
+        return None if has_failed or found.status is DeploymentStatus.DELETING else found
+
+    async def _wait_until_healthy(self, admin: AdminPort, progress: Progress) -> str | None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + _HEALTHY_TIMEOUT_S
+        while True:
+            deployment = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
+            if deployment.status is DeploymentStatus.HEALTHY:
+                return None
+            if loop.time() >= give_up_at:
+                return f"is {deployment.status.value}: {brief(deployment.message)}"
+            progress.say(deployment.message or deployment.status.value)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    def _what_to_try(self, route: str | None) -> list[str]:
+        if route is None:
+            return [f"{self.name} serves, without a route"]
+        url = f"{self._http_url}{route}"
+        sample = seen_from(self._directory, self._folder / "sample.png")
+        evaluate = seen_from(self._directory, self._folder / "evaluate.py")
+        python = seen_from(self._directory, sys.executable)
+        return [
+            f"{self.name} serves; try it:",
+            "",
+            f"  curl --data-binary @{sample} {url}",
+            f"  {python} {evaluate} {url}",
+            "",
+        ]
+
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EXAMPLE_RETRY_S: Final = 60.0
+_TWICE_AT_ONCE_S: Final = 0.5
+"""A shell, `timeout` or `make` sends its signal to us and to our group: that is one wish, not two."""
+
+
+class UpRun:
+    """Runs a stack until a signal. Used once, from the main thread's event loop."""
+
+    def __init__(self, session: Session, stack: EmbeddedPort, report: UpReport) -> None:
+        """``stack`` is not started yet."""
+        self._session = session
+        self._stack = stack
+        self._report = report
+        self._stop_asked_at: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def run(self, *, deploy_example: bool) -> None:
+        """Return when a signal asked for it and everything is stopped. Raises what kept the stack from starting."""
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._hear_signal)
+        begun = loop.time()
+        self._report.starting()
+        try:
+            async with self._stack:
+                self._report.ready(self._stack.record, loop.time() - begun)
+                if deploy_example:
+                    await self._deploy_example()
+                self._report.staying()
+                await loop.create_future()  # until it is cancelled
+        except asyncio.CancelledError:
+            if self._stop_asked_at is None or self._task is None:
+                raise
+            self._task.uncancel()
+            self._report.stopped(loop.time() - self._stop_asked_at)
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _hear_signal(self) -> None:
+        if self._stop_asked_at is None and self._task is not None:
+            self._stop_asked_at = self._now()
+            self._report.stopping()
+            self._task.cancel()
+        elif self._stop_asked_at is not None and self._now() - self._stop_asked_at >= _TWICE_AT_ONCE_S:
+            self._kill()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _kill(self) -> None:
+        try:
+            kill_marked(self._stack.record.stack_id)
+        finally:
+            # Nothing may hold us up any more, the orderly stop that is under way least of all.
+            os._exit(ExitCode.INTERRUPTED)
+
+    async def _deploy_example(self) -> None:
+        record = self._stack.record
+        example = ExampleDeployment(self._session.directory, record.http_url)
+        try:
+            address = StackAddress(
+                urls=(record.nats_url,),
+                credentials_file=str(Secrets(Path(record.secrets)).credentials_file(Role.ADMIN)),
+            )
+            with Progress(example.name) as progress:
+                async with self._session.connect(address, progress, retry_for_s=_EXAMPLE_RETRY_S) as stack:
+                    lines = await example.ensure(stack.admin, progress)
+        except ServeError as error:
+            # The stack serves without its example; whoever waits for it sees why it is not there.
+            self._report.example([f"error: the example was not deployed: {error}"], is_serving=False)
+            return
+        self._report.example(lines, is_serving=example.is_serving)
 
 
 def up(

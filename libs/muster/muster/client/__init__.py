@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.calls import Caller
-from muster.client.connect import Stack, connect_stack
+from muster.client.connect import Caller, Stack, connect_stack
 
 __all__ = ["AdminClient", "Caller", "Stack", "StackAddress", "connect_stack"]

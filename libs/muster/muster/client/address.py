@@ -9,7 +9,7 @@ import msgspec
 
 from serve_common.errors import BadField
 from serve_common.identities.credentials import CredentialsFile
-from serve_common.settings import BusSettings
+from serve_common.runtime.settings import BusSettings
 
 DEFAULT_URL = "nats://127.0.0.1:4222"
 DEFAULT_USER = "admin"

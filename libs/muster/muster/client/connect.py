@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
+import asyncio
+import getpass
 import os
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
 
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.calls import Caller
-from muster.client.who import who_am_i
-from serve_common.subjects import Subjects
-from serve_common.tracing.trace_context import headers_of_environment
+from muster.client.requests import Answer, NoAnswer, NobodyListens, Requests, error_of
+from serve_common.api.verbs import WHO_LENGTH_MAX
+from serve_common.errors import DeadlineExceeded, TransientError
+from serve_common.names import EndpointTag, deployment_tag
+from serve_common.protocol.subjects import Subjects
+from serve_common.telemetry.spans import headers_of_environment
+
+
+class Caller:
+    """Calls endpoints through the proxies' gateway."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        subjects: Subjects,
+        *,
+        retry_for_s: float = 5.0,
+        retry_pause_s: float = 0.25,
+    ) -> None:
+        """A call that nobody heard is sent again for ``retry_for_s``; any other is sent once."""
+        self._requests = requests
+        self._subjects = subjects
+        self._retry_for_s = retry_for_s
+        self._retry_pause_s = retry_pause_s
+
+    async def call(self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Answer:
+        """The endpoint's answer.
+
+        Raises `BadField` for a name that cannot be, `TransientError` when no proxy listens, `DeadlineExceeded`, and
+        the error that the answer bears.
+        """
+        subject = self._subjects.call(EndpointTag(deployment_tag(name)))
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        while True:
+            try:
+                left_s = max(0.1, begun + timeout_s - loop.time())
+                answer = await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
+                break
+            except NobodyListens as error:
+                if loop.time() >= begun + min(self._retry_for_s, timeout_s):
+                    raise TransientError(
+                        f"no proxy answers calls at {self._requests.where}; is one running?"
+                    ) from error
+            except NoAnswer as error:
+                raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s: {error}") from error
+            await asyncio.sleep(self._retry_pause_s)
+        failure = error_of(answer)
+        if failure is not None:
+            raise failure
+        return answer
+
+
+def who_am_i() -> str:
+    """``user@host`` in characters that a NATS header can carry, at most `WHO_LENGTH_MAX` of them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid-{os.getuid()}"  # a container's user often has no name
+    who = f"{user}@{socket.gethostname()}"
+    return "".join(char if char.isascii() and char.isprintable() else "?" for char in who)[:WHO_LENGTH_MAX]
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -39,7 +99,7 @@ async def connect_stack(
     Raises `BusUnavailable` when NATS does not answer within ``connect_within_s``, and `BusAuthorizationFailed`.
     """
     # Only here: the driver takes longer to import than `muster --help` should take.
-    from muster.client.adapters.nats_requests import NatsRequests  # noqa: PLC0415 - as above
+    from muster.client.nats import NatsRequests  # noqa: PLC0415 - as above
 
     requests = NatsRequests(address)
     subjects = Subjects(address.subject_prefix)

@@ -6,8 +6,15 @@ is listed here; the rest is how it works.
 
 from __future__ import annotations
 
-from muster.embedded.errors import AlreadyRunning, PortTaken, StackFailed, StartFailed
-from muster.embedded.options import DEFAULT_STATE_DIR, StackOptions, StatePaths
+from muster.embedded.options import (
+    DEFAULT_STATE_DIR,
+    AlreadyRunning,
+    PortTaken,
+    StackFailed,
+    StackOptions,
+    StartFailed,
+    StatePaths,
+)
 from muster.embedded.process import Happened, ProcessEvent, RunningProcess
 from muster.embedded.run_record import RunRecord, running_stack
 from muster.embedded.stack import EmbeddedStack

@@ -1,8 +1,4 @@
-"""What may be chosen about the embedded stack, and where its state lies.
-
-Why a few choices only: the embedded stack is compose's in small; whatever else is configurable is so by the
-services' own environment variables, which are handed through.
-"""
+"""What may be chosen about the embedded stack, and why one could not start."""
 
 from __future__ import annotations
 
@@ -10,6 +6,33 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
+from serve_common.errors import PermanentError
+
+
+class StackFailed(PermanentError):
+    """The stack on this machine cannot run."""
+
+    error_code = "stack_failed"
+
+
+class AlreadyRunning(StackFailed):
+    """Another `muster up` holds the same state directory."""
+
+    error_code = "already_running"
+
+
+class PortTaken(StackFailed):
+    """Something else listens on a port that was asked for."""
+
+    error_code = "port_taken"
+
+
+class StartFailed(StackFailed):
+    """A process did not become ready; the message ends with the last lines of its log."""
+
+    error_code = "start_failed"
+
 
 DEFAULT_STATE_DIR: Final = Path(".muster")
 CHECKOUT: Final = Path(__file__).resolve().parents[4]

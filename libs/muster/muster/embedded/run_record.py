@@ -1,8 +1,4 @@
-"""``run.json``: what a stack runs where, for other commands and for its own next start; and the lock beside it.
-
-Why both: the lock alone tells for certain that a stack runs (the kernel drops it with the process), the file tells
-where. Ports are remembered after a stop, so that the next start listens on the same ones.
-"""
+"""``run.json``: what a stack runs where; and finding and killing what a stack left behind."""
 
 from __future__ import annotations
 
@@ -10,15 +6,83 @@ import contextlib
 import fcntl
 import os
 import secrets
+import signal
 import time
 from pathlib import Path
 from typing import IO
 
 import msgspec
+import psutil
+import structlog
 
-from muster.embedded.errors import AlreadyRunning, StackFailed
-from muster.embedded.options import StatePaths
-from muster.embedded.process import RunningProcess
+from muster.embedded.options import AlreadyRunning, StackFailed, StatePaths
+from muster.embedded.process import PROCESS_MARK, STACK_MARK, RunningProcess
+
+_log = structlog.get_logger()
+_GONE_TIMEOUT_S = 3.0
+
+
+def find_marked(stack_id: str, process: str | None = None) -> list[psutil.Process]:
+    """The processes that bear this stack's mark, of one process of the stack only when ``process`` is given.
+
+    Never the calling process itself nor its ancestors: `muster up` may be run by something within a stack.
+    """
+    own = psutil.Process()
+    spared = {own.pid, *(parent.pid for parent in own.parents())}
+    found = []
+    for candidate in psutil.process_iter():
+        if candidate.pid in spared:
+            continue
+        try:
+            environment = candidate.environ()
+        except (psutil.Error, OSError):
+            continue  # gone, a zombie, or another user's and so not ours
+        if environment.get(STACK_MARK) == stack_id and process in (None, environment.get(PROCESS_MARK)):
+            found.append(candidate)
+    return found
+
+
+def kill_marked(stack_id: str, process: str | None = None) -> int:
+    """Kill the marked processes and their descendants (which may have overwritten their environment).
+
+    Returns how many there were. Blocks for at most a few seconds.
+    """
+    victims: dict[int, psutil.Process] = {}
+    for marked in find_marked(stack_id, process):
+        victims[marked.pid] = marked
+        try:
+            victims.update((child.pid, child) for child in marked.children(recursive=True))
+        except psutil.Error:
+            continue  # it ended meanwhile, and its children with it or they bear the mark themselves
+    victims.pop(os.getpid(), None)
+    for victim in victims.values():
+        try:
+            victim.send_signal(signal.SIGKILL)  # psutil compares start times: a reused pid is not hit
+        except psutil.NoSuchProcess:
+            continue
+        except psutil.AccessDenied:
+            _log.warning("leftover_cannot_be_killed", pid=victim.pid, stack_id=stack_id)
+    psutil.wait_procs(list(victims.values()), timeout=_GONE_TIMEOUT_S)
+    return len(victims)
+
+
+def reap_zombies(seen_before: frozenset[int]) -> frozenset[int]:
+    """Take note of the end of children that nobody else waits for; returns the zombies that are still there.
+
+    Orphans come to us when a guardian is killed. Only a zombie that was there at the last call as well is ours to
+    note: whoever started a process and waits for it has had its chance by then.
+    """
+    zombies = set()
+    for child in psutil.Process().children():
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE:
+                zombies.add(child.pid)
+                if child.pid in seen_before:
+                    os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.Error, ChildProcessError):
+            continue  # somebody else noted it
+    return frozenset(zombies - seen_before)
+
 
 _LOCK_ATTEMPTS = 10
 

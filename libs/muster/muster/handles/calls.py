@@ -1,30 +1,226 @@
-"""One call by a handle, between the thread that made it and the router's.
-
-Why no lock: the router's thread alone writes the outcome, once, and everybody else only reads it.
-"""
+"""One call by a handle, between the thread that made it and the router's; its response whole or streamed; its span."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, final
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import msgspec
 
-from muster.handles.pickles import Sent, join_arguments
-from muster.handles.streams import ItemStream
-from muster.handles.traces import end_call
+from muster.handles.pickles import BODY_BYTES_MAX, Sent, join_arguments, unpickle
 from muster.handles.wakeups import Waker, Wakers
-from serve_common.departures import departures
 from serve_common.dispatch.calls import Call
+from serve_common.dispatch.errors import AnswerUnusable, error_type_of
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
-from serve_common.request_context import request_context
-from serve_common.tasks import OwnedTask
-from serve_common.tracing.request_trace import RequestTrace
-from serve_common.wires.frames import CallHead
+from serve_common.protocol.frames import CallHead, Headers
+from serve_common.runtime.request_context import RequestContext, departures, request_context
+from serve_common.runtime.tasks import OwnedTask
+from serve_common.telemetry.request_traces import RequestTrace
+from serve_common.telemetry.spans import (
+    SpanKind,
+    Value,
+    cut,
+    format_traceparent,
+    may_be_sampled,
+    parse_traceparent,
+)
+from serve_common.telemetry.tracer import Tracer
+
+_LENGTH_BYTES: Final = 4
+_NOTHING: Final = memoryview(b"")
+
+
+@final
+class ItemReader:
+    """Takes pieces, gives items: each stands after its length (4 bytes, big endian)."""
+
+    __slots__ = ("_at", "_needed_bytes", "_parts", "_parts_bytes", "_view")
+
+    def __init__(self) -> None:
+        self._view = _NOTHING
+        self._at = 0
+        self._parts: list[memoryview] = []
+        """Of an item that is not whole yet; joined once, when it is."""
+        self._parts_bytes = 0
+        self._needed_bytes = 0
+
+    @property
+    def is_between_items(self) -> bool:
+        """True when nothing of a further item has come."""
+        return not self._parts and self._at == len(self._view)
+
+    def feed(self, piece: memoryview) -> None:
+        """Take the next piece; only when `next_item` has given all it could."""
+        if self._parts:
+            self._parts.append(piece)
+            self._parts_bytes += len(piece)
+            if self._parts_bytes < self._needed_bytes:
+                return
+            piece = memoryview(b"".join(self._parts))
+            self._parts = []
+        self._view, self._at = piece, 0
+
+    def next_item(self) -> memoryview | None:
+        """The next item; None when more must be fed first. Raises `AnswerUnusable` for one that is too large."""
+        view, at = self._view, self._at
+        left_bytes = len(view) - at
+        needed_bytes = _LENGTH_BYTES
+        if left_bytes >= _LENGTH_BYTES:
+            needed_bytes += int.from_bytes(view[at : at + _LENGTH_BYTES], "big")
+            if needed_bytes > BODY_BYTES_MAX + _LENGTH_BYTES:
+                raise AnswerUnusable(f"an item of {needed_bytes} bytes; at most {BODY_BYTES_MAX} are taken")
+            if left_bytes >= needed_bytes:
+                self._at = at + needed_bytes
+                return view[at + _LENGTH_BYTES : at + needed_bytes]
+        if left_bytes:
+            self._parts = [view[at:]]
+            self._parts_bytes, self._needed_bytes = left_bytes, needed_bytes
+            self._view, self._at = _NOTHING, 0
+        return None
+
+
+HELD_BYTES_MAX: Final = 1024 * 1024
+"""What may wait to be read before the replica is made to wait."""
+
+
+@final
+class NothingYet:
+    """There is no item yet."""
+
+
+@final
+class NoMore:
+    """All items were read."""
+
+
+NOTHING_YET: Final = NothingYet()
+NO_MORE: Final = NoMore()
+
+
+@final
+class ItemStream:
+    """Items of one answer. `put`, `end` and `wait_room` belong to the router's thread, the rest to the reader's."""
+
+    def __init__(self, ask_for_room: Callable[[], None]) -> None:
+        """``ask_for_room`` is called by the reader when the router waits and there is room again."""
+        self.wakers: Final = Wakers()
+        self.is_ended = False
+        self._failure: Exception | None = None
+        self._pieces: deque[memoryview] = deque()
+        self._put_bytes = 0
+        self._taken_bytes = 0
+        self._room: asyncio.Event | None = None
+        self._ask_for_room = ask_for_room
+        self._reader = ItemReader()
+
+    # -- the router's thread --
+
+    def put(self, piece: memoryview) -> None:
+        """Append what came."""
+        if piece:
+            self._put_bytes += len(piece)
+            self._pieces.append(piece)
+            self.wakers.wake()
+
+    def end(self, failure: Exception | None) -> None:
+        """There will be no more; ``failure`` comes after the items before it."""
+        if not self.is_ended:
+            self._failure = failure
+            self.is_ended = True
+            self.wakers.wake()
+
+    async def wait_room(self) -> None:
+        """Wait while too much is waiting to be read."""
+        while self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:
+            room = self._room = asyncio.Event()
+            if self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:  # the reader looks after it has taken
+                await room.wait()
+        self._room = None
+
+    def make_room(self) -> None:
+        """Look again whether there is room."""
+        if self._room is not None:
+            self._room.set()
+
+    # -- the reader's thread --
+
+    @property
+    def has_news(self) -> bool:
+        """True when `next_item` has something to say."""
+        return bool(self._pieces) or self.is_ended
+
+    def next_item(self) -> Any:
+        """The next item, `NOTHING_YET` or `NO_MORE`; raises what `end` was given, and `AnswerUnusable`."""
+        while True:
+            item = self._reader.next_item()
+            if item is not None:
+                return unpickle(item)
+            is_ended = self.is_ended  # before looking for pieces: none comes after it
+            if self._pieces:
+                piece = self._pieces.popleft()
+                self._taken_bytes += len(piece)
+                self._reader.feed(piece)
+                if self._room is not None:
+                    self._ask_for_room()
+            elif not is_ended:
+                return NOTHING_YET
+            elif self._failure is not None:
+                raise self._failure.with_traceback(None)
+            elif not self._reader.is_between_items:
+                raise AnswerUnusable("the stream ended within an item")
+            else:
+                return NO_MORE
+
+
+def begin_call(
+    tracer: Tracer, context: RequestContext | None, endpoint: str, method_name: str
+) -> tuple[RequestTrace | None, str]:
+    """The trace of a call that is made now, if it is sampled, and the traceparent that goes with it either way.
+
+    A call that belongs to no trace yet begins one.
+    """
+    known = "" if context is None else context.traceparent
+    if known and not may_be_sampled(known) and tracer.sampler.respects_parent:
+        return None, known
+    parent = tracer.entered()
+    if context is not None and known:
+        if parent is not None and parent.trace_id != context.trace_id:
+            parent = None  # left over from elsewhere; the request knows better
+        if parent is None:
+            parent = parse_traceparent(known, context.tracestate)
+    trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
+    if not tracer.sampler.decide(parent, trace_id):
+        span_id = tracer.new_span_id() if parent is None else parent.span_id
+        return None, format_traceparent(trace_id, span_id, is_sampled=False)
+    attributes: dict[str, Value] = {
+        "muster.endpoint_tag": endpoint,
+        "rpc.method": cut(method_name or "__call__"),
+    }
+    if context is not None:
+        attributes["muster.request_id"] = context.request_id
+    span = tracer.begin_sampled(f"handle {endpoint}", SpanKind.CLIENT, parent, attributes, trace_id=trace_id)
+    return RequestTrace(tracer, span), span.traceparent
+
+
+def headers_of(trace: RequestTrace | None) -> Headers:
+    """What of a trace has no place in a request's head."""
+    if trace is None or not trace.span.tracestate:
+        return []
+    return [(b"tracestate", trace.span.tracestate.encode())]
+
+
+def end_call(trace: RequestTrace, failure: ServeError | None) -> None:
+    """The call has ended, by ``failure`` if there is one."""
+    if failure is None:
+        trace.end()
+    else:
+        trace.span.attributes["error.type"] = error_type_of(failure)
+        trace.end(str(failure))
 
 
 class Sources(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What a handle's user may choose for its calls, and the deadline that follows from it."""
+"""What a handle's user may choose for its calls, and the errors that only callers by handle meet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,34 @@ from typing import Final
 
 import msgspec
 
-from serve_common.errors import BadField
+from serve_common.dispatch.admission import CLIENT_GONE
+from serve_common.errors import BadField, LimitReached, NoReplicaAvailable, PermanentError, RequestFailed
+
+
+class RequestCancelled(RequestFailed):
+    """The caller gave the call up."""
+
+    error_code = "request_cancelled"
+    status_hint = CLIENT_GONE
+
+
+class CallNotAllowed(PermanentError):
+    """The calling replica's deployment may not call that one; nothing was sent. Its `may_call` says whom it may."""
+
+    error_code = "call_not_allowed"
+    status_hint = 403
+
+
+class ArgumentsTooLarge(LimitReached):
+    """What a call was to carry is more than a replica takes."""
+
+    status_hint = 413
+    is_of_call = True
+
+
+BackPressureError = NoReplicaAvailable
+RequestCancelledError = RequestCancelled
+
 
 UNLIMITED_S: Final = 7 * 86_400.0
 """How long a call may take that nobody set a limit for."""

@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
-from muster.handles.errors import ArgumentsTooLarge, RequestCancelled
+from muster.handles.options import ArgumentsTooLarge, RequestCancelled
 from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
 from serve_common.errors import (
     BadField,
@@ -25,7 +25,7 @@ from serve_common.errors import (
     ServeError,
     UserCodeRaised,
 )
-from serve_common.wires.frames import Raised
+from serve_common.protocol.frames import Raised
 
 BODY_BYTES_MAX: Final = 256 * 1024 * 1024
 """Of all arguments of one call, and of one value that comes back; a replica takes no more."""

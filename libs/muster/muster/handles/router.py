@@ -13,25 +13,23 @@ from typing import Final, final
 
 import structlog
 
-from muster.handles.calls import HandleCall, Outcome
-from muster.handles.errors import CallNotAllowed, RequestCancelled
+from muster.handles.calls import HandleCall, Outcome, headers_of
+from muster.handles.options import CallNotAllowed, RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
-from muster.handles.traces import headers_of
+from serve_common.config.replica import allows
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.answer_body import AnswerBody
-from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.calls import Answer, AnswerBody, Ask, Call
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.errors import AnswerUnusable
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.replica_context import HandleQueue, current_replica
-from serve_common.subjects import HTTP_KEY
-from serve_common.tasks import TaskOwner
-from serve_common.values.may_call import allows
-from serve_common.wires.frames import Kind
-from serve_common.wires.snapshots import Snapshot
+from serve_common.protocol.frames import Kind
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.subjects import HTTP_KEY
+from serve_common.runtime.request_context import HandleQueue, current_replica
+from serve_common.runtime.tasks import TaskOwner
 
 _log = structlog.get_logger(__name__)
 

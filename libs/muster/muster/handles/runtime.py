@@ -1,7 +1,4 @@
-"""The one router of a process, shared by all its handles: a thread with a loop, started by the first call.
-
-Why lazily: importing, making and pickling handles must cost nothing where nobody calls.
-"""
+"""The one router of a process, shared by all its handles, and where it finds NATS."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import random
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Final, final
@@ -19,26 +17,67 @@ from typing import Final, final
 import structlog
 
 from muster.handles.calls import HandleCall
-from muster.handles.location import find_bus, find_outside
 from muster.handles.router import BUCKET_WAIT_S, CALLS_NO_LONGER, HandleRouter
-from serve_common.adapters.bucket_connection import BucketConnection
-from serve_common.adapters.nats_login import HeldLogin, login_of
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions, Login
-from serve_common.bus.requests import Inbox
-from serve_common.dispatch.beat import Beat
 from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.models import ModelHolders
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.routes import Routes
+from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
+from serve_common.dispatch.timers import Beat
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
-from serve_common.replica_context import current_replica
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
-from serve_common.threads.loop_thread import LoopThread
-from serve_common.threads.mailbox import Mailbox
+from serve_common.identities.roles import Role, inbox_prefix
+from serve_common.nats.bucket_watch import BucketConnection
+from serve_common.nats.connection import BusConnection, Inbox
+from serve_common.nats.login import HeldLogin, login_of
+from serve_common.nats.options import ROUTER_PING_INTERVAL_S, ROUTER_PINGS_MAX, BusOptions, Login
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.request_context import current_replica
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.threads import LoopThread, Mailbox
+
+_OWN_VARIABLES: Final = {
+    "MUSTER_CLIENT_CREDS": "MUSTER_NATS_CREDS",
+    "MUSTER_CLIENT_PASSWORD": "MUSTER_NATS_PASSWORD",
+    "MUSTER_CLIENT_PASSWORD_FILE": "MUSTER_NATS_PASSWORD_FILE",
+}
+"""What credentials for handles are given by, and what the command line's search knows them as."""
+
+
+def find_bus() -> BusSettings:
+    """The bus of this process. Raises as `find_outside`."""
+    replica = current_replica()
+    return find_outside(os.environ, Path.cwd()) if replica is None else replica.bus
+
+
+def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None = None) -> BusSettings:
+    """The stack that ``nats`` or MUSTER_NATS_URL names, or that is found from ``directory`` upwards.
+
+    Credentials are the file MUSTER_CLIENT_CREDS, or those that lie with the stack. For a NATS with plain users the user
+    is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or one that stands in the URL with that
+    user. Raises `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
+    """
+    # Only here: a replica needs none of it.
+    from muster.cli.session import StackChoice, find_stack  # noqa: PLC0415 - as above
+    from muster.client.address import parse_urls  # noqa: PLC0415 - as above
+
+    user = variables.get("MUSTER_CLIENT_USER") or Role.CLIENT.value
+    own = {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith(
+            ("MUSTER_NATS_CREDS", "MUSTER_NATS_PASSWORD", "MUSTER_NATS_USER", "MUSTER_CLIENT_")
+        )
+    }
+    own |= {known: variables[name] for name, known in _OWN_VARIABLES.items() if variables.get(name)}
+    given = nats or variables.get("MUSTER_NATS_URL")
+    if given:
+        parsed = parse_urls(given, "MUSTER_NATS_URL" if nats is None else "nats")
+        own["MUSTER_NATS_URL"] = ",".join(parsed.urls)
+        if parsed.user == user and parsed.password and not own.keys() & set(_OWN_VARIABLES.values()):
+            own["MUSTER_NATS_PASSWORD"] = parsed.password
+    own["MUSTER_NATS_USER"] = user
+    return find_stack(StackChoice(), own, directory).bus_settings(inbox_prefix(Role.CLIENT))
+
 
 _log = structlog.get_logger(__name__)
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, final
 
-from serve_common.threads.mailbox import Mailbox
+from serve_common.runtime.threads import Mailbox
 
 Waker = Callable[[], object]
 """May be called by any thread, and more than once."""

@@ -9,6 +9,6 @@ users import.
 
 from __future__ import annotations
 
-from muster.multiplexing.decorator import multiplexed
+from muster.multiplexing.models import multiplexed
 
 __all__ = ["multiplexed"]

@@ -1,40 +1,74 @@
-"""The models of one instance: loaded once for all who ask, kept while there is room, and never pulled away from under
-those who work with them.
-
-Who uses a model is known by the task that asked for it: until that task has ended, its model is not closed. So
-a model that is needed keeps its place, and a load that needs a place waits for one that is idle. Two rules keep that
-from standing still: a task that itself waits for a model does not hold others up, and after `PLACE_WAIT_S` the least
-recently used one must go although it is in use; it is then closed when its users are done, and for so long there is
-one model more in memory than allowed.
-
-A load goes on when those who asked are gone: else a model that takes longer to load than callers wait would never be
-there.
-"""
+"""The models of one instance: loaded once for all who ask, kept while they fit; and the decorator `multiplexed`."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import gc
+import inspect
 import weakref
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar, cast, final, overload
 
 import structlog
 
 from muster.context import before_requests
-from muster.multiplexing.closing import close_model
-from muster.multiplexing.shelf import Shelf
-from serve_common.measures import measures
-from serve_common.metrics_catalogue.replicas import (
-    MODEL_EVICTIONS,
-    MODEL_LOAD_SECONDS,
-    MODEL_LOADS,
-    MODELS,
-)
-from serve_common.replica_context import current_replica
-from serve_common.request_context import RequestContext, request_context
-from serve_common.tasks import OwnedTask, TaskOwner
+from muster.multiplexing.shelf import UNLIMITED, Shelf
+from muster.per_instance import PerInstance, is_method
+from serve_common.runtime.request_context import RequestContext, current_replica, request_context
+from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
+from serve_common.telemetry.catalogue.replicas import MODEL_EVICTIONS, MODEL_LOAD_SECONDS, MODEL_LOADS, MODELS
+from serve_common.telemetry.metrics import measures
 
 _log = structlog.get_logger(__name__)
+
+CLOSE_TIMEOUT_S: Final = 30.0
+
+
+async def close_model(model_id: str, held: list[Any]) -> None:
+    """Close the only model in ``held`` and let go of it; ``held`` is empty afterwards.
+
+    An ``aclose()`` or an async ``__del__`` is awaited; a plain ``__del__`` is called by Python itself, once, in a
+    thread. What they raise is logged: nobody waits for it.
+    """
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await _close(held[0])
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and cancellations():
+            raise
+        _log.exception("model_not_closed", model_id=model_id, error=repr(error))
+    if await asyncio.to_thread(_let_go, held):
+        _log.info("model_still_referenced", model_id=model_id)
+
+
+async def _close(model: Any) -> None:
+    kind = type(model)
+    if inspect.iscoroutinefunction(getattr(kind, "aclose", None)):
+        await model.aclose()
+    if inspect.iscoroutinefunction(getattr(kind, "__del__", None)):
+        try:
+            await model.__del__()
+        finally:
+            # Python will call it too, and a coroutine that nobody awaits would be all that came of it.
+            with contextlib.suppress(TypeError):
+                quiet = {"__slots__": (), "__del__": lambda _: None, "__module__": kind.__module__}
+                model.__class__ = type(kind.__name__, (kind,), quiet)
+
+
+def _let_go(held: list[Any]) -> bool:
+    """True when somebody else still has it."""
+    try:
+        reference = weakref.ref(held[0])
+    except TypeError:
+        held.clear()
+        return False
+    held.clear()
+    if reference() is not None:
+        gc.collect()
+    return reference() is not None
+
 
 PLACE_WAIT_S: Final = 10.0
 """How long a load waits for a place that nobody needs."""
@@ -264,3 +298,87 @@ def publish_models() -> None:
     replica = current_replica()
     if replica is not None and replica.publish_models is not None:
         replica.publish_models(sorted({model_id for models in _all for model_id in models.ids()}))
+
+
+MODEL_ID_LENGTH_MAX = 256
+
+F = TypeVar("F", bound=Callable[..., Coroutine[Any, Any, Any]])
+
+
+@overload
+def multiplexed(func: F, max_num_models_per_replica: int = 3) -> F: ...
+@overload
+def multiplexed(func: None = None, max_num_models_per_replica: int = 3) -> Callable[[F], F]: ...
+def multiplexed(func: F | None = None, max_num_models_per_replica: int = 3) -> F | Callable[[F], F]:
+    """Keep what an ``async def`` loads for a model id, at most ``max_num_models_per_replica`` per instance::
+
+        class Translator:
+            @serve.multiplexed(max_num_models_per_replica=4)
+            async def get_model(self, model_id: str) -> Model:
+                return await load(f"/models/{model_id}")
+
+            async def __call__(self, request: Request) -> str:
+                model = await self.get_model(serve.get_multiplexed_model_id())
+                return model.translate(await request.text())
+
+    Callers name the model in the header ``serve_multiplexed_model_id``; routers prefer replicas that hold it.
+
+    - A model is loaded once, however many ask for it at the same time. A load that fails fails for all of them with
+      what it raised, and the next one who asks tries again. It goes on when those who asked are gone.
+    - When there is no room, the least recently used model that nobody uses goes first. It is in use until the task
+      (the request) that asked for it has ended. When all are in use, the load waits for one that is not; after 10 s
+      the least recently used goes all the same, and is closed when its users are done.
+    - Before the next model is loaded, the one that went is closed: its ``aclose()`` or async ``__del__`` is awaited,
+      and its plain ``__del__`` runs, in a thread, unless something else still refers to it.
+    - -1 is no limit.
+
+    Raises TypeError for what is no async function of one model id, ValueError for another number below 1.
+    """
+    if isinstance(max_num_models_per_replica, bool) or not isinstance(max_num_models_per_replica, int):
+        raise TypeError(
+            f"max_num_models_per_replica must be a whole number, not {max_num_models_per_replica!r}"
+        )
+    if max_num_models_per_replica < 1 and max_num_models_per_replica != UNLIMITED:
+        raise ValueError(
+            f"max_num_models_per_replica must be at least 1, or -1 for no limit, not {max_num_models_per_replica}"
+        )
+    if func is None:
+        return functools.partial(_decorate, places=max_num_models_per_replica)
+    return _decorate(func, max_num_models_per_replica)
+
+
+def _decorate(func: F, places: int) -> F:
+    if not inspect.iscoroutinefunction(func):
+        raise TypeError(f"@multiplexed needs an async def function, and {func!r} is none")
+    parameters = list(inspect.signature(func).parameters.values())
+    has_instance = is_method(func, parameters)
+    if len(parameters) != 1 + has_instance:
+        raise TypeError(f"{func.__qualname__} must take one argument, the model id")
+    signature = inspect.Signature(parameters)
+    id_name = parameters[-1].name
+    instances: PerInstance[Models] = PerInstance(functools.partial(Models, func.__name__, places))
+
+    @functools.wraps(func)
+    async def get_model(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{func.__qualname__}() {error}") from None
+        model_id = bound[id_name]
+        _check(model_id)
+        instance = bound[parameters[0].name] if has_instance else None
+        load = functools.partial(func, *bound.values())
+        return await instances.of(instance).get(model_id, load)
+
+    return cast("F", get_model)
+
+
+def _check(model_id: Any) -> None:
+    if not isinstance(model_id, str):
+        raise TypeError(f"a model id is a text, not {model_id!r}")
+    if not model_id:
+        raise ValueError("the model id is empty; the request names none")
+    if len(model_id) > MODEL_ID_LENGTH_MAX:
+        raise ValueError(
+            f"the model id has {len(model_id)} characters; at most {MODEL_ID_LENGTH_MAX} are allowed"
+        )

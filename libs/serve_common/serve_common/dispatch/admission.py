@@ -1,19 +1,84 @@
-"""Which endpoint a request is for, and whether it takes such requests.
-
-Why an `Endpoint` beside the snapshot: what every request needs of it is worked out once per change.
-"""
+"""Which endpoint a request is for, whether it takes it and may be sent again; and counts of requests. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from enum import Enum
 from typing import Final, final
 
+from serve_common.config.endpoint import METHODS
 from serve_common.dispatch.errors import MethodNotAllowed, NoRoute
-from serve_common.dispatch.tallies import EndpointTally
 from serve_common.errors import BadField, NotFound
-from serve_common.names import DEFAULT_APPLICATION, BackendTag, EndpointTag
-from serve_common.routing.route_table import RouteTable
-from serve_common.routing.traffic import TrafficSplit
-from serve_common.wires.snapshots import EndpointSnapshot
+from serve_common.names import DEFAULT_APPLICATION, BackendTag, EndpointTag, ReplicaTag
+from serve_common.protocol.snapshots import EndpointSnapshot
+from serve_common.routing.route_table import RouteTable, TrafficSplit
+from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS
+
+BUCKETS_S: Final = SECONDS_BUCKETS
+"""Upper bounds of the histogram of request seconds."""
+OTHER_METHOD: Final = "other"
+OTHER_STATUS: Final = 0
+"""In the tallies, of an answer whose status is no HTTP status at all."""
+CLIENT_GONE: Final = 499
+"""Status in the tallies of a request whose client went away."""
+
+_METHODS: Final = frozenset(METHODS)
+
+
+class ShadowOutcome(Enum):
+    """What became of the copy of a request."""
+
+    ANSWERED = "answered"
+    """With a status below 500."""
+    ERROR = "error"
+    """The backend answered that it failed."""
+    FAILED = "failed"
+    """There was no (whole) answer in time."""
+    SKIPPED = "skipped"
+    """It was not sent, for a limit or because its backend was scaled to zero."""
+
+
+class EndpointTally:
+    """Requests of one endpoint so far."""
+
+    __slots__ = ("bucket_counts", "counts", "seconds_sum", "shadows")
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, int], int] = {}
+        """By method and status."""
+        self.bucket_counts = [0] * (len(BUCKETS_S) + 1)
+        """Not cumulative; the last one is beyond all bounds."""
+        self.seconds_sum = 0.0
+        self.shadows: dict[tuple[BackendTag, ShadowOutcome], int] = {}
+        """Copies of requests, by the backend that they were for."""
+
+    def add_shadow(self, backend_tag: BackendTag, outcome: ShadowOutcome) -> None:
+        """Count one copy that has ended."""
+        key = (backend_tag, outcome)
+        self.shadows[key] = self.shadows.get(key, 0) + 1
+
+    def add(self, method: str, status: int, seconds: float) -> None:
+        """Count one request that has ended."""
+        try:
+            self.counts[method, status] += 1
+        except KeyError:
+            key = (
+                method if method in _METHODS else OTHER_METHOD,
+                status if 100 <= status <= 999 else OTHER_STATUS,
+            )
+            self.counts[key] = self.counts.get(key, 0) + 1
+        self.bucket_counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.seconds_sum += seconds
+
+
+@final
+class NoTally(EndpointTally):
+    """Counts no requests: for measuring what counting costs."""
+
+    __slots__ = ()
+
+    def add(self, method: str, status: int, seconds: float) -> None:
+        """Does nothing."""
 
 
 @final
@@ -84,3 +149,69 @@ def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endp
     if endpoint is None:
         raise NotFound(f"there is no endpoint {tag[:130]!r}")
     return endpoint
+
+
+CONFIRM_DEATH_S: Final = 0.3
+RECONNECT_GRACE_S: Final = 2.0
+PROBE_SILENT_S: Final = 0.1
+"""How often a replica under suspicion is asked."""
+
+
+@final
+class Suspicions:
+    """The replicas that nobody listened for when they were asked last."""
+
+    __slots__ = ("_asked_at", "_not_before", "_since")
+
+    def __init__(self) -> None:
+        self._since: dict[ReplicaTag, float] = {}
+        self._asked_at: dict[ReplicaTag, float] = {}
+        self._not_before = float("-inf")
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def reconnected(self, now: float) -> None:
+        """This process was cut off from the bus until now."""
+        self._since.clear()
+        self._asked_at.clear()
+        self._not_before = now + RECONNECT_GRACE_S
+
+    def heard(self, replica: ReplicaTag) -> None:
+        """Something came from ``replica``."""
+        self._since.pop(replica, None)
+        self._asked_at.pop(replica, None)
+
+    def no_responders(self, replica: ReplicaTag, now: float) -> bool:
+        """Nobody listens for ``replica``; True when that means that it is dead, which ends the suspicion."""
+        since = self._since.setdefault(replica, now)
+        if now - since < CONFIRM_DEATH_S or now < self._not_before:
+            self._asked_at.setdefault(replica, now)
+            return False
+        self.heard(replica)
+        return True
+
+    def due(self, now: float) -> list[ReplicaTag]:
+        """The suspects that are to be asked now."""
+        due = [replica for replica, at in self._asked_at.items() if now - at >= PROBE_SILENT_S]
+        for replica in due:
+            self._asked_at[replica] = now
+        return due
+
+
+LOSSES_MAX: Final = 10
+"""A request that was lost so often, for whatever reason, is given up."""
+DEATHS_MAX: Final = 2
+"""A request that has met so many dying replicas is likely the cause of it."""
+
+_IDEMPOTENT: Final = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
+
+
+def can_repeat(method: str, *, has_idempotency_key: bool) -> bool:
+    """True when running the request twice does no harm."""
+    return has_idempotency_key or method in _IDEMPOTENT
+
+
+def may_send_again(*, is_repeatable: bool, has_answer_begun: bool, losses: int) -> bool:
+    """Whether a request whose replica died or lost it may be sent again; ``losses`` counts this one too."""
+    return is_repeatable and not has_answer_begun and losses < LOSSES_MAX

@@ -1,25 +1,21 @@
-"""One request on its way: what was asked, where it stands, and its answer.
-
-Why one object: the callbacks of the bus, the beat and the waiting handler all meet in it, and it is dropped as a whole.
-"""
+"""One request on its way: what was asked, where it stands, its response; and what dispatching needs from outside."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import msgspec
 
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.answer_body import AnswerBody
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.sockets import Socket
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.request_queue import RequestKey
-from serve_common.routing.router import Router
-from serve_common.tracing.follower import RequestFollower
-from serve_common.wires.frames import (
+from serve_common.protocol.frames import (
+    CREDIT_FRAMES,
     FRAME_BODY_BYTES_MAX,
     WINDOW_FRAMES,
     CallHead,
@@ -27,6 +23,93 @@ from serve_common.wires.frames import (
     Kind,
     split_body,
 )
+from serve_common.routing.outcomes import Dispatch, Refusal
+from serve_common.routing.queues import RequestKey
+from serve_common.routing.router import Router
+from serve_common.telemetry.request_traces import RequestFollower
+
+HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
+"""A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
+
+
+@final
+class AnswerBody:
+    """The body of an answer that comes in pieces; it has one reader."""
+
+    __slots__ = (
+        "_failure",
+        "_is_taken",
+        "_is_whole",
+        "_on_taken",
+        "_pieces",
+        "_reader",
+        "_taken",
+        "next_sequence",
+    )
+
+    def __init__(self, first: memoryview, on_taken: Callable[[int], None]) -> None:
+        """``on_taken`` is told, now and then and while more is to come, how many pieces the reader is done with."""
+        self._pieces: deque[memoryview] = deque((first,))
+        self._on_taken: Callable[[int], None] | None = on_taken
+        self._taken = 0
+        """Pieces that `on_taken` was not told of yet."""
+        self._is_taken = False
+        self._is_whole = False
+        self._failure: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self.next_sequence = 1
+        """Of the piece that must come next."""
+
+    @property
+    def held_frames(self) -> int:
+        """Pieces that wait to be read."""
+        return len(self._pieces)
+
+    async def read(self) -> memoryview | None:
+        """The next piece, possibly empty; None at the end. The previous piece then counts as done with.
+
+        Raises what `fail` was given, after the pieces that came before it.
+        """
+        if self._is_taken and self._on_taken is not None:
+            self._taken += 1
+            if self._taken >= CREDIT_FRAMES:
+                taken, self._taken = self._taken, 0
+                self._on_taken(taken)
+        self._is_taken = False
+        while not self._pieces:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_whole:
+                return None
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        self._is_taken = True
+        return self._pieces.popleft()
+
+    def add(self, piece: memoryview, *, last: bool) -> None:
+        """Append what came; nothing may be added after ``last``."""
+        self.next_sequence += 1
+        self._pieces.append(piece)
+        if last:
+            self._is_whole = True
+            self._on_taken = (
+                None  # it leads back to the call: the pieces would wait for the garbage collector
+            )
+        self._wake()
+
+    def fail(self, failure: Exception) -> None:
+        """There will be no more."""
+        if not self._is_whole and self._failure is None:
+            self._failure = failure
+            self._on_taken = None
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 # Seen by the garbage collector, as `Ask` is: a stream leads back to its call, and the call to what was asked.
@@ -218,3 +301,70 @@ class Call:
     def take_no_responders(self) -> None:
         """Nobody listens to the subject of the current attempt's replica."""
         self._on_no_responders(self)
+
+
+class Keeper(Protocol):
+    """Keeps the calls under way; the dispatcher."""
+
+    @property
+    def calls(self) -> Mapping[RequestKey, Call]:
+        """Those that have not ended."""
+        ...
+
+    def submit(self, call: Call) -> None:
+        """Choose for a call that has no router, and send it or let it wait."""
+        ...
+
+    def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
+        """Send what the router gave a slot."""
+        ...
+
+    def leave_router(self, call: Call) -> bool:
+        """Give back the call's slot or its place in the queue; False when the call has ended by that."""
+        ...
+
+    def refused(self, call: Call, reason: Refusal) -> None:
+        """The replica did not begin the request."""
+        ...
+
+    def end_with(self, call: Call, error: ServeError) -> None:
+        """The call ends without a (whole) answer."""
+        ...
+
+    def fail(self, call: Call, error: ServeError) -> None:
+        """As `end_with`, and the replica is told."""
+        ...
+
+
+class Bus(Protocol):
+    """The data plane's bus; `serve_common.nats.connection.BusConnection` is one."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True while publishing is possible."""
+        ...
+
+    @property
+    def answers(self) -> bool:
+        """False while it is not connected, or has not answered a ping for a while."""
+        ...
+
+    def publish(
+        self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
+    ) -> None:
+        """Send at most once; see `BusConnection.publish` for its errors."""
+        ...
+
+
+class Replies(Protocol):
+    """Hands out reply subjects; `serve_common.nats.connection.Inbox` is one."""
+
+    def new_reply(
+        self, on_reply: Callable[[bytes, bytes, bytes | None], None], on_no_responders: Callable[[], None]
+    ) -> tuple[bytes, bytes]:
+        """A token and its reply subject; see `Inbox.new_reply`."""
+        ...
+
+    def forget(self, token: bytes) -> None:
+        """Let go of a token."""
+        ...

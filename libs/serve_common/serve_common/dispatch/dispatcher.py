@@ -14,20 +14,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
-from serve_common.bus.errors import InboxFull, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.dispatch.calls import Answer, Ask, Call
-from serve_common.dispatch.changes import Changes
-from serve_common.dispatch.choosing import Choosing
 from serve_common.dispatch.errors import (
     HeadersTooLarge,
     ReplicaError,
     ReplicaTimedOut,
     error_type_of,
 )
-from serve_common.dispatch.incoming import Incoming
-from serve_common.dispatch.losses import Losses
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.parking import Parking
+from serve_common.dispatch.placing import Changes, Choosing
+from serve_common.dispatch.recovery import Losses, Parking
+from serve_common.dispatch.responses import Incoming
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import (
     BusUnavailable,
@@ -37,12 +34,13 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.names import BackendTag, ReplicaTag
+from serve_common.nats.options import InboxFull, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.protocol.frames import FrameUnreadable
+from serve_common.protocol.snapshots import Snapshot
 from serve_common.routing.outcomes import Dispatch, Refusal, SendTo
-from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.queues import RequestKey
+from serve_common.routing.route_table import HttpChange
 from serve_common.routing.router import Router
-from serve_common.routing.snapshot_table import HttpChange
-from serve_common.wires.frames import FrameUnreadable
-from serve_common.wires.snapshots import Snapshot
 
 
 @final

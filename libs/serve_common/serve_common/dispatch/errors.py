@@ -13,7 +13,7 @@ from serve_common.errors import (
     ServeError,
 )
 from serve_common.names import BackendTag
-from serve_common.wires.snapshots import BackendProtection
+from serve_common.protocol.snapshots import BackendProtection
 
 _RETRY_AFTER_S = 1.0
 

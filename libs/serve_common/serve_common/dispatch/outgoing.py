@@ -11,13 +11,11 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.bus.errors import NotConnected, OutboundFull
-from serve_common.dispatch.calls import Attempt, Call
-from serve_common.dispatch.ports import Bus, Replies
+from serve_common.dispatch.calls import Attempt, Bus, Call, Replies
 from serve_common.errors import DeadlineExceeded
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.subjects import Subjects
-from serve_common.wires.frames import (
+from serve_common.nats.options import NotConnected, OutboundFull
+from serve_common.protocol.frames import (
     BodyHead,
     CancelHead,
     CreditHead,
@@ -26,7 +24,8 @@ from serve_common.wires.frames import (
     RequestHead,
     encode_frame,
 )
-from serve_common.wires.wake import Wake
+from serve_common.protocol.reports import Wake
+from serve_common.protocol.subjects import Subjects
 
 _SUBJECTS_HELD_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001

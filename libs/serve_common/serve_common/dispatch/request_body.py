@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from serve_common.errors import ServeError
-from serve_common.wires.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
+from serve_common.protocol.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KEPT_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
 """Of one body, from its beginning, so that it can be sent again; who is sent more has answered with credit."""

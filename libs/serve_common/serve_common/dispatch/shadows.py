@@ -14,15 +14,15 @@ from typing import Final, Protocol, final
 import msgspec
 import structlog
 
-from serve_common.bus.quiet_log import QuietLog
+from serve_common.dispatch.admission import ShadowOutcome
 from serve_common.dispatch.calls import Answer, Ask, Call
 from serve_common.dispatch.errors import ReplicaError
-from serve_common.dispatch.tallies import ShadowOutcome
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
+from serve_common.protocol.frames import Kind
 from serve_common.routing.replica_choice import Draw
-from serve_common.tasks import TaskOwner
-from serve_common.wires.frames import Kind
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import QuietLog
 
 _log = structlog.get_logger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 import msgspec
 
 from serve_common.dispatch.errors import AnswerUnusable
-from serve_common.wires.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
+from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Of one message, in either direction."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from serve_common.values.may_call import EVERYTHING
+from serve_common.config.replica import EVERYTHING
 
 NAME: Final = "{{name()}}"
 """In a subject: the name in the user's token, which may be several tokens."""

@@ -1,18 +1,83 @@
-"""Keeps requests from a backend whose replicas die or fall silent, until one request shows that it is well again.
-
-Why it looks at deaths and silence only: where a model answers 500, or works on a request until its deadline, that model
-or that request is at fault, and one client may send twenty of those, which must not shut out the others. Hystrix and
-Envoy's outlier detection count every time-out, for they cannot tell a slow server from one that is gone; here a
-replica's process says by itself that it still works on a request, whatever the user's code does.
-"""
+"""What keeps load from a backend that fails: its circuit, its retry budget; and what wakes one that sleeps."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Final, final
 
-from serve_common.routing.recent_counts import RecentCounts
-from serve_common.routing.request_queue import RequestKey
-from serve_common.values.backend_config import CircuitBreaker
+from serve_common.config.backend import CircuitBreaker
+from serve_common.protocol.reports import AGAIN_S
+from serve_common.routing.queues import RequestKey
+
+SOON_S: Final = 0.02
+"""After a message that told of one request alone, another may follow with what has come since: the first says that a
+replica is needed, the second for how many requests."""
+
+
+@final
+class Alarm:
+    """What was said last, and when."""
+
+    __slots__ = ("_told", "_told_at")
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._told_at = float("-inf")
+
+    def is_due(self, now: float, waiting: int) -> bool:
+        """Whether to say now that so many wait, which must be at least one."""
+        since_s = now - self._told_at
+        return since_s >= AGAIN_S or (self._told == 1 < waiting and since_s >= SOON_S)
+
+    def told(self, now: float, waiting: int) -> None:
+        """It was said."""
+        self._told, self._told_at = waiting, now
+
+    def rest(self) -> None:
+        """Nothing is to be said for now; the next time begins anew."""
+        self._told, self._told_at = 0, float("-inf")
+
+
+_SAMPLES: Final = 10
+"""A window moves on in steps of this part of it."""
+
+
+@final
+class RecentCounts:
+    """Two running totals as they were at some moments within the last ``window_s``."""
+
+    __slots__ = ("_next_at", "_samples", "_seen", "_step_s", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._step_s = window_s / _SAMPLES
+        self._samples: deque[tuple[float, int, int]] = deque()
+        self._seen = (0, 0)
+        self._next_at = float("-inf")
+
+    def look(self, now: float, first: int, second: int) -> None:
+        """Take note of the totals. To be called often: what they grew by since the last look counts as of now."""
+        if now >= self._next_at:
+            samples = self._samples
+            samples.append((now, *self._seen))
+            self._next_at = now + self._step_s
+            gone_at = now - self._window_s
+            while samples[0][0] < gone_at:
+                samples.popleft()
+        self._seen = (first, second)
+
+    def forget(self, first: int, second: int) -> None:
+        """Count from these totals on."""
+        self._samples.clear()
+        self._seen = (first, second)
+        self._next_at = float("-inf")
+
+    def grown(self, now: float, first: int, second: int) -> tuple[int, int]:
+        """By how much each total grew within the window that ends now."""
+        self.look(now, first, second)
+        _, first_then, second_then = self._samples[0]
+        return first - first_then, second - second_then
+
 
 TRIAL_RETRY_S: Final = 1.0
 """What callers are told to wait while a trial runs."""
@@ -134,3 +199,36 @@ class Circuit:
         self._trial = None
         # What opened it must not open it again at the next failure.
         self._recent.forget(answered, self.failures)
+
+
+WINDOW_S: Final = 10.0
+ALWAYS: Final = 10
+"""Second sendings within the window that need no share of anything."""
+
+
+@final
+class RetryBudget:
+    """Second sendings of one router, as a share of all that it was given within `WINDOW_S`."""
+
+    __slots__ = ("_recent", "percent", "refused", "spent")
+
+    def __init__(self, percent: float) -> None:
+        self.percent = percent
+        self.spent = 0
+        """Second sendings so far."""
+        self.refused = 0
+        """Those that the budget did not allow."""
+        self._recent = RecentCounts(WINDOW_S)
+
+    def look(self, now: float, requests: int) -> None:
+        """Take note of how many requests the router was given so far; see `RecentCounts.look`."""
+        self._recent.look(now, requests, self.spent)
+
+    def take(self, now: float, requests: int) -> bool:
+        """True when one more second sending is allowed; it then counts as made."""
+        recent, spent = self._recent.grown(now, requests, self.spent)
+        if spent >= ALWAYS and 100.0 * (spent + 1) > self.percent * recent:
+            self.refused += 1
+            return False
+        self.spent += 1
+        return True

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple, final
 
 from serve_common.names import ReplicaTag
-from serve_common.routing.request_queue import RequestKey
+from serve_common.routing.queues import RequestKey
 
 
 @final

@@ -1,15 +1,183 @@
-"""Which of the replicas that have a free slot takes the next request.
-
-Why several policies behind one Protocol: the router's bookkeeping is the same for all of them, and none of them may
-touch it.
-"""
+"""Replicas as their router sees them, and which takes a request: affinity first (key, version, model), then load."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
+from enum import Enum
+from hashlib import blake2b
+from math import log
 from typing import Final, Protocol, TypeVar, final
 
-from serve_common.values.backend_config import ReplicaPolicyName
+import msgspec
+
+from serve_common.config.backend import ReplicaPolicyName
+from serve_common.names import ReplicaTag
+from serve_common.routing.outcomes import SendTo
+from serve_common.routing.queues import RequestKey
+
+_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
+_MIX_1: Final = 0xBF58_476D_1CE4_E5B9
+_MIX_2: Final = 0x94D0_49BB_1331_11EB
+"""The multipliers of splitmix64's finalizer, which spreads every bit of the input over the output."""
+
+
+def stable_hash(text: str) -> int:
+    """64 bits of ``text``, the same in every process (Python's own `hash` is not)."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def score(key_hash: int, member_hash: int) -> int:
+    """The rank, in 64 bits, of a member in the order of a key; the highest is the first."""
+    mixed = (key_hash ^ member_hash) * _MIX_1 & _MASK
+    mixed = (mixed ^ mixed >> 29) * _MIX_2 & _MASK
+    return mixed ^ mixed >> 32
+
+
+def weighted_score(key_hash: int, member_hash: int, weight: float) -> float:
+    """As `score`, such that a member is first for a share of all keys that is as its ``weight``, which is above 0.
+
+    Another weight of one member moves keys to it or from it, and none between the others.
+    """
+    # 52 bits and a half: so the logarithm is of neither 0 nor 1.
+    return -weight / log(((score(key_hash, member_hash) >> 12) + 0.5) / (1 << 52))
+
+
+BUSY_WAIT_S: Final = 0.02
+BUSY_WAIT_S_MAX: Final = 0.3
+"""A replica that refused as busy is full of other routers' requests; it says nothing when they end."""
+ASIDE_WAIT_S: Final = 0.5
+ASIDE_WAIT_S_MAX: Final = 5.0
+"""A replica that does not answer may be dead, or only be reconnecting: it is tried again, ever more seldom."""
+
+
+class Block(Enum):
+    """Why a replica is not chosen for a while."""
+
+    BUSY = "busy"
+    """It was full; a slot given back there ends that."""
+    SILENT = "silent"
+    """It does not answer; any answer ends that."""
+    RESTING = "resting"
+    """It drains on its own account; a snapshot will say so."""
+
+
+@final
+class ReplicaSlots:
+    """Bookkeeping of one replica; only the router changes it."""
+
+    __slots__ = (
+        "aside_wait_s",
+        "block",
+        "blocked_until",
+        "busy_wait_s",
+        "code_version",
+        "ejected_at",
+        "ejected_until",
+        "failures",
+        "has_failed",
+        "is_dead",
+        "is_draining",
+        "is_ejected",
+        "models",
+        "position",
+        "requests",
+        "send_to",
+        "tag",
+        "tag_hash",
+        "times_ejected",
+        "turn",
+    )
+
+    def __init__(self, tag: ReplicaTag) -> None:
+        self.tag = tag
+        self.tag_hash: Final = stable_hash(tag)
+        self.send_to: Final = SendTo(tag)
+        """Made once for all requests."""
+        self.requests: set[RequestKey] = set()
+        """In flight there."""
+        self.is_draining = False
+        """By snapshot: answers what it has, takes nothing new."""
+        self.block: Block | None = None
+        self.blocked_until = 0.0
+        """When the block ends by itself."""
+        self.has_failed = False
+        """Since its last success, so that there may be something below to forget."""
+        self.is_dead = False
+        """Nobody listened there for so long that it counts as dead; any answer says that it was only cut off."""
+        self.busy_wait_s = BUSY_WAIT_S
+        self.aside_wait_s = ASIDE_WAIT_S
+        self.position = -1
+        """Index in the router's list of replicas that can be chosen; -1 when it is not in it."""
+        self.turn = 0
+        self.failures = 0
+        """In a row; see `OutlierEjection.consecutive_failures`."""
+        self.times_ejected = 0
+        """In a row."""
+        self.is_ejected = False
+        self.ejected_at = self.ejected_until = 0.0
+        self.code_version: int | None = None
+        """None while all replicas run the same one."""
+        self.models: frozenset[str] = frozenset()
+        """Multiplexed models that it holds."""
+
+    def can_take(self, requests_max: int) -> bool:
+        """True when it may be sent a request now."""
+        return (
+            not self.is_draining
+            and not self.is_ejected
+            and self.block is None
+            and len(self.requests) < requests_max
+        )
+
+    @property
+    def is_healthy(self) -> bool:
+        """True when it is there and well, as far as is known; it may be full."""
+        return (
+            not self.is_draining
+            and not self.is_ejected
+            and not self.is_dead
+            and self.block is not Block.SILENT
+        )
+
+    def block_as_busy(self, now: float) -> None:
+        """It refused for being full; a block for a stronger reason stays."""
+        if self.block in (Block.SILENT, Block.RESTING):
+            return
+        self.block = Block.BUSY
+        self.has_failed = True
+        self.blocked_until = now + self.busy_wait_s
+        self.busy_wait_s = min(2 * self.busy_wait_s, BUSY_WAIT_S_MAX)
+
+    def put_aside(self, now: float) -> None:
+        """It does not answer. Hearing the same many times at once counts as once."""
+        if self.block in (Block.SILENT, Block.RESTING):
+            return
+        self.block = Block.SILENT
+        self.has_failed = True
+        self.blocked_until = now + self.aside_wait_s
+        self.aside_wait_s = min(2 * self.aside_wait_s, ASIDE_WAIT_S_MAX)
+
+    def rest(self, now: float) -> None:
+        """It drains on its own account; should no snapshot say so, it is asked again after a while."""
+        self.block = Block.RESTING
+        self.has_failed = True
+        self.blocked_until = now + ASIDE_WAIT_S_MAX
+
+    def prove_alive(self) -> None:
+        """It has answered, whatever it was: that it was silent or full counts no more."""
+        self.busy_wait_s = BUSY_WAIT_S
+        self.aside_wait_s = ASIDE_WAIT_S
+        self.is_dead = False
+        if self.block is not Block.RESTING:
+            self.block = None
+
+    def succeed(self) -> None:
+        """It has answered well: earlier failures of every kind count no more. An ejection goes on to its end."""
+        self.prove_alive()
+        self.has_failed = False
+        self.failures = 0
+        self.times_ejected = 0
+
 
 Draw = Callable[[], float]
 """Gives the next random number in [0, 1)."""
@@ -114,3 +282,55 @@ def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
             return RandomChoice()
         case ReplicaPolicyName.FIXED_PACKING:
             return FixedPacking(packing_num)
+
+
+class Wish(msgspec.Struct, frozen=True, gc=False):
+    """What one request prefers; the first of the fields that decides, decides."""
+
+    code_version: int | None = None
+    """Replicas of this version before all others, while one of them has a free slot."""
+    shard_hash: int | None = None
+    """Of the key that pins it. A replica that is full, ejected, silent or leaving is passed over for the next one in
+    the key's own order, and gets the key's requests again as soon as it is open again."""
+    model_id: str = ""
+    """Replicas that hold this model before those that would have to load it."""
+
+
+def choose_by_wish(
+    wish: Wish, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+) -> ReplicaSlots:
+    """One of ``replicas``, which is not empty; ``requests_max`` is how many requests a replica takes at once."""
+    if wish.code_version is not None:
+        replicas = [slots for slots in replicas if slots.code_version == wish.code_version] or replicas
+    if wish.shard_hash is not None:
+        return first_for(wish.shard_hash, replicas)
+    if wish.model_id:
+        return _choose_for_model(wish.model_id, replicas, policy, draw, requests_max)
+    return policy.choose(replicas, draw)
+
+
+def first_for(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSlots:
+    """The first of ``replicas`` in the order of the key."""
+    return max(replicas, key=lambda slots: score(key_hash, slots.tag_hash))
+
+
+def _choose_for_model(
+    model_id: str, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+) -> ReplicaSlots:
+    """One that holds the model, or the one that is first for it: then not every replica loads it.
+
+    When all of those have half of what they can take, one with at most half of that takes over: a hot model spreads,
+    and a model that is not is held in one place.
+    """
+    holders = [slots for slots in replicas if model_id in slots.models]
+    if len(holders) == len(replicas):
+        return policy.choose(replicas, draw)
+    model_hash = stable_hash(model_id)
+    if not holders:
+        holders = [first_for(model_hash, replicas)]
+    least = min(len(slots.requests) for slots in holders)
+    if 2 * least >= requests_max:
+        calm = [slots for slots in replicas if 2 * len(slots.requests) <= least and slots not in holders]
+        if calm:
+            return first_for(model_hash, calm)
+    return policy.choose(holders, draw)

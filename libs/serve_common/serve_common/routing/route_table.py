@@ -1,15 +1,26 @@
-"""From a path to its endpoint by the longest prefix.
-
-Why a dict and not a list of prefixes: the cost of a lookup then depends on the depth of the path, not on how many
-routes exist.
-"""
+"""From a path to an endpoint, from an endpoint to a backend, and the newest snapshots that say both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import final
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Final, final
 
-from serve_common.wires.snapshots import EndpointSnapshot
+import msgspec
+
+from serve_common.config.endpoint import HttpOptions
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, EndpointTag
+from serve_common.protocol.snapshots import (
+    BackendSnapshot,
+    EndpointSnapshot,
+    HttpSnapshot,
+    Snapshot,
+    SnapshotContent,
+)
+from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, HTTP, HTTP_KEY, parse_key
+from serve_common.routing.replica_choice import stable_hash, weighted_score
 
 
 @final
@@ -42,3 +53,218 @@ class RouteTable:
     def routes(self) -> dict[str, str]:
         """Every route with its endpoint's tag, in alphabetical order."""
         return {route: self._by_route[route].endpoint_tag for route in sorted(self._by_route)}
+
+
+class HttpChange(msgspec.Struct, frozen=True, kw_only=True):
+    """Other options for all requests."""
+
+    options: HttpOptions | None
+    """None: nothing is said any more."""
+    snapshot_id: int
+    """Of the snapshot that says so; 0 when its key is gone."""
+
+
+class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update changed; None as a value means that it is gone."""
+
+    endpoints: Mapping[EndpointTag, EndpointSnapshot | None]
+    backends: Mapping[BackendTag, BackendSnapshot | None]
+    http: HttpChange | None = None
+    """None: as before."""
+    ignored: Sequence[tuple[str, str]] = ()
+    """Keys that were left out, with the reason."""
+
+
+@final
+class SnapshotTable:
+    """Holds the content of the bucket as far as it was accepted."""
+
+    def __init__(self) -> None:
+        self._snapshots: dict[str, Snapshot] = {}
+        self.is_filled = False
+        """True once everything that the bucket holds was read."""
+        self._seen_id: int = 0
+        self._void_below: int = 0
+        self._unapplied: dict[str, int] = {}
+        """Keys that were handed out as changed and not confirmed, with the id of the first such change."""
+
+    @property
+    def applied_snapshot_id(self) -> int:
+        """Every snapshot up to this id was confirmed; 0 before the bucket was read."""
+        if not self.is_filled:
+            return 0
+        return min((self._seen_id, *(snapshot_id - 1 for snapshot_id in self._unapplied.values())))
+
+    def confirm(self, key: str, snapshot_id: int | None = None) -> None:
+        """The change of ``key`` is in force: its newest one, or that of ``snapshot_id``.
+
+        What is never confirmed, because applying it failed, is handed out again by the next whole view.
+        """
+        held = self._snapshots.get(key)
+        if (
+            key not in self._unapplied
+            or held is None
+            or snapshot_id is None
+            or held.snapshot_id <= snapshot_id
+        ):
+            self._unapplied.pop(key, None)
+        else:
+            self._unapplied[key] = held.snapshot_id
+
+    def endpoints(self) -> dict[EndpointTag, EndpointSnapshot]:
+        """Every endpoint, those that changed last at the end."""
+        held = sorted(self._snapshots.values(), key=lambda snapshot: snapshot.snapshot_id)
+        contents = [snapshot.content for snapshot in held]
+        return {
+            content.endpoint_tag: content for content in contents if isinstance(content, EndpointSnapshot)
+        }
+
+    def is_gone(self, key: str) -> bool:
+        """True when a snapshot says that what ``key`` names is gone."""
+        held = self._snapshots.get(key)
+        return held is not None and held.content is None
+
+    def is_there(self, key: str) -> bool:
+        """True when a snapshot describes what ``key`` names."""
+        held = self._snapshots.get(key)
+        return held is not None and held.content is not None
+
+    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
+        """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out.
+
+        The caller applies what is returned and then says so by `confirm`.
+
+        A key that a whole view lacks stays as it is: the bucket was lost and is being refilled, and what is deleted in
+        earnest says so by a tombstone or a deletion.
+        """
+        endpoints: dict[EndpointTag, EndpointSnapshot | None] = {}
+        backends: dict[BackendTag, BackendSnapshot | None] = {}
+        http: HttpChange | None = None
+        ignored: list[tuple[str, str]] = []
+        for key, snapshot in (*snapshots.items(), *self._voided(snapshots)):
+            try:
+                kind, tag = parse_key(key)
+                _check_content(kind, tag, snapshot)
+            except BadField as error:
+                ignored.append((key[:200], error.reason))
+                continue
+            if not self._take_over(key, snapshot):
+                continue
+            content = None if snapshot is None else snapshot.content
+            if kind == ENDPOINTS:
+                assert content is None or isinstance(content, EndpointSnapshot)
+                endpoints[EndpointTag(tag)] = content
+            elif kind == HTTP:
+                assert content is None or isinstance(content, HttpSnapshot)
+                http = HttpChange(
+                    options=None if content is None else content.options,
+                    snapshot_id=0 if snapshot is None else snapshot.snapshot_id,
+                )
+            else:
+                assert content is None or isinstance(content, BackendSnapshot)
+                backends[BackendTag(tag)] = content
+        self.is_filled = self.is_filled or whole
+        return SnapshotChanges(endpoints=endpoints, backends=backends, http=http, ignored=ignored)
+
+    def _voided(self, snapshots: Mapping[str, Snapshot | None]) -> list[tuple[str, None]]:
+        """What is held and gone because one of these says so; see `Snapshot.voids_below`."""
+        below = max((s.voids_below for s in snapshots.values() if s is not None), default=0)
+        if below <= self._void_below:
+            return []
+        self._void_below = below
+        newest = {**self._snapshots, **{key: s for key, s in snapshots.items() if s is not None}}
+        return [(key, None) for key in self._snapshots if newest[key].snapshot_id < below]
+
+    def _take_over(self, key: str, snapshot: Snapshot | None) -> bool:
+        """Hold ``snapshot`` if it is new; True when somebody must hear of it."""
+        held = self._snapshots.get(key)
+        if snapshot is None:
+            self._snapshots.pop(key, None)
+            self._unapplied.pop(key, None)
+            return held is not None
+        self._seen_id = max(self._seen_id, snapshot.snapshot_id)
+        if snapshot.snapshot_id < self._void_below:
+            return False
+        if held is not None and not self._is_news(key, held, snapshot):
+            return False
+        self._snapshots[key] = snapshot
+        if held is None and snapshot.content is None:
+            self._unapplied.pop(key, None)
+            return False
+        self._unapplied.setdefault(key, snapshot.snapshot_id)
+        return True
+
+    def _is_news(self, key: str, held: Snapshot, snapshot: Snapshot) -> bool:
+        if key in self._unapplied:
+            return snapshot.snapshot_id >= held.snapshot_id
+        return snapshot.snapshot_id > held.snapshot_id
+
+
+_HTTP_TAG: Final = parse_key(HTTP_KEY)[1]
+
+_CONTENT_OF: Final[Mapping[str, type[SnapshotContent]]] = {
+    ENDPOINTS: EndpointSnapshot,
+    BACKENDS: BackendSnapshot,
+    HTTP: HttpSnapshot,
+}
+
+
+def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
+    if kind == HTTP and tag != _HTTP_TAG:
+        raise BadField("key", f"{HTTP}.{tag[:100]} is not a snapshot key")
+    content = None if snapshot is None else snapshot.content
+    if content is None:
+        return
+    if not isinstance(content, _CONTENT_OF[kind]):
+        raise BadField("content", f"is of another kind than {kind}")
+    match content:
+        case EndpointSnapshot():
+            named: str = content.endpoint_tag
+        case BackendSnapshot():
+            named = content.backend_tag
+        case HttpSnapshot():
+            named = tag
+    if named != tag:
+        raise BadField("content", f"is about {named[:100]!r}")
+
+
+@final
+class TrafficSplit:
+    """The weights of one endpoint, ready to choose by."""
+
+    __slots__ = ("_bounds", "_hashes", "_weighted", "backend_tags", "sole")
+
+    def __init__(self, traffic: Mapping[BackendTag, float]) -> None:
+        """Weights need not sum to exactly 1; a backend with weight 0 is never chosen."""
+        weighted = {tag: weight for tag, weight in traffic.items() if weight > 0}
+        self._weighted = weighted
+        self.backend_tags = tuple(weighted)
+        self.sole = self.backend_tags[0] if len(weighted) == 1 else None
+        """The only backend with weight, which needs no choice; None when there are more, or none."""
+        self._bounds = list(accumulate(weighted.values()))
+        self._hashes = {tag: stable_hash(tag) for tag in weighted}
+
+    def choose(self, chance: float) -> BackendTag | None:
+        """The backend for ``chance`` in [0, 1), or None when no backend has weight."""
+        tags = self.backend_tags
+        if len(tags) < 2:
+            return tags[0] if tags else None
+        # The product can round up to the last bound itself.
+        at = bisect_right(self._bounds, chance * self._bounds[-1])
+        return tags[min(at, len(tags) - 1)]
+
+    def choose_for(self, key_hash: int) -> BackendTag | None:
+        """The backend that requests with a key are pinned to, or None when no backend has weight.
+
+        Keys are spread by the weights. When those change, a key moves only to a backend whose weight grew in proportion
+        to that of the backend it leaves.
+        """
+        tags = self.backend_tags
+        if len(tags) < 2:
+            return tags[0] if tags else None
+        weighted, hashes = self._weighted, self._hashes
+        return max(tags, key=lambda tag: weighted_score(key_hash, hashes[tag], weighted[tag]))
+
+    def without(self, left_out: Container[BackendTag]) -> TrafficSplit:
+        """The same weights for the other backends."""
+        return TrafficSplit({tag: weight for tag, weight in self._weighted.items() if tag not in left_out})

@@ -12,20 +12,22 @@ from typing import Final, final
 
 import msgspec
 
+from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.routing.alarm import Alarm
-from serve_common.routing.circuit import Circuit
+from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
+from serve_common.routing.circuit import Alarm, Circuit, RetryBudget
 from serve_common.routing.outcomes import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
-from serve_common.routing.queued_seconds import Clock
-from serve_common.routing.replica_choice import Draw, ReplicaPolicy, policy_named
+from serve_common.routing.queues import Clock, RequestKey, TieredQueue
+from serve_common.routing.replica_choice import (
+    Block,
+    Draw,
+    ReplicaPolicy,
+    ReplicaSlots,
+    Wish,
+    choose_by_wish,
+    policy_named,
+)
 from serve_common.routing.replica_pool import ReplicaPool
-from serve_common.routing.replica_slots import Block, ReplicaSlots
-from serve_common.routing.request_queue import RequestKey
-from serve_common.routing.retry_budget import RetryBudget
-from serve_common.routing.tiered_queue import TieredQueue
-from serve_common.routing.wishes import Wish, choose_by_wish
-from serve_common.values.backend_config import BackendConfig
-from serve_common.wires.snapshots import BackendProtection, BackendSnapshot
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()

@@ -21,15 +21,14 @@ from nats.errors import Error as NatsError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service, ServiceConfig
 
-from serve_common.bus.quiet_log import QuietLog
+from serve_common.api.verbs import COMMANDS, VERBS, WHO_HEADER, sanitized_who
 from serve_common.errors import LimitReached, ServeError
-from serve_common.subjects import ADMIN_SERVICE, Subjects, is_inbox
-from serve_common.tasks import TaskOwner
-from serve_common.tracing.operations import operation
-from serve_common.tracing.spans import SpanKind
-from serve_common.tracing.trace_context import TRACEPARENT, TRACESTATE, usable_tracestate
-from serve_common.wires.admin import COMMANDS, VERBS, WHO_HEADER, sanitized_who
-from serve_controller.shell.requests import error_view
+from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.request_traces import operation
+from serve_common.telemetry.spans import TRACEPARENT, TRACESTATE, SpanKind, usable_tracestate
+from serve_controller.shell.queries import error_view
 
 _log = structlog.get_logger()
 

@@ -17,8 +17,8 @@ import msgspec
 
 from serve_common.errors import BadField, CheckpointUnreadable
 from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row, dump, load_rows
-from serve_controller.core.changes import Kind, key_of
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.objects import Kind, key_of
 
 FORMAT: Final = "muster-backup"
 VERSION: Final = 1

@@ -1,28 +1,72 @@
-"""Reads loads straight from the services' pages of metrics: where there is no Prometheus, or while it is away.
-
-Why it samples by itself and only while it is in use: a mean over a window needs scrapes from before anybody asks, and a
-system with a Prometheus should not be scraped twice.
-"""
+"""Reads loads straight from the services' pages of metrics, and chooses between that and Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, final
+from typing import Final, NamedTuple, Protocol, final
 from urllib.parse import urlencode
 
 import aiohttp
+import msgspec
 import structlog
 
+from serve_common.api.views import BackendLoad, EndpointLoad, LoadView
 from serve_common.names import BackendTag
-from serve_common.tasks import OwnedTask, TaskOwner
-from serve_common.wires.views import LoadView
-from serve_controller.adapters.load_page import Sample, parse_page
-from serve_controller.adapters.load_view import VIEWED, sum_up
-from serve_controller.adapters.load_windows import LoadWindows
-from serve_controller.adapters.prometheus_queries import CONNECTED, HOST, ONGOING, PROXY, QUEUED
+from serve_common.runtime.tasks import OwnedTask, TaskOwner
+from serve_common.telemetry.catalogue.proxies import PROXY_INFO, QUEUE_DEPTH, REQUEST_SECONDS, REQUESTS
+from serve_common.telemetry.catalogue.replicas import REPLICA_IN_FLIGHT
+from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
+from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 from serve_controller.core.autoscaling.values import Reading
-from serve_controller.ports import LoadAsk, Targets
+from serve_controller.ports import LoadAsk, LoadSource, Targets
+
+_BUCKET: Final = f"{REQUEST_SECONDS.name}_bucket"
+VIEWED: Final = (PROXY_INFO.name, HOST, REQUESTS.name, _BUCKET, QUEUE_DEPTH.name, REPLICA_IN_FLIGHT.name)
+"""The samples that it needs."""
+
+
+def sum_up(at: float, pages: Iterable[Sequence[Sample]], unreachable: Sequence[str]) -> LoadView:
+    """``at`` is now; requests without an endpoint, which no route was found for, have the empty tag."""
+    requests: defaultdict[str, float] = defaultdict(float)
+    errors: defaultdict[str, float] = defaultdict(float)
+    buckets: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    in_flight: defaultdict[str, float] = defaultdict(float)
+    queued: defaultdict[str, float] = defaultdict(float)
+    for page in pages:
+        for sample in page:
+            endpoint = sample.labels.get("endpoint_tag", "")
+            backend = sample.labels.get("backend_tag", "")
+            if sample.name == REQUESTS.name:
+                requests[endpoint] += sample.value
+                if sample.labels.get("code", "").startswith("5"):
+                    errors[endpoint] += sample.value
+            elif sample.name == _BUCKET:
+                buckets[endpoint][sample.labels.get("le", "")] += sample.value
+            elif sample.name == QUEUE_DEPTH.name:
+                queued[backend] += sample.value
+            elif sample.name == REPLICA_IN_FLIGHT.name:
+                in_flight[backend] += sample.value
+    return LoadView(
+        at=at,
+        endpoints=[
+            EndpointLoad(
+                endpoint_tag=tag,
+                requests=requests[tag],
+                errors=errors[tag],
+                seconds_buckets=dict(buckets[tag]) if tag in buckets else {},
+            )
+            for tag in sorted(requests.keys() | buckets.keys())
+        ],
+        backends=[
+            BackendLoad(backend_tag=tag, in_flight=in_flight[tag], queued=queued[tag])
+            for tag in sorted(in_flight.keys() | queued.keys())
+        ],
+        unreachable=list(unreachable),
+    )
+
 
 _log = structlog.get_logger(__name__)
 
@@ -186,3 +230,99 @@ class LoadScrape:
         if len(body) <= _SMALL_PAGE_BYTES:
             return list(parse_page(body.decode(), wanted, known))
         return await asyncio.to_thread(lambda: list(parse_page(body.decode(), wanted, known)))
+
+
+TRUSTED_AFTER: Final = 3
+"""So many good readings in a row it takes to go back to Prometheus, so that a backend does not alternate."""
+_SECONDS: Final = re.compile(r"\b\d+(\.\d+)?(?= s\b)")
+_REASONS_TOLD: Final = 5
+_REMEMBERED_INTERVALS: Final = 3
+"""A backend that nobody has asked about for so many of its intervals is forgotten."""
+
+
+class OpenSource(LoadSource, Protocol):
+    """A source that holds connections."""
+
+    async def close(self) -> None:
+        """Close them."""
+        ...
+
+
+class _Known(NamedTuple):
+    """What Prometheus lacked of one backend."""
+
+    until: float
+    why: str
+    good: int = 0
+    """How many good readings it gave in a row since."""
+
+
+@final
+class LoadSources:
+    """A `LoadSource`: Prometheus, with the scrape behind it."""
+
+    def __init__(self, prometheus: OpenSource | None, scrape: OpenSource) -> None:
+        """Without a Prometheus everything is scraped, and users' queries give nothing."""
+        self._prometheus = prometheus
+        self._scrape = scrape
+        self._known: dict[BackendTag, _Known] = {}
+        """Backends whose load Prometheus lacks, or lacked until lately."""
+        self._told: frozenset[str] = frozenset()
+        """The reasons that were logged last."""
+
+    async def read(
+        self, asks: Sequence[LoadAsk], targets: Targets, now: float
+    ) -> Mapping[BackendTag, Reading]:
+        """As `LoadSource`."""
+        if self._prometheus is None:
+            return await self._scrape.read(asks, targets, now)
+        first = await self._prometheus.read(asks, targets, now)
+        behind = [ask for ask in asks if self._is_behind(ask, first[ask.backend_tag], now)]
+        self._tell(now)
+        if not behind:
+            return first
+        second = await self._scrape.read(behind, targets, now)
+        return {**first, **{tag: _better(first[tag], reading) for tag, reading in second.items()}}
+
+    async def close(self) -> None:
+        """Close both."""
+        if self._prometheus is not None:
+            await self._prometheus.close()
+        await self._scrape.close()
+
+    def _is_behind(self, ask: LoadAsk, reading: Reading, now: float) -> bool:
+        """Whether the load of this backend is scraped, by how Prometheus did lately."""
+        until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
+        known = self._known.get(ask.backend_tag)
+        if reading.seen is None:
+            self._known[ask.backend_tag] = _Known(until, reading.missing)
+        elif known is None:
+            return False
+        elif known.good + 1 >= TRUSTED_AFTER or ask.config.query is not None:
+            del self._known[ask.backend_tag]
+            return False
+        else:
+            self._known[ask.backend_tag] = _Known(until, known.why, known.good + 1)
+        return ask.config.query is None
+
+    def _tell(self, now: float) -> None:
+        """Log what Prometheus does not know, when that has changed: each reason once, whatever times are in it."""
+        self._known = {tag: known for tag, known in self._known.items() if known.until >= now}
+        reasons = Counter(_SECONDS.sub("#", known.why) for known in self._known.values())
+        if reasons.keys() == self._told:
+            return
+        self._told = frozenset(reasons)
+        if reasons:
+            few = dict(reasons.most_common(_REASONS_TOLD))
+            _log.warning("prometheus_lacks_loads", backends=reasons.total(), reasons=few)
+        else:
+            _log.info("prometheus_has_all_loads")
+
+
+def _better(first: Reading, second: Reading) -> Reading:
+    """The scrape's, when it has one."""
+    if second.seen is not None:
+        return second
+    if first.seen is not None:
+        return first
+    return msgspec.structs.replace(second, missing=f"{first.missing}; scraping: {second.missing}")

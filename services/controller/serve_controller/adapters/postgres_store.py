@@ -1,33 +1,106 @@
-"""The checkpoint in Postgres: `Store` over asyncpg.
-
-Why a row per object and one statement per change: what a change costs does not grow with the rest of the
-state, and there is no half-written change. The fence is inside that statement, see ``record`` in
-``sql/queries.sql``.
-"""
+"""The checkpoint in Postgres: `Store` over asyncpg, and the audit log's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
+import msgspec
 import structlog
 
+from serve_common.api.views import HistoryView
 from serve_common.errors import FencedOut, PermanentError
-from serve_common.names import ControllerId
-from serve_common.wires.views import HistoryView
-from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows
-from serve_controller.adapters.history_rows import (
-    HISTORY_PAGE_BYTES_MAX,
-    HISTORY_ROWS_MAX,
-    HistoryRow,
-    view_of,
-)
+from serve_common.names import ControllerId, GoalId
+from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_rows, without_surrogates
 from serve_controller.adapters.postgres_pool import PostgresPool
 from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import CheckpointObject
+from serve_controller.core.objects import Changes, CheckpointObject
 from serve_controller.ports import HistoryEntry
+
+HISTORY_ROWS_MAX: Final = 10_000
+"""History rows that are kept; a store may hold a few more until it next trims."""
+HISTORY_PAGE_BYTES_MAX: Final = 700_000
+"""JSON of one page of the history: with the names around it, it must fit one NATS message."""
+
+
+class HistoryRow(msgspec.Struct, frozen=True):
+    """One line as it is stored."""
+
+    id: int
+    at: float
+    who: str
+    epoch: int
+    verb: str
+    subject: str
+    goal_id: str | None
+    request: str
+    """JSON, as are the two below."""
+    old: str | None
+    new: str | None
+
+
+def row_of(entry: HistoryEntry, number: int, epoch: int) -> HistoryRow:
+    """The row of an entry that the leader of ``epoch`` wrote."""
+    return HistoryRow(
+        number,
+        entry.at,
+        entry.who,
+        epoch,
+        entry.verb,
+        entry.subject,
+        entry.goal_id,
+        entry.request,
+        entry.old,
+        entry.new,
+    )
+
+
+def view_of(row: HistoryRow) -> HistoryView:
+    """The row as callers see it."""
+    return HistoryView(
+        id=row.id,
+        at=row.at,
+        who=row.who,
+        epoch=row.epoch,
+        verb=row.verb,
+        subject=row.subject,
+        goal_id=None if row.goal_id is None else GoalId(row.goal_id),
+        request=_value(row.request),
+        old=_value(row.old),
+        new=_value(row.new),
+    )
+
+
+def first_page(rows: Iterable[HistoryRow], bytes_max: int) -> list[HistoryRow]:
+    """The first of ``rows``, with at most ``bytes_max`` of JSON together; one at least, so that a reader gets on."""
+    page: list[HistoryRow] = []
+    size = 0
+    for row in rows:
+        size += sum(len(text.encode()) for text in (row.request, row.old, row.new) if text is not None)
+        if page and size > bytes_max:
+            break
+        page.append(row)
+    return page
+
+
+def _value(text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        # A lone surrogate, which Postgres' json takes as an escape. It must not make the whole page unreadable.
+        return _lenient(text)
+
+
+def _lenient(text: str) -> Any:
+    try:
+        return without_surrogates(json.loads(text))
+    except (ValueError, RecursionError):
+        return text
+
 
 LEASE_TIMEOUT_S: Final = 2.0
 """Lease calls end sooner, so that a leader hears of a silent database before its lease is over."""

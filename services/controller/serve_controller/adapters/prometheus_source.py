@@ -1,27 +1,134 @@
-"""Reads loads from Prometheus: a handful of queries for all backends together.
-
-Why by groups: what many backends ask is the same but for their tag, so one query by ``backend_tag`` answers all that
-look over the same window. Only users' own queries are asked one by one.
-"""
+"""Reads loads from Prometheus: a handful of queries for all backends together."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Final, TypeVar, final
 
 import structlog
 
+from serve_common.config.autoscaling import AggregationFunction
 from serve_common.names import BackendTag
-from serve_controller.adapters import prometheus_queries as promql
-from serve_controller.adapters.prometheus_api import Element, PrometheusApi, PrometheusAway, QueryRefused
-from serve_controller.adapters.prometheus_coverage import WINDOW_INTERVALS, Coverage, Process, Scraped
-from serve_controller.adapters.prometheus_groups import Group, Placed, Placer
-from serve_controller.adapters.prometheus_rates import SOURCE, Rates, missing
-from serve_controller.core.autoscaling.asks import unmeasured
-from serve_controller.core.autoscaling.values import Reading
+from serve_controller.adapters.prometheus_api import (
+    CONNECTED,
+    HOST,
+    ONGOING,
+    PROXY,
+    QUEUED,
+    Element,
+    PrometheusApi,
+    PrometheusAway,
+    QueryRefused,
+    count_of,
+    extreme_of,
+    mean_of,
+    samples_of,
+    sum_of,
+    with_placeholders,
+)
+from serve_controller.adapters.prometheus_coverage import (
+    WINDOW_INTERVALS,
+    Coverage,
+    Group,
+    Placed,
+    Placer,
+    Process,
+    Scraped,
+)
+from serve_controller.core.autoscaling.values import Reading, unmeasured
 from serve_controller.ports import LoadAsk, Targets
+
+SOURCE: Final = "prometheus"
+
+_Loads = dict[BackendTag, float]
+
+
+@final
+class Found:
+    """The loads of all backends over the windows of one group."""
+
+    def __init__(self, seen: _Loads, queued: _Loads, burst: _Loads | None) -> None:
+        self._seen = seen
+        self._queued = queued
+        self._burst = burst
+
+    def reading(self, placed: Placed, at: float) -> Reading:
+        """A backend without a series never had a request: everybody who could tell of one was scraped."""
+        tag = placed.ask.backend_tag
+        seen = self._seen.get(tag, 0.0)
+        burst = None if self._burst is None else self._burst.get(tag, 0.0)
+        if not math.isfinite(seen) or (burst is not None and not math.isfinite(burst)):
+            return missing(at, f"Prometheus: the rate of its requests is {seen}")
+        return Reading(
+            at=at,
+            seen=seen,
+            burst=burst,
+            queued=min(self._queued.get(tag, 0.0), seen),
+            source=SOURCE,
+            over_s=placed.group.window_s,
+        )
+
+
+@final
+class Rates:
+    """Asks for rates, each of them once in a look."""
+
+    def __init__(self, api: PrometheusApi, selector: str, coverage: Coverage) -> None:
+        self._api = api
+        self._selector = selector
+        self._coverage = coverage
+        self._known: dict[str, _Loads] = {}
+
+    async def of(self, group: Group) -> Found:
+        """Raises `PrometheusAway` or `QueryRefused`."""
+        ongoing = await self._loads(mean_of(ONGOING, self._selector, group.window_s))
+        queued = await self._loads(mean_of(QUEUED, self._selector, group.window_s))
+        seen = _sum(ongoing, queued)
+        if group.aggregation is not AggregationFunction.MEAN:
+            seen = await self._loads(self._extreme(group))
+        burst = None
+        if group.burst_s is not None:
+            burst = _sum(
+                await self._loads(mean_of(ONGOING, self._selector, group.burst_s)),
+                await self._loads(mean_of(QUEUED, self._selector, group.burst_s)),
+            )
+        return Found(seen, queued, burst)
+
+    def _extreme(self, group: Group) -> str:
+        interval_s = self._coverage.interval_s or 1.0
+        inner_s = WINDOW_INTERVALS * interval_s
+        return extreme_of(
+            group.aggregation,
+            self._selector,
+            # The first of the short windows begins where the long one does.
+            window_s=max(group.window_s - inner_s, interval_s),
+            inner_s=inner_s,
+            step_s=max(interval_s, group.window_s / 200),
+        )
+
+    async def _loads(self, query: str) -> _Loads:
+        found = self._known.get(query)
+        if found is None:
+            elements = await self._api.elements(query, self._coverage.asked_at)
+            found = self._known[query] = {
+                BackendTag(element.metric.get("backend_tag", "")): value
+                for element in elements
+                if (value := element.number) is not None
+            }
+        return found
+
+
+def _sum(first: _Loads, second: _Loads) -> _Loads:
+    return {tag: first.get(tag, 0.0) + second.get(tag, 0.0) for tag in first.keys() | second.keys()}
+
+
+def missing(at: float, why: str) -> Reading:
+    """A reading that says why there is none."""
+    return Reading(at=at, seen=None, source=SOURCE, missing=why)
+
 
 _log = structlog.get_logger(__name__)
 
@@ -103,9 +210,9 @@ class PrometheusSource:
         known_s = self._interval_s
         horizon_s = max(min(max(windows) + 3 * (known_s or 0.0), _HORIZON_MAX_S), _HORIZON_MIN_S)
         horizon_s = max(horizon_s, _UNKNOWN_INTERVAL_HORIZON_S if known_s is None else 5 * known_s)
-        infos = (("proxy", promql.PROXY), ("host", promql.HOST))
+        infos = (("proxy", PROXY), ("host", HOST))
         samples = await _together(
-            self._api.elements(promql.samples_of(info, self._selector, horizon_s), at) for _, info in infos
+            self._api.elements(samples_of(info, self._selector, horizon_s), at) for _, info in infos
         )
         processes: defaultdict[Process, list[Scraped]] = defaultdict(list)
         for (kind, _), elements in zip(infos, samples, strict=True):
@@ -123,7 +230,7 @@ class PrometheusSource:
     ) -> dict[Process, int]:
         found: defaultdict[Process, int] = defaultdict(int)
         for kind, info in infos:
-            for element in await self._api.elements(promql.count_of(info, self._selector, window_s), at):
+            for element in await self._api.elements(count_of(info, self._selector, window_s), at):
                 process, _ = _process_of(kind, element)
                 found[process] += int(element.number or 0)
         return dict(found)
@@ -182,7 +289,7 @@ class PrometheusSource:
         """How many replicas of each backend are on the pages of hosts."""
         if not any(ask.num_replicas for ask in asks):
             return {}
-        query = promql.sum_of(promql.CONNECTED, self._selector)
+        query = sum_of(CONNECTED, self._selector)
         elements = await self._api.elements(query, coverage.asked_at)
         return {element.metric.get("backend_tag", ""): int(element.number or 0) for element in elements}
 
@@ -199,7 +306,7 @@ class PrometheusSource:
             if last_break is not None and last_break[1] > coverage.at - look_back_s:
                 readings[ask.backend_tag] = missing(now, _break_told(last_break, coverage.at))
             elif ask.config.query is not None:
-                expressions[ask.backend_tag] = promql.with_placeholders(
+                expressions[ask.backend_tag] = with_placeholders(
                     ask.config.query.promql, ask.backend_tag, look_back_s
                 )
         answers = await self._ask_all(set(expressions.values()), coverage.asked_at)

@@ -13,11 +13,11 @@ import heapq
 import msgspec
 
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId
-from serve_controller.core.changes import Changes
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
     Backend,
+    Changes,
     Deployment,
     Endpoint,
     Goal,

@@ -1,29 +1,19 @@
-"""The whole durable state, and drafts of the next one.
-
-Why persistent maps (hash tries that share what did not change): a decision must neither change what others hold nor
-cost a copy of everything. A new checkpoint of 10,000 replicas costs as much as one of ten, and going back is free.
-Their order is not defined: whoever needs one sorts.
-
-Beside the objects there are indices, kept by the same two functions that put and delete objects, so that they cannot
-come apart.
-"""
+"""The whole durable state, drafts of the next one, and its indices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 from immutables import Map
 
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, backend_tag_of
-from serve_controller.core.changes import Changes, Key, Kind, key_of
-from serve_controller.core.goals.ids import goal_id_of
-from serve_controller.core.indices import Indices, index_endpoint, index_goal, index_replica
-from serve_controller.core.nested_maps import delete_in, put_in
 from serve_controller.core.objects import (
     Application,
     Backend,
+    Changes,
     CheckpointObject,
     Counters,
     Deployment,
@@ -31,11 +21,170 @@ from serve_controller.core.objects import (
     Goal,
     HostRecord,
     HttpRecord,
+    Key,
+    Kind,
     ProxyRecord,
     Replica,
+    ReplicaState,
     Revision,
     SnapshotRecord,
+    goal_id_of,
+    key_of,
 )
+from serve_controller.core.transitions import IN_HOST_GOAL, WANTED
+
+UNITS: Final = 10_000
+"""Ray counts resources in steps of 0.0001."""
+
+
+def in_units(amount: float) -> int:
+    """An amount of a resource as a whole number of Ray's steps."""
+    return round(amount * UNITS)
+
+
+class HostLoad(msgspec.Struct, frozen=True):
+    """What is taken on a host."""
+
+    taken: Map[str, int] = Map()
+    """Units of each resource, also of replicas that still stop there."""
+    goal_bytes: int = 0
+    """Size of the host's goal as far as its replicas make it."""
+    num_wanted: int = 0
+    """Replicas that should run there."""
+
+
+def changed_load(load: HostLoad, replica: Replica, sign: int) -> HostLoad:
+    """``load`` with the replica's share added (1) or taken away (-1)."""
+    taken = load.taken
+    for name, amount in replica.needs.items():
+        units = taken.get(name, 0) + sign * in_units(amount)
+        taken = taken.set(name, units) if units else taken.delete(name) if name in taken else taken
+    return HostLoad(
+        taken,
+        load.goal_bytes + (sign * replica.goal_bytes if replica.state in IN_HOST_GOAL else 0),
+        load.num_wanted + (sign if replica.state in WANTED else 0),
+    )
+
+
+def fits(free: Mapping[str, int], needs: Mapping[str, float]) -> bool:
+    """Whether ``needs`` can be taken from ``free`` units."""
+    return all(free.get(name, 0) >= in_units(amount) for name, amount in needs.items())
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def put_in(outer: Map[Any, Map[K, V]], name: Any, key: K, value: V) -> Map[Any, Map[K, V]]:
+    """``outer`` with ``key`` in the inner map of that name."""
+    return outer.set(name, outer.get(name, Map()).set(key, value))
+
+
+def delete_in(outer: Map[Any, Map[K, V]], name: Any, key: K) -> Map[Any, Map[K, V]]:
+    """``outer`` without ``key`` in the inner map of that name; an empty inner map is not kept."""
+    inner = outer.get(name)
+    if inner is None or key not in inner:
+        return outer
+    inner = inner.delete(key)
+    return outer.set(name, inner) if inner else outer.delete(name)
+
+
+NO_LOAD = HostLoad()
+
+
+class Indices:
+    """Maps that are derived from a checkpoint's objects; kept by the functions below."""
+
+    __slots__ = (
+        "by_host",
+        "loads",
+        "owners",
+        "pending",
+        "requests",
+        "routes",
+        "unplaced",
+        "used_by",
+    )
+
+    def __init__(self) -> None:
+        """Of no objects."""
+        self.by_host: Map[HostId, Map[ReplicaTag, Replica]] = Map()
+        self.loads: Map[HostId, HostLoad] = Map()
+        self.pending: Map[GoalId, Goal] = Map()
+        self.owners: Map[str, Map[GoalId, None]] = Map()
+        """Pending goals by what they own."""
+        self.requests: Map[str, GoalId] = Map()
+        """Goals by the clients' request ids."""
+        self.routes: Map[str, Map[EndpointTag, None]] = Map()
+        """Who has a route, or may take it back when a goal fails."""
+        self.used_by: Map[BackendTag, Map[EndpointTag, None]] = Map()
+        """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
+        self.unplaced: Map[BackendTag, int] = Map()
+        """How many replicas wait for a host."""
+
+    def load_of(self, host_id: HostId) -> HostLoad:
+        """What is taken on a host."""
+        return self.loads.get(host_id, NO_LOAD)
+
+
+def index_replica(indices: Indices, before: Replica | None, after: Replica | None) -> None:
+    """A replica came (``before`` is None), changed, or went (``after`` is None)."""
+    if before is not None and before.host_id is not None:
+        indices.by_host = delete_in(indices.by_host, before.host_id, before.replica_tag)
+        _set_load(indices, before.host_id, changed_load(indices.load_of(before.host_id), before, -1))
+    if after is not None and after.host_id is not None:
+        indices.by_host = put_in(indices.by_host, after.host_id, after.replica_tag, after)
+        _set_load(indices, after.host_id, changed_load(indices.load_of(after.host_id), after, 1))
+    waited = before is not None and before.state is ReplicaState.SHOULD_START
+    waits = after is not None and after.state is ReplicaState.SHOULD_START
+    if waits != waited:
+        one = after if after is not None else before
+        assert one is not None
+        count = indices.unplaced.get(one.backend_tag, 0) + (1 if waits else -1)
+        indices.unplaced = (
+            indices.unplaced.set(one.backend_tag, count)
+            if count
+            else indices.unplaced.delete(one.backend_tag)
+        )
+
+
+def _set_load(indices: Indices, host_id: HostId, load: HostLoad) -> None:
+    if load == NO_LOAD:
+        indices.loads = indices.loads.delete(host_id) if host_id in indices.loads else indices.loads
+    else:
+        indices.loads = indices.loads.set(host_id, load)
+
+
+def index_goal(indices: Indices, before: Goal | None, after: Goal | None) -> None:
+    """The same of a goal."""
+    if before is not None and before.status is GoalStatus.PENDING:
+        indices.pending = indices.pending.delete(before.goal_id)
+        for key in set(before.owns):
+            indices.owners = delete_in(indices.owners, key, before.goal_id)
+    if after is not None and after.status is GoalStatus.PENDING:
+        indices.pending = indices.pending.set(after.goal_id, after)
+        for key in after.owns:
+            indices.owners = put_in(indices.owners, key, after.goal_id, None)
+    if before is not None and before.request_id is not None and before.request_id in indices.requests:
+        indices.requests = indices.requests.delete(before.request_id)
+    if after is not None and after.request_id is not None:
+        indices.requests = indices.requests.set(after.request_id, after.goal_id)
+
+
+def index_endpoint(indices: Indices, before: Endpoint | None, after: Endpoint | None) -> None:
+    """The same of an endpoint."""
+    if before is not None:
+        for route in {config.route for config in before.configs()}:
+            if route is not None:
+                indices.routes = delete_in(indices.routes, route, before.endpoint_tag)
+        for tag in {tag for config in before.configs() for tag in config.backend_tags()}:
+            indices.used_by = delete_in(indices.used_by, tag, before.endpoint_tag)
+    if after is not None:
+        for route in {config.route for config in after.configs()}:
+            if route is not None:
+                indices.routes = put_in(indices.routes, route, after.endpoint_tag, None)
+        for tag in {tag for config in after.configs() for tag in config.backend_tags()}:
+            indices.used_by = put_in(indices.used_by, tag, after.endpoint_tag, None)
 
 
 class Checkpoint(Indices):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from serve_common.names import HostId
-from serve_common.wires.host import HostGoal, ReplicaGoal
+from serve_common.protocol.reports import HostGoal, ReplicaGoal
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Replica
 from serve_controller.core.observed import GOAL_RESEND_AFTER_S, HostStatus, ObservedState, host_status

@@ -1,24 +1,20 @@
-"""The objects of the checkpoint: everything that the controller must not forget.
-
-Why one value per row: a change writes only the rows that it changed, so its cost does not grow with the rest of the
-state. Values are frozen; a change makes a new one.
-"""
+"""The objects of the checkpoint, and what one transaction changes of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import Final
 
 import msgspec
 
-from serve_common.autoscaling import AutoscalingConfig
+from serve_common.api.views import GoalStatus
+from serve_common.config.autoscaling import AutoscalingConfig
+from serve_common.config.backend import BackendConfig
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId, ReplicaTag, ordinal_of
-from serve_common.values.backend_config import BackendConfig
-from serve_common.values.endpoint_options import EndpointOptions
-from serve_common.values.http_options import HttpOptions
-from serve_common.values.replica_config import ReplicaConfig
-from serve_common.wires.snapshots import Snapshot
-from serve_common.wires.views import GoalStatus
+from serve_common.protocol.snapshots import Snapshot
 
 
 class ReplicaState(Enum):
@@ -329,3 +325,101 @@ CheckpointObject = (
     | SnapshotRecord
     | Counters
 )
+
+
+class Kind(Enum):
+    """What kinds of objects there are; the same word in SQL."""
+
+    BACKEND = "backend"
+    ENDPOINT = "endpoint"
+    DEPLOYMENT = "deployment"
+    APPLICATION = "application"
+    REVISION = "revision"
+    REPLICA = "replica"
+    GOAL = "goal"
+    HOST = "host"
+    PROXY = "proxy"
+    HTTP = "http"
+    SNAPSHOT = "snapshot"
+    COUNTERS = "counters"
+
+
+Key = tuple[Kind, str]
+"""Which object: its kind and its name within the kind."""
+
+COUNTERS_KEY: Final[Key] = (Kind.COUNTERS, "counters")
+HTTP_RECORD_KEY: Final[Key] = (Kind.HTTP, "options")
+
+CLASSES: Final[Mapping[Kind, type[CheckpointObject]]] = {
+    Kind.BACKEND: Backend,
+    Kind.ENDPOINT: Endpoint,
+    Kind.DEPLOYMENT: Deployment,
+    Kind.APPLICATION: Application,
+    Kind.REVISION: Revision,
+    Kind.REPLICA: Replica,
+    Kind.GOAL: Goal,
+    Kind.HOST: HostRecord,
+    Kind.PROXY: ProxyRecord,
+    Kind.HTTP: HttpRecord,
+    Kind.SNAPSHOT: SnapshotRecord,
+    Kind.COUNTERS: Counters,
+}
+
+
+def revision_name(tag: BackendTag, revision: int) -> str:
+    """The name of a revision among all."""
+    return f"{tag}@{revision}"
+
+
+def key_of(value: CheckpointObject) -> Key:  # noqa: C901 - a table
+    """The key under which an object is kept."""
+    match value:
+        case Backend():
+            return Kind.BACKEND, value.backend_tag
+        case Endpoint():
+            return Kind.ENDPOINT, value.endpoint_tag
+        case Deployment():
+            return Kind.DEPLOYMENT, value.tag
+        case Application():
+            return Kind.APPLICATION, value.name
+        case Revision():
+            return Kind.REVISION, revision_name(value.backend_tag, value.revision)
+        case Replica():
+            return Kind.REPLICA, value.replica_tag
+        case Goal():
+            return Kind.GOAL, value.goal_id
+        case HostRecord():
+            return Kind.HOST, value.host_id
+        case ProxyRecord():
+            return Kind.PROXY, value.proxy_id
+        case HttpRecord():
+            return HTTP_RECORD_KEY
+        case SnapshotRecord():
+            return Kind.SNAPSHOT, value.key
+        case Counters():
+            return COUNTERS_KEY
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What one transaction writes: objects as they are now, and keys of those that are gone."""
+
+    puts: tuple[CheckpointObject, ...] = ()
+    deletes: tuple[Key, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.puts or self.deletes)
+
+
+def goal_id_of(number: int) -> GoalId:
+    """The id of the goal with that number."""
+    return GoalId(f"g{number}")
+
+
+def number_of(goal_id: GoalId) -> int:
+    """The number in a goal's id; 0 for what is no goal id."""
+    digits = goal_id.removeprefix("g")
+    return (
+        int(digits)
+        if goal_id.startswith("g") and digits.isascii() and digits.isdigit() and len(digits) < 19
+        else 0
+    )

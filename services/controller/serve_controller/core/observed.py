@@ -15,9 +15,8 @@ from immutables import Map
 
 from serve_common.errors import BadField, LimitReached
 from serve_common.names import HostId, ProxyId, ReplicaTag
-from serve_common.wires.host import HostReport, ReplicaReport
-from serve_common.wires.proxy import ProxyReport
-from serve_controller.core.loads import in_units
+from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
+from serve_controller.core.checkpoint import in_units
 
 HOST_SUSPECT_AFTER_S = 3.0
 """Three missed reports: nothing new is placed there."""

@@ -12,10 +12,9 @@ from typing import Final
 
 import msgspec
 
+from serve_common.config.backend import BackendConfig, Placement
 from serve_common.names import BackendTag, HostId
-from serve_common.values.backend_config import BackendConfig, Placement
-from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.loads import UNITS, HostLoad, fits, in_units
+from serve_controller.core.checkpoint import UNITS, Checkpoint, HostLoad, fits, in_units
 from serve_controller.core.objects import BackendVersion, Replica
 from serve_controller.core.observed import HostStatus, ObservedState, host_status
 

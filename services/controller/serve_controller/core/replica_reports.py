@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from serve_common.wires.host import ReplicaReport, ReplicaStatus
-from serve_controller.core.changes import Kind
+from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
-from serve_controller.core.goals.failing import fail
+from serve_controller.core.goals.progress import fail
 from serve_controller.core.goals.scope import goal_at_stake
-from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
+from serve_controller.core.objects import Backend, BackendVersion, Kind, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, Event, moved
 

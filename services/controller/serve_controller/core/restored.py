@@ -16,22 +16,14 @@ from typing import Final
 
 import msgspec
 
+from serve_common.api.views import EventView
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, GoalId, HostId, ReplicaTag, backend_tag_of
-from serve_common.subjects import HTTP_KEY, parse_key
-from serve_common.wires.host import HostReport, ReplicaReport, ReplicaStatus
-from serve_common.wires.proxy import ProxyReport
-from serve_common.wires.snapshots import HttpSnapshot
-from serve_common.wires.views import EventView
+from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
+from serve_common.protocol.snapshots import HttpSnapshot
+from serve_common.protocol.subjects import HTTP_KEY, parse_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.ids import number_of
-from serve_controller.core.objects import (
-    Backend,
-    BackendVersion,
-    Counters,
-    Replica,
-    ReplicaState,
-)
+from serve_controller.core.objects import Backend, BackendVersion, Counters, Replica, ReplicaState, number_of
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
     HOST_SUSPECT_AFTER_S,

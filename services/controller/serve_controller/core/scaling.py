@@ -16,13 +16,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from serve_common.api.views import EventView
+from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_common.values.backend_config import BackendConfig
-from serve_common.wires.views import EventView
 from serve_controller.core.autoscaling.values import ScalingDecision, Verdict
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.event_words import cut
+from serve_controller.core.events import cut
 from serve_controller.core.objects import Backend, BackendVersion
 
 

@@ -1,32 +1,173 @@
-"""Commands and queries as they come from the bus: JSON in, JSON or an error out.
-
-Why apart from NATS: what is accepted and how errors read is the same for every way in, and is tested without a bus.
-"""
+"""Admin calls as they come from NATS: JSON in, JSON or an error out; waits for goals; backups in pages."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 import msgspec
 
-from serve_common.errors import BadField, FencedOut, NotLeading
-from serve_common.limits import shown
+from serve_common.api import commands as c
+from serve_common.api import queries as q
+from serve_common.api.commands import BACKUP_PAGE_BYTES_MAX, AnyCommand, Restore, RestoreReply
+from serve_common.api.queries import GetBackup
+from serve_common.api.verbs import sanitized_who
+from serve_common.api.views import BackupPage, GoalStatus, GoalView
+from serve_common.config.validation import shown
+from serve_common.errors import BadField, FencedOut, LimitReached, NotFound, NotLeading
 from serve_common.names import GoalId
 from serve_common.ports import Clock
-from serve_common.wires import commands as c
-from serve_common.wires import queries as q
-from serve_common.wires.admin import sanitized_who
-from serve_common.wires.commands import AnyCommand
-from serve_common.wires.views import GoalView
-from serve_controller.core.commands.restoring import RestoreFrom
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands.restoring import RestoreFrom, check_backup
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.views import view_goal
 from serve_controller.ports import Backups
-from serve_controller.shell.backups import BackupDesk
 from serve_controller.shell.boundary import Boundary
-from serve_controller.shell.goal_waits import GoalViews, GoalWaits
-from serve_controller.shell.leading_term import LeadingTerm
-from serve_controller.shell.queries import Queries, ReadLoad
-from serve_controller.shell.requests import parse_request
+from serve_controller.shell.queries import LeadingTerm, Queries, ReadLoad, parse_request
+
+FILES_MAX: Final = 4
+"""Backups, and uploads, that are under way at once; of more, the one that was asked for longest ago is dropped."""
+FILE_BYTES_MAX: Final = 64 * 1024 * 1024
+IDLE_S: Final = 60.0
+
+
+class _Kept(msgspec.Struct):
+    """A file, or the part of it that has come."""
+
+    data: bytes
+    used_at: float
+
+
+class BackupDesk:
+    """What is under way; belongs to one process, and a change of leader means to begin anew."""
+
+    def __init__(self, files: Backups, clock: Clock) -> None:
+        self._files = files
+        self._clock = clock
+        self._taken: dict[str, _Kept] = {}
+        self._uploads: dict[str, _Kept] = {}
+
+    async def page(self, term: LeadingTerm, query: GetBackup) -> BackupPage:
+        """A page of a backup, which is taken with the first one. Raises `NotFound`, `BadField`."""
+        backup_id = query.backup_id or uuid.uuid4().hex
+        if not query.backup_id:
+            # Values never change: another thread may read them while the next ones are decided.
+            data = await asyncio.to_thread(self._files.write, term.checkpoint, term.epoch, self._clock.now())
+            self._keep(self._taken, backup_id, data)
+        kept = self._kept(self._taken, backup_id)
+        if kept is None:
+            raise NotFound("backup_id: there is no such backup (any more); begin anew")
+        pages = -(-len(kept.data) // BACKUP_PAGE_BYTES_MAX)
+        if not 0 <= query.page < pages:
+            raise BadField("page", f"must be 0 to {pages - 1}")
+        begin = query.page * BACKUP_PAGE_BYTES_MAX
+        data = kept.data[begin : begin + BACKUP_PAGE_BYTES_MAX]
+        return BackupPage(backup_id=backup_id, page=query.page, pages=pages, data=data)
+
+    async def take(self, command: Restore) -> tuple[str, Checkpoint] | RestoreReply:
+        """Take in a page; with the last one, what the whole file holds, in words and as a checkpoint.
+
+        Raises `BadField` for a page out of order and for a file that cannot be restored, `LimitReached`.
+        """
+        if not 1 <= command.pages <= FILE_BYTES_MAX // BACKUP_PAGE_BYTES_MAX:
+            raise LimitReached(f"pages: a backup has at most {FILE_BYTES_MAX} bytes")
+        if len(command.data) > BACKUP_PAGE_BYTES_MAX:
+            raise LimitReached(f"data: a page has at most {BACKUP_PAGE_BYTES_MAX} bytes")
+        if not 0 <= command.page < command.pages:
+            raise BadField("page", f"must be 0 to {command.pages - 1}")
+        if not 0 < len(command.upload_id) <= 100:
+            raise BadField("upload_id", "must have 1 to 100 characters")
+        before = b""
+        if command.page > 0:
+            kept = self._kept(self._uploads, command.upload_id)
+            begin = command.page * BACKUP_PAGE_BYTES_MAX
+            if kept is None or len(kept.data) < begin:
+                raise BadField("page", "comes before the one before it; send all pages anew, from 0")
+            before = kept.data[:begin]
+        data = before + command.data
+        self._keep(self._uploads, command.upload_id, data)
+        if command.page < command.pages - 1:
+            return RestoreReply()
+        taken_at, saved = await asyncio.to_thread(self._files.read, data)
+        return f"taken at {taken_at:.0f} s since 1970: {check_backup(saved)}", saved
+
+    def _keep(self, files: dict[str, _Kept], name: str, data: bytes) -> None:
+        files.pop(name, None)
+        files[name] = _Kept(data, self._clock.now())
+        while len(files) > FILES_MAX:
+            del files[next(iter(files))]
+
+    def _kept(self, files: dict[str, _Kept], name: str) -> _Kept | None:
+        now = self._clock.now()
+        for old in [known for known, kept in files.items() if now - kept.used_at > IDLE_S]:
+            del files[old]
+        kept = files.get(name)
+        if kept is not None:
+            kept.used_at = now
+        return kept
+
+
+WAITERS_MAX: Final = 20_000
+
+
+class GoalWaits:
+    """Who waits for which goal."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[GoalId, set[asyncio.Future[None]]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    async def changed(self, goal_id: GoalId) -> None:
+        """Return when `wake` names the goal, or at `wake_all`. Raises `LimitReached` when too many wait already."""
+        if self._count >= WAITERS_MAX:
+            raise LimitReached(f"{WAITERS_MAX} callers wait for goals already")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(goal_id, set()).add(waiter)
+        self._count += 1
+        try:
+            await waiter
+        finally:
+            self._count -= 1
+            others = self._waiting.get(goal_id)
+            if others is not None:
+                others.discard(waiter)
+                if not others:
+                    del self._waiting[goal_id]
+
+    def wake(self, goal_ids: Iterable[GoalId]) -> None:
+        """Let those look again who wait for one of these goals."""
+        for goal_id in goal_ids:
+            for waiter in self._waiting.get(goal_id, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def wake_all(self) -> None:
+        """Let everybody look again."""
+        self.wake(list(self._waiting))
+
+
+class GoalViews:
+    """Views of pending goals, kept while nothing changes: a thousand may give up waiting for one goal at once."""
+
+    def __init__(self) -> None:
+        self._of: tuple[Checkpoint, ObservedState] | None = None
+        self._views: dict[GoalId, GoalView] = {}
+
+    def view(self, checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
+        """See `core.views.view_goal`."""
+        if self._of is None or self._of[0] is not checkpoint or self._of[1] is not observed:
+            self._of, self._views = (checkpoint, observed), {}
+        view = self._views.get(goal_id)
+        if view is None:
+            view = view_goal(checkpoint, observed, goal_id)
+            if view.status is GoalStatus.PENDING:
+                self._views[goal_id] = view
+        return view
 
 
 class Admin:

@@ -15,12 +15,11 @@ from typing import Final, Protocol, final
 import msgspec
 import structlog
 
-from serve_common.autoscaling_context import AutoscalingContext, LoadReading
+from serve_common.api.views import EventView
+from serve_common.config.autoscaling import AutoscalingContext, LoadReading
 from serve_common.names import BackendTag
 from serve_common.ports import Clock
-from serve_common.wires.views import EventView
-from serve_common.wires.wake import Wake
-from serve_controller.core.autoscaling.asks import asks_of, autoscaled, num_running, targets_of
+from serve_common.protocol.reports import Wake
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
 from serve_controller.core.autoscaling.values import (
     Reading,
@@ -29,6 +28,10 @@ from serve_controller.core.autoscaling.values import (
     ScalingState,
     ScalingStatus,
     Verdict,
+    asks_of,
+    autoscaled,
+    num_running,
+    targets_of,
 )
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend

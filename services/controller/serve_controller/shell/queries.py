@@ -1,30 +1,119 @@
-"""Queries: answered from what the term knows, and changing nothing.
-
-Why apart from commands: an answer is no promise, so nothing is recorded before it is given and no fence guards it.
-"""
+"""Queries: answered from what the term knows, and changing nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeAlias
+import re
+from collections.abc import Awaitable, Callable, Mapping, Reversible
+from typing import Final, Protocol, TypeAlias
 
-from serve_common.errors import BadField, NotLeading
-from serve_common.names import deployment_tag
+import msgspec
+
+from serve_common.api import queries as q
+from serve_common.api.commands import AnyCommand, CommandReply, Request
+from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
+from serve_common.api.views import EventView, HistoryView, LoadView, PlanView, StatusView
+from serve_common.errors import BadField, NotLeading, ServeError
+from serve_common.names import BackendTag, deployment_tag
 from serve_common.ports import Clock
-from serve_common.wires import queries as q
-from serve_common.wires.admin import COMMANDS
-from serve_common.wires.commands import AnyCommand, Request
-from serve_common.wires.views import HistoryView, LoadView, PlanView, StatusView
+from serve_common.protocol.decoding import UNREADABLE
 from serve_controller.core import views
-from serve_controller.core.autoscaling.asks import targets_of
-from serve_controller.core.autoscaling.values import Targets
+from serve_controller.core.autoscaling.values import ScalingStatus, Targets, targets_of
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
+from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import EVENTS_LIMIT_MAX, latest_events
 from serve_controller.core.forecast import forecast
-from serve_controller.core.views.paging import checked_limit
-from serve_controller.shell.leading_term import LeadingTerm
-from serve_controller.shell.requests import parse_request
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.views.hosts import checked_limit
+
+
+class LeadingTerm(Protocol):
+    """What is asked of a term: `shell.term.Term`."""
+
+    @property
+    def epoch(self) -> int:
+        """Of this leader."""
+        ...
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """As it was last recorded."""
+        ...
+
+    @property
+    def observed(self) -> ObservedState:
+        """As it was last heard."""
+        ...
+
+    @property
+    def autoscaling(self) -> Mapping[BackendTag, ScalingStatus]:
+        """What the autoscaler found last."""
+        ...
+
+    @property
+    def is_store_available(self) -> bool:
+        """Whether Postgres answered last."""
+        ...
+
+    @property
+    def events(self) -> Reversible[EventView]:
+        """What happened lately, the newest last."""
+        ...
+
+    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str) -> CommandReply:
+        """Decide and record a command."""
+        ...
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """Entries of the audit log, the newest first. Raises `StoreUnavailable`."""
+        ...
+
+    @property
+    def on_change(self) -> Callable[[], None]:
+        """Called when a plan should be made soon."""
+        ...
+
+
+_AT_PATH: Final = re.compile(r" - at `\$?\.?(?P<path>[^`]*)`$")
+_OF_FIELD: Final = re.compile(
+    r"^Object (contains unknown|missing required) field `(?P<name>[^`]*)`", re.DOTALL
+)
+
+
+def parse_request(verb: str, payload: bytes) -> Request:
+    """The request in ``payload``. Raises `BadField` with the path of what is wrong.
+
+    An empty payload means ``{}`` for queries only. Who may not send a command could have one sent without a content,
+    by what publishes on others' behalf (JetStream does), so a command must say what it is about.
+    """
+    request_type, _reply_type = VERBS[verb]
+    if not payload.strip() and verb in COMMANDS:
+        raise BadField("request", f"is empty; {verb} needs a JSON object{_required(request_type)}")
+    try:
+        return msgspec.json.decode(payload or b"{}", type=request_type)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _AT_PATH.search(text)
+        text = _AT_PATH.sub("", text)
+        named = _OF_FIELD.match(text)
+        path = [] if found is None or not found["path"] else [found["path"]]
+        path += [] if named is None else [named["name"]]
+        # What the caller wrote comes back in the message, so it is cut.
+        raise BadField(".".join(path)[:200] or "request", text[:300]) from error
+    except UNREADABLE as error:
+        raise BadField("request", f"is not JSON: {error}") from error
+
+
+def _required(request_type: type[Request]) -> str:
+    names = [field.encode_name for field in msgspec.structs.fields(request_type) if field.required]
+    return f" with {', '.join(names)}" if names else ""
+
+
+def error_view(error: ServeError) -> ErrorView:
+    """An error as it is sent."""
+    field = error.field if isinstance(error, BadField) else ""
+    return ErrorView(code=error.error_code, message=str(error), field=field)
+
 
 ReadLoad: TypeAlias = Callable[[Targets, float], Awaitable[LoadView]]
 """Scrapes all of the targets, by the time that is given, and sums up."""

@@ -15,21 +15,18 @@ import structlog
 from serve_common.errors import BusUnavailable, FencedOut, StoreUnavailable
 from serve_common.names import BackendTag, ControllerId
 from serve_common.ports import Clock
-from serve_common.tasks import TaskOwner, raise_if_cancelled
-from serve_common.wires.host import HostReport
-from serve_common.wires.proxy import LeaderNotice, ProxyReport
-from serve_common.wires.wake import Wake
+from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport, Wake
+from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.restored import NO_CLAIMS
 from serve_controller.ports import Backups, Bus, LoadSource, PolicyRunner, Store
 from serve_controller.shell.admin import Admin
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
-from serve_controller.shell.bus_liveness import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness
-from serve_controller.shell.leadership import Leadership
+from serve_controller.shell.control_loop import Term
+from serve_controller.shell.leadership import ANSWER_WITHIN_S, PING_EVERY_S, BusLiveness, Leadership
+from serve_controller.shell.observations import EVENTS_MAX
 from serve_controller.shell.queries import ReadLoad
-from serve_controller.shell.telling import EVENTS_MAX
-from serve_controller.shell.term import Term
 
 _log = structlog.get_logger()
 

@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from serve_common.logs.lines import dropped_line
-from serve_common.logs.standard_error import StandardError
 from serve_common.ports import Clock
+from serve_common.telemetry.log_lines import StandardError, dropped_line
 from serve_proxy.core.access_line import LINE_BYTES_MAX, AccessLine, AccessLines
 
 WAITING_LINES_MAX: Final = 10_000

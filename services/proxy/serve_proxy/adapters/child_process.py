@@ -1,8 +1,4 @@
-"""A proxy process and its parent, each from the other's side: a process, and a socket between the two.
-
-Why a socket: through it the child tells its operations port, which the system chose, and learns that its parent is
-gone, however that came; a child without a parent drains and ends, so that none is left behind.
-"""
+"""A proxy process and its parent, each from the other's side: a process, a socket between them, a shared port."""
 
 from __future__ import annotations
 
@@ -12,13 +8,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Self, final
 
 import structlog
 
-from serve_common.tasks import TaskOwner
-from serve_proxy.core.process_life import PARENT_FD
+from serve_common.runtime.tasks import TaskOwner
+from serve_proxy.core.processes import PARENT_FD
 
 _log = structlog.get_logger(__name__)
 
@@ -134,3 +130,23 @@ class ParentLink:
         self.close()
         _log.warning("parent_is_gone")
         self._on_gone()
+
+
+@contextlib.contextmanager
+def held_port(host: str, port: int) -> Iterator[int]:
+    """The port, kept for sockets with SO_REUSEPORT while the block runs; 0 lets the system choose.
+
+    Raises OSError when something listens there already, or the host has no address.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    if port:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)  # without SO_REUSEPORT: fails where anybody listens
+    with socket.socket(family, kind, protocol) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)  # and never listens, so it gets no connection
+        yield int(holder.getsockname()[1])

@@ -9,15 +9,15 @@ import msgspec
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from serve_common.adapters.bucket_connection import BucketConnection
-from serve_common.adapters.metrics_address import local_host_of
-from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BusUnavailable
+from serve_common.nats.bucket_watch import BucketConnection
+from serve_common.nats.client import ping_nats
 from serve_common.ports import SnapshotListener
-from serve_common.refused_messages import RefusedMessages
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import ProxyReport
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.operations import local_host_of
+from serve_common.runtime.settings import BusSettings
+from serve_common.telemetry.log_lines import RefusedMessages
 
 
 @final

@@ -14,12 +14,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serve_common.adapters.process_metrics import add_observations, family_of, histogram_of
+from serve_common.dispatch.admission import EndpointTally
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
-from serve_common.dispatch.tallies import EndpointTally
-from serve_common.metrics_catalogue.everywhere import BUS_PENDING_BYTES, PERMISSION_VIOLATIONS
-from serve_common.metrics_catalogue.proxies import (
+from serve_common.names import BackendTag, ProxyId
+from serve_common.routing.router import Router
+from serve_common.runtime.operations import add_observations, family_of, histogram_of
+from serve_common.telemetry.catalogue.proxies import (
     APPLIED_SNAPSHOT_ID,
     BODY_BYTES,
     CIRCUIT_OPEN,
@@ -38,9 +39,8 @@ from serve_common.metrics_catalogue.proxies import (
     RETRIES,
     SHADOW_REQUESTS,
 )
-from serve_common.metrics_catalogue.values import MetricSpec
-from serve_common.names import BackendTag, ProxyId
-from serve_common.routing.router import Router
+from serve_common.telemetry.catalogue.services import BUS_PENDING_BYTES, PERMISSION_VIOLATIONS
+from serve_common.telemetry.catalogue.specs import MetricSpec
 
 _Routers = list[tuple[BackendTag, Router]]
 _OTHER_CODE = "other"

@@ -11,11 +11,11 @@ from typing import Final, final
 
 import aiohttp
 
-from serve_common.adapters.operations import NAMES_PARAMETER, OperationsSite
-from serve_common.health import Heartbeat, WhyNot
-from serve_common.settings import OperationsSettings
-from serve_common.tasks import TaskOwner
-from serve_proxy.core.process_metrics import merge_metrics
+from serve_common.runtime.health import Heartbeat, WhyNot
+from serve_common.runtime.operations import NAMES_PARAMETER, OperationsSite
+from serve_common.runtime.settings import OperationsSettings
+from serve_common.runtime.tasks import TaskOwner
+from serve_proxy.core.processes import merge_metrics
 from serve_proxy.ports import Child
 
 _ASK_TIMEOUT_S: Final = 2.0

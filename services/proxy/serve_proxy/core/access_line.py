@@ -10,7 +10,7 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.logs.lines import cut, encode_line, timestamp
+from serve_common.telemetry.log_lines import cut, encode_line, timestamp
 
 LINE_BYTES_MAX: Final = 4096
 """What Linux writes into a pipe without mixing it with what others write (PIPE_BUF)."""

@@ -1,7 +1,4 @@
-"""Which headers go through a proxy and which end at it.
-
-Why bytes: HTTP header fields are bytes, and whatever text they mean is the application's matter.
-"""
+"""Which headers go through a proxy and which end at it; and who observes a request."""
 
 from __future__ import annotations
 
@@ -9,12 +6,37 @@ import re
 from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from serve_common.wires.frames import Headers
-from serve_proxy.core.following import FollowedRequest
+from serve_common.dispatch.calls import Ask
+from serve_common.protocol.frames import Headers
+from serve_common.telemetry.request_traces import RequestFollower
+from serve_proxy.core.problems import Problem
+
+
+class FollowedRequest(RequestFollower, Protocol):
+    """One request from its arrival to its end."""
+
+    def asks(self, ask: Ask) -> None:
+        """Its endpoint was found, and this is what is asked of it."""
+        ...
+
+    def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
+        """It has ended with this status, which is that of the ``problem`` if this process has failed it.
+
+        ``sent_bytes`` are those of a body that was here as a whole. Does nothing when it had ended.
+        """
+        ...
+
+
+class ReceivedBody(Protocol):
+    """The body of a request, as it arrives."""
+
+    total_bytes: int
+    """So far."""
+
 
 REQUEST_ID: Final = "X-Request-ID"
 REQUEST_ID_LENGTH_MAX: Final = 128

@@ -1,24 +1,245 @@
-"""``serve_proxy.middlewares.cors:cors``: lets pages of other origins call from browsers.
-
-| variable | default | meaning |
-| --- | --- | --- |
-| ``SERVE_CORS_ALLOW_ORIGINS`` | required | ``https://app.example.com,http://localhost:3000``; ``https://*.example.com`` for all hosts below; ``*`` for any |
-| ``SERVE_CORS_ALLOW_METHODS`` | GET,HEAD,POST,PUT,PATCH,DELETE | ``*`` for any |
-| ``SERVE_CORS_ALLOW_HEADERS`` | ``*`` | what a page may send |
-| ``SERVE_CORS_EXPOSE_HEADERS`` | X-Request-ID,Retry-After | what a page may read beyond the usual |
-| ``SERVE_CORS_ALLOW_CREDENTIALS`` | false | ``true`` lets browsers send cookies; not with origin ``*`` |
-| ``SERVE_CORS_MAX_AGE_S`` | 600 | how long a browser keeps the answer to a preflight |
-
-A preflight never reaches a replica: 204, or 403 saying what is not allowed. What the application itself says about
-cross-origin calls is replaced.
-"""  # noqa: E501 - a table
+"""``serve_proxy.middlewares.cors:cors``: lets pages of other origins call from browsers."""
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from functools import partial
+from typing import Final, final
+from urllib.parse import urlsplit
 
-from serve_common.settings import Environment
-from serve_proxy.middlewares.cors_check import CorsCheck
-from serve_proxy.middlewares.cors_rules import read_cors_rules
+import msgspec
+from aiohttp import web
 
-cors: Final = CorsCheck(read_cors_rules(Environment()))
+from serve_common.errors import BadField
+from serve_common.runtime.settings import Environment
+from serve_proxy.core.problems import Problem
+from serve_proxy.http.middlewares import Handler
+from serve_proxy.middlewares.exchange import add_vary, change_answer, refusal
+
+_TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+ORIGINS_MAX: Final = 1_000
+REQUESTED_HEADERS_MAX: Final = 100
+_METHODS_DEFAULT: Final = "GET,HEAD,POST,PUT,PATCH,DELETE"
+
+Headers = list[tuple[str, str]]
+
+
+class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Which requests of pages of other origins are answered."""
+
+    origins: frozenset[str]
+    """In the form in which browsers send them."""
+    wildcards: tuple[tuple[str, str], ...] = ()
+    """What an origin must begin and end with, for those given with ``*.``."""
+    any_origin: bool = False
+    methods: tuple[str, ...]
+    """In upper case; ``*`` alone is any."""
+    headers: tuple[str, ...]
+    """In lower case; ``*`` alone is any."""
+    expose_headers: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    max_age_s: int = 600
+    """How long a browser may keep the answer to a preflight."""
+
+    def allows_origin(self, origin: str) -> bool:
+        """Whether pages of ``origin`` may call."""
+        if self.any_origin or origin in self.origins:
+            return True
+        for begin, end in self.wildcards:
+            if origin.startswith(begin) and origin.endswith(end):
+                middle = origin[len(begin) : len(origin) - len(end)]
+                if middle and all(character.isalnum() or character in "-." for character in middle):
+                    return True
+        return False
+
+    @property
+    def depends_on_origin(self) -> bool:
+        """Whether another origin would be answered otherwise; caches must know."""
+        return not self.any_origin
+
+    def answer(self, origin: str) -> Headers:
+        """What an answer to a page of ``origin`` bears; nothing when it may not call."""
+        headers = self._origin_headers(origin)
+        if headers and self.expose_headers:
+            headers.append(("Access-Control-Expose-Headers", ", ".join(self.expose_headers)))
+        return headers
+
+    def preflight(self, origin: str, method: str, requested: str) -> Headers | str:
+        """What the answer to a preflight bears, or why the call is not allowed.
+
+        ``requested`` is the value of ``Access-Control-Request-Headers``, empty for none.
+        """
+        if not self.allows_origin(origin):
+            return "this origin may not call"
+        if self.methods != ("*",) and method.upper() not in self.methods:
+            return f"method {method[:40]} may not be used from another origin"
+        names = [name.strip() for name in requested.split(",") if name.strip()]
+        if len(names) > REQUESTED_HEADERS_MAX or not all(_TOKEN.fullmatch(name) for name in names):
+            return "the requested headers cannot be understood"
+        if self.headers != ("*",):
+            for name in names:
+                if name.lower() not in self.headers:
+                    return f"header {name[:80]} may not be sent from another origin"
+        headers = self._origin_headers(origin)
+        allowed = method.upper() if self.methods == ("*",) else ", ".join(self.methods)
+        headers.append(("Access-Control-Allow-Methods", allowed))
+        if names:
+            headers.append(("Access-Control-Allow-Headers", ", ".join(names)))
+        headers.append(("Access-Control-Max-Age", str(self.max_age_s)))
+        return headers
+
+    def _origin_headers(self, origin: str) -> Headers:
+        if not self.allows_origin(origin):
+            return []
+        headers = [("Access-Control-Allow-Origin", "*" if self.any_origin else origin)]
+        if self.allow_credentials:
+            headers.append(("Access-Control-Allow-Credentials", "true"))
+        return headers
+
+
+def read_cors_rules(environment: Environment) -> CorsRules:
+    """The rules in ``SERVE_CORS_…``; raises `BadField` naming the variable. See `serve_proxy.middlewares.cors`."""
+    name = "SERVE_CORS_ALLOW_ORIGINS"
+    origins: set[str] = set()
+    wildcards: list[tuple[str, str]] = []
+    given = _parts(environment.text(name))
+    if not given:
+        raise BadField(name, "names no origin")
+    if len(given) > ORIGINS_MAX:
+        raise BadField(name, f"names {len(given)} origins; at most {ORIGINS_MAX} are allowed")
+    for origin in given:
+        if origin in ("*", "null"):
+            origins.add(origin)
+        elif "*" in origin:
+            wildcards.append(_read_wildcard(origin, name))
+        else:
+            origins.add(_read_origin(origin, name))
+    any_origin = "*" in origins
+    if any_origin and len(given) > 1:
+        raise BadField(name, "is * for any origin, or a list; not both")
+    allow_credentials = _boolean(environment, "SERVE_CORS_ALLOW_CREDENTIALS")
+    if any_origin and allow_credentials:
+        raise BadField(
+            "SERVE_CORS_ALLOW_CREDENTIALS", f"would let any page act for its visitor; name origins in {name}"
+        )
+    methods = tuple(
+        method.upper() for method in _tokens(environment, "SERVE_CORS_ALLOW_METHODS", _METHODS_DEFAULT)
+    )
+    headers = tuple(header.lower() for header in _tokens(environment, "SERVE_CORS_ALLOW_HEADERS", "*"))
+    return CorsRules(
+        origins=frozenset(origins),
+        wildcards=tuple(wildcards),
+        any_origin=any_origin,
+        methods=methods,
+        headers=headers,
+        expose_headers=tuple(_tokens(environment, "SERVE_CORS_EXPOSE_HEADERS", "X-Request-ID,Retry-After")),
+        allow_credentials=allow_credentials,
+        max_age_s=environment.integer("SERVE_CORS_MAX_AGE_S", 600, 0, 86_400),
+    )
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _tokens(environment: Environment, name: str, default: str) -> list[str]:
+    tokens = _parts(environment.text(name, default))
+    for token in tokens:
+        if not _TOKEN.fullmatch(token):
+            raise BadField(name, f"{token[:80]!r} is no name that HTTP allows")
+    if "*" in tokens and len(tokens) > 1:
+        raise BadField(name, "is * for any, or a list; not both")
+    return tokens
+
+
+def _boolean(environment: Environment, name: str) -> bool:
+    text = environment.text(name, "false").lower()
+    if text not in ("true", "false"):
+        raise BadField(name, f"{text[:40]!r} is neither true nor false")
+    return text == "true"
+
+
+def _read_origin(text: str, name: str) -> str:
+    """``scheme://host[:port]`` as a browser sends it."""
+    try:
+        parts = urlsplit(text.lower())
+        port = parts.port
+    except ValueError as error:
+        raise BadField(name, f"{text[:200]!r} is no origin: {error}") from error
+    host = parts.hostname
+    rest = parts.path or parts.query or parts.fragment or parts.username or parts.password
+    if not host or rest or not _SCHEME.fullmatch(parts.scheme):
+        raise BadField(name, f"{text[:200]!r} is no origin; write scheme://host or scheme://host:port, or *")
+    if ":" in host:
+        host = f"[{host}]"
+    if port is None or port == _DEFAULT_PORTS.get(parts.scheme):
+        return f"{parts.scheme}://{host}"
+    return f"{parts.scheme}://{host}:{port}"
+
+
+def _read_wildcard(text: str, name: str) -> tuple[str, str]:
+    """``scheme://*.host[:port]``, for all hosts below that one."""
+    begin, star, end = text.partition("://*.")
+    if not star or "*" in end or "." not in end.partition(":")[0]:
+        raise BadField(
+            name, f"{text[:200]!r}: a * may only stand for hosts below a domain, as in https://*.example.com"
+        )
+    scheme, _, host = _read_origin(f"{begin}://{end}", name).partition("://")
+    return f"{scheme}://", f".{host}"
+
+
+_REQUESTED_METHOD: Final = "Access-Control-Request-Method"
+_REQUESTED_HEADERS: Final = "Access-Control-Request-Headers"
+
+
+@final
+class CorsCheck:
+    """A middleware."""
+
+    def __init__(self, rules: CorsRules) -> None:
+        self._rules = rules
+
+    async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        """Answer a preflight, or add to the answer what the browser needs; errors need it as well."""
+        origin = request.headers.get("Origin")
+        if origin is not None and request.method == "OPTIONS" and _REQUESTED_METHOD in request.headers:
+            return self._preflight(request, origin)
+        mark = partial(self._mark, origin)
+        change_answer(request, mark)
+        try:
+            response = await handler(request)
+        except web.HTTPException as answer:
+            mark(answer)
+            raise
+        if not response.prepared:
+            mark(response)
+        return response
+
+    def _mark(self, origin: str | None, response: web.StreamResponse) -> None:
+        if self._rules.depends_on_origin:
+            add_vary(response, "Origin")
+        if origin is not None:
+            # Only the proxy knows who may call: what the application said of it would be doubled.
+            for name in [name for name in response.headers if name.lower().startswith("access-control-")]:
+                response.headers.popall(name, None)
+            response.headers.extend(self._rules.answer(origin))
+
+    def _preflight(self, request: web.BaseRequest, origin: str) -> web.Response:
+        method = request.headers[_REQUESTED_METHOD]
+        requested = ",".join(request.headers.getall(_REQUESTED_HEADERS, []))
+        outcome = self._rules.preflight(origin, method, requested)
+        if isinstance(outcome, str):
+            response = refusal(request, Problem(status=403, code="cors_refused", message=outcome))
+        else:
+            response = web.Response(status=204, headers=outcome)
+        add_vary(response, "Origin", _REQUESTED_METHOD, _REQUESTED_HEADERS)
+        return response
+
+
+def __getattr__(name: str) -> CorsCheck:
+    """`cors`, made when it is asked for: only then must its settings be there."""
+    if name != "cors":
+        raise AttributeError(name)
+    return CorsCheck(read_cors_rules(Environment()))

@@ -11,10 +11,10 @@ from typing import Final
 
 from aiohttp import web
 
-from serve_proxy.adapters.http_answers import problem_response
-from serve_proxy.adapters.http_chain import EXCHANGE
-from serve_proxy.adapters.http_targets import replace_headers
 from serve_proxy.core.problems import Problem
+from serve_proxy.http.middlewares import EXCHANGE
+from serve_proxy.http.request_heads import replace_headers
+from serve_proxy.http.responses import problem_response
 
 API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)
 """Whose key a request bears; set when it was checked."""

@@ -1,23 +1,135 @@
-"""``serve_proxy.middlewares.rate_limit:rate_limit``: at most so many requests a second from each caller.
-
-| variable | default | meaning |
-| --- | --- | --- |
-| ``SERVE_RATE_LIMIT_PER_S`` | required | requests a second that a caller may make for ever; 0.2 is one in 5 s |
-| ``SERVE_RATE_LIMIT_BURST`` | the rate, at least 1 | how many at once after a quiet time |
-| ``SERVE_RATE_LIMIT_BY`` | key | ``key``: name of the API key (put ``api_keys`` before this one); ``address``; ``header:<name>`` |
-| ``SERVE_RATE_LIMIT_KEYS_MAX`` | 10000 | callers that are remembered |
-
-What has no key or header is counted by its address (IPv6: by its /64 network), which load balancers in front tell as far
-as ``SERVE_FORWARDED_HOPS`` has them believed. Each proxy process counts for itself:
-with three of them a caller may do up to three times as much.
-"""  # noqa: E501 - a table
+"""``serve_proxy.middlewares.rate_limit:rate_limit``: at most so many requests a second from each caller."""
 
 from __future__ import annotations
 
-from typing import Final
+import ipaddress
+import math
+import time
+from collections import OrderedDict
+from typing import Final, final
 
-from serve_common.settings import Environment
-from serve_proxy.middlewares.rate_check import RateCheck
-from serve_proxy.middlewares.rate_rules import read_rate_rules
+import msgspec
+from aiohttp import web
 
-rate_limit: Final = RateCheck(read_rate_rules(Environment()))
+from serve_common.errors import BadField
+from serve_common.runtime.settings import Environment
+from serve_proxy.core.problems import Problem
+from serve_proxy.http.middlewares import Handler
+from serve_proxy.middlewares.exchange import API_KEY_NAME, client_host, refusal
+
+BY_KEY: Final = "key"
+BY_ADDRESS: Final = "address"
+BY_HEADER: Final = "header"
+KEY_LENGTH_MAX: Final = 256
+
+
+class RateRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How much each caller may ask of one proxy process."""
+
+    rate_per_s: float
+    burst: int
+    by: str
+    """`BY_KEY`, `BY_ADDRESS` or `BY_HEADER`."""
+    header: str = ""
+    """Its name, for `BY_HEADER`."""
+    keys_max: int = 10_000
+
+    def key(self, *, api_key_name: str, header_value: str, client: str) -> str:
+        """What a request is counted by; where it lacks that, the address of its ``client``."""
+        if self.by == BY_KEY and api_key_name:
+            return f"key {api_key_name}"
+        if self.header and header_value:
+            return f"header {header_value[:KEY_LENGTH_MAX]}"
+        return f"address {_network(client)}"
+
+
+def _network(address: str) -> str:
+    """The address; of an IPv6 one its first 64 bits, for every client has a whole network of them."""
+    try:
+        parsed = ipaddress.ip_address(address.strip("[]").partition("%")[0])
+    except ValueError:
+        return address[:KEY_LENGTH_MAX]
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((parsed, 64), strict=False))
+    return str(parsed)
+
+
+def read_rate_rules(environment: Environment) -> RateRules:
+    """The rules in ``SERVE_RATE_LIMIT_…``; raises `BadField` naming the variable."""
+    name = "SERVE_RATE_LIMIT_PER_S"
+    environment.text(name)  # it must be set
+    rate_per_s = environment.seconds(name, 0, 0.001, 1_000_000)
+    by = environment.text("SERVE_RATE_LIMIT_BY", BY_KEY).lower()
+    kind, _, header = by.partition(":")
+    if kind not in (BY_KEY, BY_ADDRESS, BY_HEADER) or bool(header) != (kind == BY_HEADER):
+        raise BadField("SERVE_RATE_LIMIT_BY", f"{by[:80]!r} is none of key, address and header:<name>")
+    return RateRules(
+        rate_per_s=rate_per_s,
+        burst=environment.integer("SERVE_RATE_LIMIT_BURST", max(1, math.ceil(rate_per_s)), 1, 10_000_000),
+        by=kind,
+        header=header,
+        keys_max=environment.integer("SERVE_RATE_LIMIT_KEYS_MAX", 10_000, 1, 10_000_000),
+    )
+
+
+@final
+class TokenBuckets:
+    """One bucket of ``burst`` tokens for each key, filled at ``rate_per_s``."""
+
+    def __init__(self, *, rate_per_s: float, burst: float, keys_max: int) -> None:
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._keys_max = keys_max
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Tokens and when there were so many; the longest unused first."""
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def take(self, key: str, now: float) -> float:
+        """Take a token from the bucket of ``key``: 0 when there was one, else in how many seconds there will be."""
+        tokens, since = self._buckets.get(key, (self._burst, now))
+        tokens = min(self._burst, tokens + max(now - since, 0.0) * self._rate_per_s)
+        wait_s = 0.0 if tokens >= 1 else (1 - tokens) / self._rate_per_s
+        self._buckets[key] = (tokens if wait_s else tokens - 1, now)
+        self._buckets.move_to_end(key)
+        if len(self._buckets) > self._keys_max:
+            self._buckets.popitem(last=False)
+        return wait_s
+
+
+@final
+class RateCheck:
+    """A middleware."""
+
+    def __init__(self, rules: RateRules) -> None:
+        self._rules = rules
+        self._buckets = TokenBuckets(rate_per_s=rules.rate_per_s, burst=rules.burst, keys_max=rules.keys_max)
+
+    async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
+        """Hand the request on, or refuse it."""
+        rules = self._rules
+        key = rules.key(
+            api_key_name=request.get(API_KEY_NAME, ""),
+            header_value=request.headers.get(rules.header, "") if rules.header else "",
+            client=client_host(request),
+        )
+        wait_s = self._buckets.take(key, time.monotonic())
+        if not wait_s:
+            return await handler(request)
+        problem = Problem(
+            status=429,
+            code="rate_limited",
+            message=f"more than {rules.rate_per_s:g} requests a second",
+            headers=(("Retry-After", str(math.ceil(wait_s))),),
+        )
+        return refusal(request, problem)
+
+
+def __getattr__(name: str) -> RateCheck:
+    """`rate_limit`, made when it is asked for: only then must its settings be there."""
+    if name != "rate_limit":
+        raise AttributeError(name)
+    return RateCheck(read_rate_rules(Environment()))

@@ -12,11 +12,10 @@ from typing import Final, Protocol, final
 
 from serve_common.dispatch.calls import Ask
 from serve_common.names import ReplicaTag, backend_tag_of
-from serve_common.wires.frames import Kind
+from serve_common.protocol.frames import Kind
 from serve_proxy.core.access_line import METHOD_LENGTH_MAX, AccessLine, bounded_path
 from serve_proxy.core.callers import client_of
-from serve_proxy.core.following import ReceivedBody
-from serve_proxy.core.headers import RequestHeaders
+from serve_proxy.core.headers import ReceivedBody, RequestHeaders
 from serve_proxy.core.problems import Problem
 from serve_proxy.shell.request_traces import RequestTraces, TracedRequest
 

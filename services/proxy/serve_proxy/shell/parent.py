@@ -14,7 +14,7 @@ from typing import Final, final
 
 import structlog
 
-from serve_proxy.core.process_life import LONG_LIFE_S, restart_wait_s
+from serve_proxy.core.processes import LONG_LIFE_S, restart_wait_s
 from serve_proxy.ports import Child, StartChild
 
 _log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ import structlog
 
 from serve_common.errors import BusUnavailable
 from serve_common.names import ProxyId
-from serve_common.wires.proxy import ProxyReport
+from serve_common.protocol.reports import ProxyReport
 from serve_proxy.ports import ControlPlane
 
 _log = structlog.get_logger(__name__)

@@ -10,18 +10,24 @@ from typing import Final, final
 
 from serve_common.dispatch.calls import Ask
 from serve_common.names import EndpointTag
-from serve_common.tracing import http_spans
-from serve_common.tracing.request_trace import RequestTrace
-from serve_common.tracing.spans import SpanKind, Value, cut
-from serve_common.tracing.trace_context import (
+from serve_common.telemetry.request_traces import (
+    RequestTrace,
+    end_request,
+    name_of,
+    note_route,
+    request_attributes,
+)
+from serve_common.telemetry.spans import (
+    SpanKind,
     SpanRef,
+    Value,
+    cut,
     format_traceparent,
     parse_traceparent,
     tracestate_of,
 )
-from serve_common.tracing.tracer import Tracer
-from serve_proxy.core.following import ReceivedBody
-from serve_proxy.core.headers import RequestHeaders
+from serve_common.telemetry.tracer import Tracer
+from serve_proxy.core.headers import ReceivedBody, RequestHeaders
 from serve_proxy.core.problems import Problem
 
 _SPAN_DIGITS: Final = 16
@@ -35,14 +41,14 @@ class TracedRequest(RequestTrace):
 
     def asks(self, ask: Ask) -> None:
         """See `FollowedRequest`."""
-        http_spans.note_route(self, ask.method, ask.route, ask.endpoint.tag)
+        note_route(self, ask.method, ask.route, ask.endpoint.tag)
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:  # noqa: ARG002 - for other followers
         """See `FollowedRequest`."""
         if problem is None:
-            http_spans.end_request(self, status)
+            end_request(self, status)
         else:
-            http_spans.end_request(self, status, problem.code, problem.message)
+            end_request(self, status, problem.code, problem.message)
 
 
 @final
@@ -73,8 +79,8 @@ class RequestTraces:
         parent = self._decide(headers, request_id)
         if parent is None:
             return None
-        attributes = http_spans.request_attributes(method, path, scheme, request_id)
-        return self._begin(headers, http_spans.name_of(method), attributes, parent)
+        attributes = request_attributes(method, path, scheme, request_id)
+        return self._begin(headers, name_of(method), attributes, parent)
 
     def begin_call(self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str) -> None:
         """The same of a call over NATS."""

@@ -15,14 +15,12 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from serve_common.adapters.metrics_address import local_host_of
-from serve_common.adapters.nats_client import close_nats, connect_nats
-from serve_common.adapters.nats_logs import NatsLogOutlet
-from serve_common.adapters.nats_ping import ping_nats
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
 from serve_common.names import HostId
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
+from serve_common.nats.client import NatsLogOutlet, close_nats, connect_nats, ping_nats
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.operations import local_host_of
+from serve_common.runtime.settings import BusSettings
 
 _log = structlog.get_logger(__name__)
 

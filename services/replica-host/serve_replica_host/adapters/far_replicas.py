@@ -18,9 +18,9 @@ import msgspec
 import structlog
 from ray.exceptions import ActorDiedError, RayActorError
 
-from serve_common.bus.quiet_log import QuietLog
+from serve_common.telemetry.log_lines import QuietLog
 from serve_replica_host.adapters.metrics_files import FarFiles
-from serve_replica_host.replica.fetched import Fetched, Hello, decode_fetched
+from serve_replica_host.replica.telemetry.remote import Fetched, Hello, decode_fetched
 
 _log = structlog.get_logger(__name__)
 

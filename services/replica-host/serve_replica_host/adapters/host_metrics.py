@@ -13,15 +13,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serve_common.adapters.process_metrics import (
+from serve_common.names import BackendTag, HostId
+from serve_common.protocol.reports import ReplicaStatus
+from serve_common.runtime.health import LoopLag
+from serve_common.runtime.operations import (
     add_observations,
     family_of,
     histogram_of,
     register_process_metrics,
 )
-from serve_common.loop_lag import LoopLag
-from serve_common.measures import Observations
-from serve_common.metrics_catalogue.hosts import (
+from serve_common.telemetry.catalogue.services import (
     HOST_INFO,
     HOST_RECONNECTS,
     HOST_REPLICAS,
@@ -29,9 +30,8 @@ from serve_common.metrics_catalogue.hosts import (
     REPLICA_ENDS,
     START_SECONDS,
 )
-from serve_common.names import BackendTag, HostId
-from serve_common.refused_messages import RefusedMessages
-from serve_common.wires.host import ReplicaStatus
+from serve_common.telemetry.log_lines import RefusedMessages
+from serve_common.telemetry.metrics import Observations
 from serve_replica_host.adapters.metrics_files import BACKENDS_MAX, MetricsFiles
 
 _REASONS: Final = {

@@ -36,8 +36,8 @@ from prometheus_client import Metric, multiprocess
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from serve_common.bus.quiet_log import QuietLog
-from serve_common.metrics_catalogue import CATALOGUE, Exporter
+from serve_common.telemetry.catalogue import CATALOGUE, Exporter
+from serve_common.telemetry.log_lines import QuietLog
 
 _log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from serve_common.adapters.own_directory import make_own_directory
 from serve_common.errors import BadField
+from serve_common.runtime.private_directory import make_own_directory
 
 SESSIONS_KEPT: Final = 4
 

@@ -24,13 +24,14 @@ from typing import Any, Final, final
 
 import structlog
 
-from serve_common import guardian
 from serve_common.errors import BadField
 from serve_common.identities.credentials import UserIdentity
-from serve_common.logs.relay import PublishedRate
 from serve_common.names import ReplicaTag
-from serve_common.settings import BusSettings
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime import guardian
+from serve_common.runtime.settings import BusSettings
+from serve_common.telemetry.log_forwarder import PublishedRate
+from serve_replica_host.adapters.local_process import UnixUser, drop_privileges
 from serve_replica_host.adapters.ray_protocol import (
     NOTICE_BYTES_MAX,
     RESOURCES_EVERY_S,
@@ -55,7 +56,6 @@ from serve_replica_host.adapters.ray_protocol import (
     encode,
     read_body,
 )
-from serve_replica_host.adapters.unix_users import UnixUser, drop_privileges
 from serve_replica_host.core.events import ProcessEnded, Reconfigured, ReplicaEvent, StartFailed
 from serve_replica_host.settings import HostSettings
 

@@ -17,8 +17,8 @@ import msgspec
 from serve_common.errors import TransientError
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
-from serve_common.settings import BusSettings
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.core.events import TEXT_LENGTH_MAX, ReplicaEvent
 
 LENGTH_BYTES: Final = 4

@@ -1,12 +1,4 @@
-"""Replicas as Ray actors.
-
-Why the calls never wait: every call's answer comes as the future of its ObjectRef and becomes an event. A replica's
-death is seen by a call that never returns, within milliseconds.
-
-Why two ways to start: an actor that waits already (`ray_spares`) becomes a replica at once, but was given no
-resources. So the replica's CPUs are reserved by a placement group as long as it lives, and Ray's account stays right.
-A replica that needs more than CPUs gets an actor of its own.
-"""
+"""Replicas as Ray actors."""
 
 from __future__ import annotations
 
@@ -22,16 +14,16 @@ import structlog
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from serve_common.config.replica import RayActorOptions
 from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
-from serve_common.settings import BusSettings
-from serve_common.values.replica_config import RayActorOptions
-from serve_common.wires.host import ReplicaGoal
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.adapters.far_replicas import FarReplicas
-from serve_replica_host.adapters.host_loop import HostLoop
 from serve_replica_host.adapters.local_process import LocalProcess
 from serve_replica_host.adapters.metrics_files import FarFiles
 from serve_replica_host.adapters.ray_options import (
+    RayResources,
     absolute_app_dir,
     actor_options,
     describe_end,
@@ -39,10 +31,8 @@ from serve_replica_host.adapters.ray_options import (
     fits_spare,
 )
 from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
-from serve_replica_host.adapters.ray_resources import RayResources
 from serve_replica_host.adapters.ray_session import host_place, open_ray
-from serve_replica_host.adapters.ray_spares import HeldActor, SparePool
-from serve_replica_host.adapters.ray_thread import RayThread, Urgency
+from serve_replica_host.adapters.ray_thread import HeldActor, RayThread, SparePool, Urgency
 from serve_replica_host.core.events import (
     Constructed,
     Drained,
@@ -56,11 +46,43 @@ from serve_replica_host.core.events import (
     Waits,
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
-from serve_replica_host.replica.fetched import decode_hello
-from serve_replica_host.replica.host_place import encode_place
-from serve_replica_host.replica.orders import StartOrder, decode_outcome, encode
+from serve_replica_host.replica.process import StartOrder, decode_outcome, encode
+from serve_replica_host.replica.telemetry.remote import decode_hello, encode_place
 
 _log = structlog.get_logger(__name__)
+
+
+@final
+class HostLoop:
+    """The loop that called `open`; the other methods may be called on any thread after that."""
+
+    def __init__(self, thread: RayThread) -> None:
+        self._thread = thread
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def open(self) -> None:
+        """Take the running loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def call(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run ``call`` on the loop."""
+        self._on_loop(lambda loop: loop.call_soon_threadsafe(call, *arguments))
+
+    def call_ray_later(self, delay_s: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Run ``call`` on the Ray thread, after ``delay_s``."""
+
+        def later(loop: asyncio.AbstractEventLoop) -> None:
+            loop.call_soon_threadsafe(loop.call_later, delay_s, self._thread.post, call, *arguments)
+
+        self._on_loop(later)
+
+    def _on_loop(self, call: Callable[[asyncio.AbstractEventLoop], Any]) -> None:
+        assert self._loop is not None, "open comes first"
+        try:
+            call(self._loop)
+        except RuntimeError as error:  # the loop is closed: the host ends
+            _log.debug("event_after_the_end", error=str(error))
+
 
 PLACED_WITHIN_S: Final = 2.0
 """A process starts in well under a second; after this the report says what is waited for."""

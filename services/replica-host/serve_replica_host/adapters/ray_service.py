@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 import structlog
 
-from serve_common.logs.relay import pieces
-from serve_common.tasks import TaskOwner
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_forwarder import pieces
 from serve_replica_host.adapters.metrics_files import FarFiles
 from serve_replica_host.adapters.ray_protocol import (
     CALL_BYTES_MAX,
@@ -54,7 +54,7 @@ from serve_replica_host.core.events import (
     StartFailed,
     Waits,
 )
-from serve_replica_host.replica.log_lines import open_log_way
+from serve_replica_host.replica.telemetry.logs import open_log_way
 
 _log = structlog.get_logger(__name__)
 

@@ -1,24 +1,62 @@
-"""Starts a Ray of this host's own, or joins an existing cluster."""
+"""Starts a Ray of this host's own, lean, quiet and private, or joins an existing cluster."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 import ray
 import structlog
+from ray._private import node as ray_node
+from ray._private import parameter as ray_parameter
 from ray._private import worker as ray_worker
 
 from serve_replica_host.adapters.ray_environment import ray_directory, remove_old_sessions
-from serve_replica_host.adapters.ray_lean import lean_ray
-from serve_replica_host.adapters.ray_place import own_node_id
 from serve_replica_host.adapters.ray_protocol import RaySettings
-from serve_replica_host.replica.host_place import HostPlace
+from serve_replica_host.replica.telemetry.remote import HostPlace
 
 _log = structlog.get_logger(__name__)
+
+
+@contextmanager
+def lean_ray() -> Iterator[None]:
+    """While open, `ray.init` starts a local runtime without the three processes."""
+    params: Any = getattr(ray_parameter, "RayParams", None)
+    node: Any = getattr(ray_node, "Node", None)
+    start_api_server = getattr(node, "start_api_server", None)
+    if params is None or start_api_server is None:
+        _log.warning("ray_not_lean", reason="this version of Ray is built differently")
+        yield
+        return
+    construct: Callable[..., None] = params.__init__
+
+    def lean_construct(self: Any, *arguments: Any, **options: Any) -> None:
+        construct(self, *arguments, **options)
+        self.no_monitor = True
+        self.include_log_monitor = False
+
+    params.__init__ = lean_construct
+    node.start_api_server = lambda _self, **_options: None
+    try:
+        yield
+    finally:
+        params.__init__ = construct
+        node.start_api_server = start_api_server
+
+
+def own_node_id() -> str:
+    """Ray's name of this process' machine, as long as Ray runs there."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def own_address() -> str:
+    """This machine's address among Ray's machines."""
+    return str(ray.util.get_node_ip_address())
+
 
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Near Ray's minimum: no object passes through Ray here."""

@@ -12,13 +12,13 @@ from typing import Final, Protocol, final
 
 import msgspec
 
-from serve_common.adapters.nats_login import mint_now
 from serve_common.identities.credentials import SigningKey, UserIdentity
 from serve_common.identities.roles import Role, call_tags, inbox_prefix
 from serve_common.names import ReplicaTag
-from serve_common.settings import BusSettings
-from serve_common.subjects import tokens
-from serve_common.wires.host import ReplicaGoal
+from serve_common.nats.login import mint_now
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.subjects import tokens
+from serve_common.runtime.settings import BusSettings
 from serve_replica_host.core.events import ProcessEnded, ReplicaEvent
 
 _RENEWALS: Final = 3

@@ -1,23 +1,23 @@
-"""What a replica's process counts, in prometheus_client's multiprocess files, which its host serves.
-
-Why buffered: a file update takes several microseconds, and a request needs four of them; at 30,000 requests a second
-that is a third of the time. So plain numbers are counted, and written out twice a second.
-
-Import it only after PROMETHEUS_MULTIPROC_DIR is set (or unset) for good: prometheus_client decides at its import.
-"""
+"""What a replica's process counts, in prometheus_client's multiprocess files, which survive a full disk."""
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
+import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from typing import Final, final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, final
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram, values
+from prometheus_client.mmap_dict import MmapedDict
 
-from serve_common.measures import Measures, measures
-from serve_common.metrics_catalogue import MetricSpec
-from serve_common.metrics_catalogue.replicas import (
+from serve_common.names import BackendTag
+from serve_common.telemetry.catalogue import MetricSpec
+from serve_common.telemetry.catalogue.replicas import (
     ONGOING_SECONDS,
     REPLICA_CONNECTED,
     REPLICA_IN_FLIGHT,
@@ -30,9 +30,197 @@ from serve_common.metrics_catalogue.replicas import (
     REPLICA_STREAMS,
     REPLICA_WAITING,
 )
-from serve_common.names import BackendTag
-from serve_replica_host.adapters.measure_files import MeasureFiles, add_to_histogram
+from serve_common.telemetry.metrics import Aggregate, Distribution, Level, Measures, Total, measures
 from serve_replica_host.ports import Occupancy, RequestMetrics
+
+_BYTES_MIN: Final = 16 * 1024
+"""A fourth of the library's: now that it is really taken, and most processes need less."""
+_AGAIN_S: Final = 1.0
+"""How often a file is tried that found no room."""
+_HEAD: Final = struct.Struct("i")
+_HEAD_BYTES: Final = 8
+
+_Library: Final[Any] = MmapedDict
+
+
+@final
+class AllocatedDict(_Library):  # type: ignore[misc]
+    """In place of the library's `MmapedDict`, for writing. As there, the caller holds the lock."""
+
+    def __init__(self, filename: str, read_mode: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
+        assert not read_mode, "files are read without mapping them"
+        self._fname = filename
+        self._positions: dict[str, int] = {}
+        self._used = _HEAD_BYTES
+        self._f: Any = None
+        """None while the numbers are in memory."""
+        self._again_at = 0.0
+        self._m: Any = None
+        path = Path(filename)
+        size = path.stat().st_size if path.exists() else 0
+        if size:
+            self._f = path.open("a+b")
+            self._capacity = size
+            self._m = mmap.mmap(self._f.fileno(), size)
+            self._used = max(_HEAD.unpack_from(self._m, 0)[0], _HEAD_BYTES)
+            for key, _value, _timestamp, position in self._read_all_values():
+                self._positions[key] = position
+        else:
+            self._capacity = _BYTES_MIN
+            self._m = mmap.mmap(-1, _BYTES_MIN)
+            self._note_used()
+            self._move_to_file()
+
+    def _note_used(self) -> None:
+        self._m[: _HEAD.size] = _HEAD.pack(self._used)
+
+    def _init_value(self, key: str) -> None:
+        encoded = key.encode()
+        padded = encoded + b" " * (8 - (len(encoded) + 4) % 8)
+        value = struct.pack(f"i{len(padded)}sdd", len(encoded), padded, 0.0, 0.0)
+        capacity = self._capacity
+        while self._used + len(value) > capacity:
+            capacity *= 2
+        if capacity > self._capacity:
+            self._grow(capacity)
+        self._m[self._used : self._used + len(value)] = value
+        self._used += len(value)
+        self._note_used()
+        self._positions[key] = self._used - 16
+
+    def write_value(self, key: str, value: float, timestamp: float) -> None:
+        if self._f is None and time.monotonic() >= self._again_at:
+            self._move_to_file()
+        super().write_value(key, value, timestamp)
+
+    def _grow(self, capacity: int) -> None:
+        """Be so long, in the file or, where it finds no room, in memory. What the file had stays in it meanwhile."""
+        if self._f is not None:
+            try:
+                os.posix_fallocate(self._f.fileno(), 0, capacity)
+            except OSError:
+                pass
+            else:
+                self._m = mmap.mmap(self._f.fileno(), capacity)
+                self._capacity = capacity
+                return
+            self._f.close()
+            self._f = None
+        longer = mmap.mmap(-1, capacity)
+        longer[: self._used] = self._m[: self._used]
+        self._m, self._capacity = longer, capacity
+        self._move_to_file()
+
+    def _move_to_file(self) -> None:
+        """Under another name first: a file with no head would spoil the page of whoever reads it."""
+        path = Path(self._fname)
+        fresh = path.with_suffix(".new")
+        self._again_at = time.monotonic() + _AGAIN_S
+        file = None
+        try:
+            file = fresh.open("w+b")
+            os.posix_fallocate(file.fileno(), 0, self._capacity)
+            mapped = mmap.mmap(file.fileno(), self._capacity)
+            mapped[: self._used] = self._m[: self._used]
+            fresh.replace(path)
+        except OSError:
+            if file is not None:
+                file.close()
+                fresh.unlink(missing_ok=True)
+            return
+        self._m, self._f = mapped, file
+
+    def close(self) -> None:
+        if self._m is not None:
+            self._m.close()
+            self._m = None
+        if self._f is not None:
+            self._f.close()
+            self._f = None
+
+
+def use_allocated_files() -> None:
+    """For all of prometheus_client's values in this process, also those that user code makes."""
+    values.MmapedDict = AllocatedDict  # type: ignore[attr-defined]
+
+
+use_allocated_files()
+
+_BACKEND: Final = "backend_tag"
+_MODES: Final = {
+    Aggregate.SUM: "livesum",
+    Aggregate.MAX: "livemax",
+    Aggregate.MIN: "livemin",
+    Aggregate.LATEST: "livemostrecent",
+}
+
+
+def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) -> None:
+    """Add many observations at once; the public way adds one at a time. ``counts`` are not cumulative."""
+    for bucket, count in zip(histogram._buckets, counts, strict=True):  # noqa: SLF001 - see above
+        if count:
+            bucket.inc(count)
+    histogram._sum.inc(total)  # noqa: SLF001 - see above
+
+
+@final
+class MeasureFiles:
+    """For one replica; all methods on one thread."""
+
+    def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
+        self._backend_tag = backend_tag
+        self._measures = of_process
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+
+    def write(self) -> None:
+        """Everything that was counted since the last time."""
+        for measure in self._measures.pending():
+            if isinstance(measure, Total):
+                counter = self._counter(measure)
+                for key, value in measure.drain().items():
+                    counter.labels(self._backend_tag, *key).inc(value)
+            elif isinstance(measure, Level):
+                gauge = self._gauge(measure)
+                for key, value in measure.drain().items():
+                    gauge.labels(self._backend_tag, *key).set(value)
+            else:
+                histogram = self._histogram(measure)
+                for key, observations in measure.drain().items():
+                    labelled = histogram.labels(self._backend_tag, *key)
+                    add_to_histogram(labelled, observations.counts, observations.total)
+
+    def _counter(self, measure: Total) -> Counter:
+        spec = measure.spec
+        counter = self._counters.get(spec.name)
+        if counter is None:
+            counter = Counter(spec.family, spec.text, (_BACKEND, *measure.labels), registry=None)
+            self._counters[spec.name] = counter
+        return counter
+
+    def _gauge(self, measure: Level) -> Gauge:
+        spec = measure.spec
+        gauge = self._gauges.get(spec.name)
+        if gauge is None:
+            gauge = self._gauges[spec.name] = Gauge(
+                spec.family,
+                spec.text,
+                (_BACKEND, *measure.labels),
+                multiprocess_mode=_MODES[measure.aggregate],  # type: ignore[arg-type]
+                registry=None,
+            )
+        return gauge
+
+    def _histogram(self, measure: Distribution) -> Histogram:
+        spec = measure.spec
+        histogram = self._histograms.get(spec.name)
+        if histogram is None:
+            histogram = self._histograms[spec.name] = Histogram(
+                spec.family, spec.text, (_BACKEND, *measure.labels), buckets=spec.buckets, registry=None
+            )
+        return histogram
+
 
 OFF_VARIABLE: Final = "SERVE_UNCOUNTED"
 """Backends whose replicas count no requests, as proxies have it: for measuring what counting costs."""

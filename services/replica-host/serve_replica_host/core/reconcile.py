@@ -11,9 +11,8 @@ from typing import Final
 import msgspec
 
 from serve_common.names import ReplicaTag
-from serve_common.wires.host import ReplicaGoal, ReplicaStatus
-from serve_replica_host.core.events import count_failed_check, fail
-from serve_replica_host.core.replica_status import Gone, Happening, after
+from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
+from serve_replica_host.core.events import Gone, Happening, after, count_failed_check, fail
 from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica
 
 

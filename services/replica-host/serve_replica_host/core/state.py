@@ -1,8 +1,4 @@
-"""What a host knows, and which goals it obeys.
-
-Why frozen values: a step of the host is `state, input -> state`, which a property test can drive through any order
-of goals, events and delays.
-"""
+"""What a host knows, which goals it obeys, and its report: its whole inventory."""
 
 from __future__ import annotations
 
@@ -11,7 +7,14 @@ from typing import Final
 import msgspec
 
 from serve_common.names import HostId, ReplicaTag
-from serve_common.wires.host import ERROR_LENGTH_MAX, HostGoal, ReplicaGoal, ReplicaStatus
+from serve_common.protocol.reports import (
+    ERROR_LENGTH_MAX,
+    HostGoal,
+    HostReport,
+    ReplicaGoal,
+    ReplicaReport,
+    ReplicaStatus,
+)
 
 STARTS_MAX: Final = 8
 """Processes that start at once, unless told otherwise."""
@@ -147,3 +150,39 @@ def forget_replica(state: HostState, tag: ReplicaTag) -> HostState:
 def trim_error(text: str) -> str:
     """``text`` within the limit of a report: the end is kept, for there stands what was raised."""
     return text if len(text) <= ERROR_LENGTH_MAX else "…" + text[-(ERROR_LENGTH_MAX - 1) :]
+
+
+def build_report(
+    state: HostState,
+    *,
+    incarnation: str,
+    started_at: float,
+    sequence: int,
+    resources: dict[str, float],
+    metrics_url: str = "",
+) -> HostReport:
+    """What the host says of itself; equal states give reports that differ in ``sequence`` only."""
+    return HostReport(
+        host_id=state.host_id,
+        incarnation=incarnation,
+        sequence=sequence,
+        started_at=started_at,
+        epoch=state.goal_epoch,
+        leader_epoch=state.epoch,
+        generation=state.generation,
+        resources=resources,
+        replicas=[_replica_report(held) for held in state.replicas.values()],
+        metrics_url=metrics_url,
+        leaving=state.is_leaving,
+    )
+
+
+def _replica_report(held: HeldReplica) -> ReplicaReport:
+    return ReplicaReport(
+        replica_tag=held.tag,
+        status=held.status,
+        config_version=held.config_version,
+        config_error_version=held.config_error_version,
+        error=held.error,
+        pid=held.pid,
+    )

@@ -14,22 +14,26 @@ import threading
 from collections.abc import Callable
 from typing import Final, final
 
-from serve_common.adapters.otlp import import_ahead
 from serve_common.names import BackendTag
-from serve_common.tracing.settings import read_tracing_settings
+from serve_common.telemetry.otlp import import_ahead
+from serve_common.telemetry.tracer import read_tracing_settings
 from serve_replica_host.ports import RequestMetrics
-from serve_replica_host.replica.far_side import FarSide
-from serve_replica_host.replica.fetched import Hello, encode_fetched
-from serve_replica_host.replica.host_place import HostPlace, decode_place
-from serve_replica_host.replica.logs import ReplicaLogs
-from serve_replica_host.replica.orders import (
+from serve_replica_host.replica.process import (
     ControlOutcome,
+    ReplicaProcess,
     decode_goal,
     decode_identity,
     decode_order,
     encode,
 )
-from serve_replica_host.replica.process import ReplicaProcess
+from serve_replica_host.replica.telemetry.logs import ReplicaLogs
+from serve_replica_host.replica.telemetry.remote import (
+    FarSide,
+    Hello,
+    HostPlace,
+    decode_place,
+    encode_fetched,
+)
 
 CONTROL_THREADS: Final = 8
 """One waits for ever, one may hang in a health check, one in a reconfigure; the rest must still answer.
@@ -116,7 +120,7 @@ def _find_out_where(place: HostPlace) -> tuple[Hello, FarSide | None]:
     """Who this process is; and, where it is not on its host's machine, what it keeps for its host."""
     if not place.node_id:
         return Hello(os.getpid()), None
-    from serve_replica_host.adapters.ray_place import own_address, own_node_id  # noqa: PLC0415 - most have no use of it
+    from serve_replica_host.adapters.ray_session import own_address, own_node_id  # noqa: PLC0415 - most have no use of it
 
     node_id = own_node_id()
     is_shared = place.is_shared_by(node_id)

@@ -1,7 +1,4 @@
-"""Joins a replica's two threads and its bus connection, and takes them apart again.
-
-Why a class apart from the Ray actor: nothing here knows of Ray, so tests and tools can run a replica in any process.
-"""
+"""Joins a replica's two threads and its NATS connection, and takes them apart again."""
 
 from __future__ import annotations
 
@@ -15,32 +12,102 @@ from typing import Any, Final, final
 import msgspec
 import structlog
 
-from serve_common.adapters.nats_login import HeldLogin, login_of
-from serve_common.adapters.otlp import OpenTracing, open_tracing
-from serve_common.bus.connection import BusConnection
-from serve_common.bus.errors import NotConnected, OutboundFull
-from serve_common.bus.options import BusOptions, Login
-from serve_common.bus.subscriptions import Subscription
 from serve_common.errors import BusUnavailable, PermanentError
 from serve_common.identities.credentials import UserIdentity
-from serve_common.loop_lag import OtherLoopsLag
-from serve_common.measures import measures
-from serve_common.metrics_catalogue.replicas import REPLICA_LAG
-from serve_common.replica_context import ReplicaContext, current_replica, set_replica_context
-from serve_common.settings import BusSettings
-from serve_common.subjects import Subjects
-from serve_common.tasks import TaskOwner
-from serve_common.threads.loop_thread import LoopThread
-from serve_common.tracing.settings import read_tracing_settings
-from serve_common.wires.host import ReplicaGoal
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.login import HeldLogin, login_of
+from serve_common.nats.options import BusOptions, Login, NotConnected, OutboundFull
+from serve_common.nats.subscriptions import Subscription
+from serve_common.protocol.reports import ReplicaGoal
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.health import OtherLoopsLag
+from serve_common.runtime.request_context import ReplicaContext, current_replica, set_replica_context
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.threads import LoopThread
+from serve_common.telemetry.catalogue.replicas import REPLICA_LAG
+from serve_common.telemetry.metrics import measures
+from serve_common.telemetry.otlp import OpenTracing, open_tracing
+from serve_common.telemetry.tracer import read_tracing_settings
 from serve_replica_host.ports import HandleMetrics, RequestMetrics
-from serve_replica_host.replica.bus_desk import BusDesk
-from serve_replica_host.replica.held_models import HeldModels
-from serve_replica_host.replica.logs import ReplicaLogs
-from serve_replica_host.replica.orders import StartOrder
-from serve_replica_host.replica.tracebacks import user_traceback
-from serve_replica_host.replica.traces import Traces
-from serve_replica_host.replica.user_code import UserCode
+from serve_replica_host.replica.io.replica_io import BusDesk
+from serve_replica_host.replica.telemetry.logs import ReplicaLogs
+from serve_replica_host.replica.telemetry.remote import Fetched
+from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
+from serve_replica_host.replica.user.code import UserCode
+
+MODELS_MAX: Final = 1_000
+"""Told of one replica; routers choose by those, and the others are found by chance."""
+
+
+@final
+class HeldModels:
+    """The ids of the models; reading and replacing them is one step, so any thread may."""
+
+    __slots__ = ("_model_ids",)
+
+    def __init__(self) -> None:
+        self._model_ids: list[str] = []
+
+    @property
+    def has_any(self) -> bool:
+        """True while at least one is held."""
+        return bool(self._model_ids)
+
+    def hold(self, model_ids: Sequence[str]) -> None:
+        """These are held now, the most recently used last."""
+        self._model_ids = list(model_ids)[-MODELS_MAX:]
+
+    def encoded(self) -> bytes:
+        """What is published: msgpack, a list of texts."""
+        return msgspec.msgpack.encode(self._model_ids)
+
+
+class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a replica's process needs."""
+
+    goal: ReplicaGoal
+    bus: BusSettings
+    """The replica's own: its name, and its identity until the next one comes."""
+    app_dir: str
+    """Absolute; empty for none."""
+    tracing: dict[str, str] = {}
+    """The host's OTEL_… variables, for a replica on a machine whose environment has none."""
+
+
+class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a start, a reconfigure or a health check ended."""
+
+    error: str | None = None
+    """The user's traceback, or what else went wrong; None when all is well."""
+    fetched: Fetched | None = None
+    """The last that there is to say before this process is ended; None where its host need not fetch it."""
+
+
+def encode(value: StartOrder | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
+    """The bytes that travel through Ray."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode_order(data: bytes) -> StartOrder:
+    """A `StartOrder`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=StartOrder)
+
+
+def decode_goal(data: bytes) -> ReplicaGoal:
+    """A `ReplicaGoal`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=ReplicaGoal)
+
+
+def decode_identity(data: bytes) -> UserIdentity:
+    """A `UserIdentity`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=UserIdentity)
+
+
+def decode_outcome(data: bytes) -> ControlOutcome:
+    """A `ControlOutcome`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=ControlOutcome)
+
 
 _log = structlog.get_logger(__name__)
 
@@ -104,7 +171,7 @@ class ReplicaProcess:
         assert self._code is not None, "it was constructed"
         self._tracing = _open_tracing(self._order)
         if self._tracing is not None:
-            from serve_replica_host.adapters.span_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
+            from serve_replica_host.replica.telemetry.handle_metrics import PrometheusSpanMetrics  # noqa: PLC0415 - as below
 
             self._write_span_metrics = PrometheusSpanMetrics(self._tracing.counts).write
         try:
@@ -239,7 +306,7 @@ class ReplicaProcess:
             return
         if self._handle_metrics is None:
             # prometheus_client looks at PROMETHEUS_MULTIPROC_DIR once, when it is imported; by now that has happened.
-            from serve_replica_host.adapters.handle_metrics import make_handle_metrics  # noqa: PLC0415 - as above
+            from serve_replica_host.replica.telemetry.handle_metrics import make_handle_metrics  # noqa: PLC0415 - as above
 
             self._handle_metrics = make_handle_metrics()
         self._handle_metrics.write(replica)

@@ -1,8 +1,4 @@
-"""The loop of a replica host: takes in goals and events, asks the core what to do, does it, and reports.
-
-Why one task: the state is changed in one place, in order. Callbacks only append to the inbox and wake the loop, so
-however many come in one turn, there is one look and one report.
-"""
+"""The loop of a replica host: takes in goals and events, asks the core what to do, does it, reports."""
 
 from __future__ import annotations
 
@@ -14,18 +10,19 @@ from typing import Final, final
 import msgspec
 import structlog
 
-from serve_common.bus.quiet_log import QuietLog
-from serve_common.names import HostId
-from serve_common.tasks import TaskOwner
-from serve_common.wires.host import HostGoal, HostReport
-from serve_common.wires.proxy import LeaderNotice
-from serve_common.wires.unreadable import UNREADABLE
+from serve_common.names import HostId, ReplicaTag, backend_tag_of
+from serve_common.protocol.decoding import UNREADABLE
+from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaStatus
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import QuietLog
 from serve_replica_host.core.events import (
+    Constructed,
     HealthChecked,
     HealthCheckSent,
     Placed,
     ProcessEnded,
     ReplicaEvent,
+    StartFailed,
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
@@ -37,18 +34,64 @@ from serve_replica_host.core.reconcile import (
     StartReplica,
     reconcile_host,
 )
-from serve_replica_host.core.report import build_report
 from serve_replica_host.core.state import (
     STARTS_MAX,
     HostState,
     Refused,
     accept_goal,
     begin_leaving,
+    build_report,
     has_left,
     hear_leader,
 )
 from serve_replica_host.ports import HostMetrics, ReplicaRuntime, ReportBus
-from serve_replica_host.shell.replica_counts import ReplicaCounts
+
+_FAILURES: Final = (ReplicaStatus.FAILED, ReplicaStatus.DEAD, ReplicaStatus.UNHEALTHY)
+
+
+class _Start(msgspec.Struct):
+    """A replica that was ordered and does not run yet."""
+
+    ordered_at: float
+    was_spare: bool = False
+
+
+@final
+class ReplicaCounts:
+    """Of one host."""
+
+    def __init__(self, metrics: HostMetrics, now: Callable[[], float]) -> None:
+        """``now`` gives monotonic seconds."""
+        self._metrics = metrics
+        self._now = now
+        self._starts: dict[ReplicaTag, _Start] = {}
+
+    def ordered(self, replica_tag: ReplicaTag) -> None:
+        """The runtime is told to start it."""
+        self._starts[replica_tag] = _Start(self._now())
+
+    def hear(self, event: ReplicaEvent) -> None:
+        """The runtime tells something."""
+        start = self._starts.get(event.replica_tag)
+        if start is None:
+            return
+        if isinstance(event, Placed):
+            start.was_spare = event.was_spare
+        elif isinstance(event, Constructed | StartFailed | ProcessEnded):
+            del self._starts[event.replica_tag]
+            if isinstance(event, Constructed):
+                seconds = self._now() - start.ordered_at
+                backend_tag = backend_tag_of(event.replica_tag)
+                self._metrics.count_start(backend_tag, seconds, was_spare=start.was_spare)
+
+    def compare(self, before: HostState, after: HostState) -> None:
+        """The host's state has changed."""
+        for tag, held in after.replicas.items():
+            if held.status in _FAILURES:
+                known = before.replicas.get(tag)
+                if known is None or known.status is not held.status:
+                    self._metrics.count_failure(backend_tag_of(tag), held.status)
+
 
 _log = structlog.get_logger(__name__)
 

@@ -1,18 +1,4 @@
-"""What a reading asks for: numbers of replicas, before delays and limits.
-
-Why two numbers: the load is a mean over a window and so has noise. Where it lies near a multiple of the target, a
-single threshold would be crossed in both directions again and again. More are wanted as soon as the load exceeds the
-target; fewer only when the rest would have a little to spare.
-
-Formulas:
-
-- Wanted replicas = seen / target: Ray Serve 2.60, ``autoscaling_policy._core_replica_queue_length_policy``; for an
-  average per replica it is running * seen / target, that of Kubernetes' HorizontalPodAutoscaler (running ones: only
-  these are in an average).
-- To spare: ``SPARE * sqrt(replicas)``. The number of ongoing requests of independent callers has a variance that is
-  proportional to its mean (Poisson), so its noise grows with the square root. A share of the number (10 % in
-  Kubernetes) would be too little for few replicas and would keep 10 needless ones of 100.
-"""
+"""How many replicas a load asks for, before limits; the delays, limits and reasons that all decisions share."""
 
 from __future__ import annotations
 
@@ -21,9 +7,44 @@ from typing import Final
 
 import msgspec
 
-from serve_common.autoscaling import AutoscalingConfig, QueryMeaning
-from serve_controller.core.autoscaling.reasons import number_text, requests_text
-from serve_controller.core.autoscaling.values import Reading, ScalingInput, Series
+from serve_common.config.autoscaling import AutoscalingConfig, QueryMeaning
+from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState, Series
+
+
+def number_text(value: float) -> str:
+    """``value`` with as many digits as say something."""
+    if value >= 1000 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
+
+
+def replicas_text(count: int) -> str:
+    """``count`` with its noun."""
+    return "1 replica" if count == 1 else f"{count} replicas"
+
+
+def requests_text(count: str) -> str:
+    """``count``, as `number_text` writes it, with its noun."""
+    return f"{count} request" if count == "1" else f"{count} requests"
+
+
+def waiting_reason(count: int) -> str:
+    """So many requests that wait."""
+    return "1 request waits" if count == 1 else f"{count} requests wait"
+
+
+def wanted_reason(seen: str, count: int, limited: int) -> str:
+    """What the load comes to, and what the limits make of it."""
+    words = f"{seen}: {replicas_text(count)} wanted"
+    if limited < count:
+        return f"{words}, max_replicas is {limited}"
+    return f"{words}, min_replicas is {limited}" if limited > count else words
+
+
+def waits_reason(load: str, waited_s: float, delay_s: float, what: str) -> str:
+    """How much of a delay is over."""
+    return f"{load}; waits {max(waited_s, 0.0):.0f} s of {delay_s:.0f} s before {what}"
+
 
 SPARE: Final = 0.1
 """Of one replica."""
@@ -156,3 +177,93 @@ def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) 
 def _is_nothing(reading: Reading, burst: float | None, unit: float) -> bool:
     nothing = _NOTHING * unit
     return (reading.seen or 0.0) <= nothing and reading.queued <= _NOTHING and (burst or 0.0) <= nothing
+
+
+_LATENESS_MAX_S: Final = 1.0
+
+
+def within(count: int, config: AutoscalingConfig) -> int:
+    """``count`` within the limits."""
+    return min(max(count, config.min_replicas), config.max_replicas)
+
+
+def punctual(delay_s: float, config: AutoscalingConfig) -> float:
+    """What must have passed of ``delay_s``: a look that comes milliseconds early must not cost a whole interval."""
+    return delay_s - min(0.1 * delay_s, 0.1 * config.metrics_interval_s, _LATENESS_MAX_S)
+
+
+def to_zero_delay_s(config: AutoscalingConfig) -> float:
+    """How long the last replica must not have been wanted."""
+    delay_s = config.downscale_to_zero_delay_s
+    return config.downscale_delay_s if delay_s is None else delay_s
+
+
+def grown(state: ScalingState, target: int, now: float) -> ScalingState:
+    """``state`` after ``target`` replicas, more than before, were decided on."""
+    return msgspec.structs.replace(
+        state,
+        decided=target,
+        up_since=None,
+        down_since=None,
+        zero_since=None,
+        fewer=(),
+        last_up_at=now,
+        settled_at=None,
+    )
+
+
+Fewer = tuple[tuple[int, float], ...]
+"""Entries (n, since), n falling and since rising: fewer than n, and so fewer than anything up to the n of the entry
+before, have been wanted since then."""
+
+FEWER_MAX: Final = 32
+
+
+def note_wanted(fewer: Fewer, wanted: int, now: float) -> Fewer:
+    """``fewer`` after ``wanted`` replicas were wanted at ``now``."""
+    noted: list[tuple[int, float]] = []
+    for than, since in fewer:
+        if than <= wanted:
+            if not noted or wanted + 1 < noted[-1][0]:
+                noted.append((wanted + 1, since))
+            break
+        noted.append((than, since))
+    else:
+        if not noted or wanted + 1 < noted[-1][0]:
+            noted.append((wanted + 1, now))
+    while len(noted) > FEWER_MAX:
+        # Its numbers fall to the next entry, which is younger: they wait longer, never shorter. Where entries are
+        # closest that is least; the first one is what lets anything go at all.
+        del noted[min(range(1, len(noted) - 1), key=lambda index: noted[index + 1][1] - noted[index - 1][1])]
+    return tuple(noted)
+
+
+def since_fewer_than(fewer: Fewer, num_replicas: int) -> float | None:
+    """Since when fewer than ``num_replicas`` have been wanted without a break; None when they are not."""
+    for than, since in fewer:
+        if than <= num_replicas:
+            return since
+    return None
+
+
+def largest_wanted(fewer: Fewer, now: float, delay_s: float) -> int | None:
+    """The largest number wanted during the last ``delay_s``; None when that is not known for so long."""
+    largest = None
+    for than, since in fewer:
+        if now - since < delay_s:
+            break
+        largest = than - 1
+    return largest
+
+
+def without_gap(state: ScalingState, now: float, gap_s: float) -> ScalingState:
+    """``state`` as if the last ``gap_s`` had not been: what was not seen counts for no delay."""
+
+    def moved(at: float | None) -> float | None:
+        return None if at is None else min(at + gap_s, now)
+
+    return msgspec.structs.replace(
+        state,
+        up_since=moved(state.up_since),
+        fewer=tuple((than, min(since + gap_s, now)) for than, since in state.fewer),
+    )

@@ -6,8 +6,7 @@ on. The shell records the changes before it replies.
 
 from __future__ import annotations
 
-from serve_common.errors import BadField
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     AnyCommand,
     CreateBackend,
     CreateEndpoint,
@@ -31,24 +30,35 @@ from serve_common.wires.commands import (
     UndrainHost,
     UpdateBackendConfig,
 )
+from serve_common.errors import BadField
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.accepted import Accepted
 from serve_controller.core.commands.applications import delete_application, deploy_application
-from serve_controller.core.commands.backends import create_backend, delete_backend, update_backend_config
-from serve_controller.core.commands.deployments import delete_deployment, deploy
+from serve_controller.core.commands.deployments import (
+    create_backend,
+    delete_backend,
+    delete_deployment,
+    deploy,
+    rollback,
+    update_backend_config,
+)
 from serve_controller.core.commands.endpoints import (
     create_endpoint,
     delete_endpoint,
     set_endpoint_options,
+    set_http_options,
     set_traffic,
     shadow_traffic,
 )
-from serve_controller.core.commands.hosts import drain_host, undrain_host
-from serve_controller.core.commands.http import set_http_options
+from serve_controller.core.commands.operations import (
+    drain_host,
+    pause_autoscaling,
+    resume_autoscaling,
+    scale,
+    shutdown,
+    undrain_host,
+)
 from serve_controller.core.commands.restoring import RestoreFrom, restore
-from serve_controller.core.commands.rollback import rollback
-from serve_controller.core.commands.scaling import pause_autoscaling, resume_autoscaling, scale
-from serve_controller.core.commands.shutdown import shutdown
 
 __all__ = ["Accepted", "decide"]
 

@@ -6,16 +6,13 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from serve_common.api.commands import ChangeReply, CommandReply
+from serve_common.api.views import GoalStatus
 from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
-from serve_common.wires.commands import ChangeReply, CommandReply
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Changes, Kind
 from serve_controller.core.checkpoint import Checkpoint, Draft
-from serve_controller.core.goals.ending import end_goal
-from serve_controller.core.goals.ids import number_of
-from serve_controller.core.goals.scope import application_of, backend_keys, backends_of
-from serve_controller.core.objects import Backend, Goal, GoalKind
+from serve_controller.core.goals.scope import application_of, backend_keys, backends_of, end_goal
+from serve_controller.core.objects import Backend, Changes, Goal, GoalKind, Kind, number_of
 
 GOALS_PENDING_MAX = 20_000
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.commands import DeleteApplication, DeployApplication
+from serve_common.config.endpoint import EndpointOptions, check_endpoint_options
 from serve_common.errors import BadField, Conflict, LimitReached
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route
-from serve_common.values.endpoint_options import EndpointOptions, check_endpoint_options
-from serve_common.wires.commands import DeleteApplication, DeployApplication
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
@@ -35,8 +35,8 @@ from serve_controller.core.commands.versions import (
     make_backend,
 )
 from serve_controller.core.goals.scope import application_owned, deployment_owned, pending_goal
-from serve_controller.core.ingress_moves import route_meanwhile, taken_over
 from serve_controller.core.objects import Application, ApplicationVersion, Backend, EndpointConfig, GoalKind
+from serve_controller.core.snapshots import route_meanwhile, taken_over
 
 DEPLOYMENTS_MAX = 100
 """Of one application: what must be recorded at once stays bounded."""

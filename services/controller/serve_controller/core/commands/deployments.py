@@ -1,4 +1,4 @@
-"""Deployments: a backend and the endpoint of its tag, made and deleted together."""
+"""Deployments, and backends made by themselves: created, replaced, deleted, rolled back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from collections.abc import Collection
 
 import msgspec
 
-from serve_common.errors import Conflict
+from serve_common.api.commands import (
+    CreateBackend,
+    DeleteBackend,
+    DeleteDeployment,
+    Deploy,
+    Rollback,
+    UpdateBackendConfig,
+)
+from serve_common.config.backend import check_backend_config, merged
+from serve_common.config.endpoint import check_endpoint_options
+from serve_common.errors import Conflict, NotFound
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_route, deployment_tag
-from serve_common.subjects import backend_key
-from serve_common.values.endpoint_options import check_endpoint_options
-from serve_common.wires.commands import DeleteDeployment, Deploy
-from serve_controller.core.changes import Kind
+from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
@@ -32,9 +39,19 @@ from serve_controller.core.commands.versions import (
     is_as_wanted,
     make_backend,
 )
-from serve_controller.core.goals.scope import deployment_owned
-from serve_controller.core.ingress_moves import check_not_moving
-from serve_controller.core.objects import Application, Backend, Deployment, Endpoint, EndpointConfig, GoalKind
+from serve_controller.core.goals.scope import deployment_owned, pending_goal
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    Deployment,
+    Endpoint,
+    EndpointConfig,
+    GoalKind,
+    Kind,
+    Revision,
+)
+from serve_controller.core.scaling import check_within_limits, scaled_config
+from serve_controller.core.snapshots import check_not_moving
 
 
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
@@ -258,3 +275,181 @@ def give_up(draft: Draft, backend: Backend, goal_id: GoalId, *, force_kill: bool
         if endpoint is not None:
             draft.put(msgspec.structs.replace(deployment, ended_route=endpoint.target.route))
         draft.delete((Kind.ENDPOINT, tag))
+
+
+_FIELD = "backend_tag"
+
+
+def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -> Accepted:
+    """See `CreateBackend`."""
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
+    check_wanted(wanted)
+    wanted = as_scaled(wanted, checkpoint.backends.get(tag))
+    deployment = checkpoint.deployments.get(tag)
+    if deployment is not None and deployment.ended_at is None:
+        raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use deploy or update_backend_config")
+    existing = checkpoint.backends.get(tag)
+    if existing is None:
+        check_room_for_backends(checkpoint, 1)
+    elif is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
+        return nothing_to_do(tag, existing.goal_id)
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, [backend_key(tag)], now)
+    draft.put(make_backend(existing, tag, goal_id, wanted))
+    return changed(draft, tag, goal_id)
+
+
+def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -> Accepted:
+    """See `DeleteBackend`."""
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    existing = checkpoint.backends.get(tag)
+    if existing is None:
+        return nothing_there(checkpoint, tag, backend_key(tag))
+    is_under_way = is_going(checkpoint, existing)
+    if is_under_way and (existing.force_kill or not command.force_kill):
+        return nothing_to_do(tag, existing.goal_id, updating=True)
+    check_unused(checkpoint, tag, set())
+    deployment = checkpoint.deployments.get(tag)
+    if deployment is not None and deployment.ended_at is None and not existing.deleting:
+        raise Conflict(f"{_FIELD}: {tag!r} is a deployment's; use delete_deployment")
+    draft = Draft(checkpoint)
+    goal_id = existing.goal_id
+    if not is_under_way:
+        goal_id = new_goal(draft, GoalKind.DELETE, tag, [backend_key(tag)], now)
+    give_up(draft, existing, goal_id, force_kill=command.force_kill)
+    return changed(draft, tag, goal_id)
+
+
+def update_backend_config(
+    checkpoint: Checkpoint,
+    command: UpdateBackendConfig,
+    now: float,
+    *,
+    paused_by: str = "update_backend_config",
+) -> Accepted:
+    """See `UpdateBackendConfig`.
+
+    ``paused_by``: the verb that autoscaling is paused by when a number of replicas is given.
+    """
+    tag = deployment_tag(command.backend_tag, _FIELD)
+    existing = checkpoint.backends.get(tag)
+    if existing is None or existing.deleting:
+        raise NotFound(f"{_FIELD}: there is no backend {command.backend_tag[:100]!r}")
+    target = existing.target
+    config = check_backend_config(merged(target.backend_config, command.config, "config"), "config")
+    paused = existing.autoscaling_paused
+    if config.autoscaling_config is None:
+        paused = ""
+    elif "num_replicas" in command.config:
+        check_within_limits(config, "config.num_replicas")
+        paused = paused or paused_by
+    else:
+        config = scaled_config(config, existing)
+    wanted = Wanted(target.replica_config, config, target.version, is_same_code=True, leaves_kept=True)
+    is_there = is_as_wanted(existing, wanted) and paused == existing.autoscaling_paused
+    if is_there and not ended_badly(checkpoint, existing.goal_id):
+        return nothing_to_do(tag, existing.goal_id)
+    draft = Draft(checkpoint)
+    deployment = checkpoint.deployments.get(tag)
+    is_deployment = deployment is not None and deployment.ended_at is None
+    endpoint = checkpoint.endpoints.get(EndpointTag(tag))
+    if (
+        pending_goal(checkpoint, tag) is None
+        and endpoint is not None
+        and endpoint.goal_id in checkpoint.pending
+    ):
+        is_deployment = False  # its traffic is being changed: that goal is not replaced by this one
+    owns = deployment_owned(tag) if is_deployment else [backend_key(tag)]
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now)
+    backend = make_backend(existing, tag, goal_id, wanted)
+    draft.put(msgspec.structs.replace(backend, autoscaling_paused=paused))
+    return changed(draft, tag, goal_id)
+
+
+def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
+    """See `Rollback`. Raises `NotFound` when the backend or the revision is unknown."""
+    tag = deployment_tag(command.name)
+    existing = checkpoint.backends.get(tag)
+    if existing is None or existing.deleting:
+        raise NotFound(f"name: there is no deployment or backend {command.name[:100]!r}")
+    again = retried(checkpoint, command.request_id, tag, backend_key(tag))
+    if again is not None:
+        return again
+    endpoint = checkpoint.endpoints.get(EndpointTag(tag))
+    revision = _chosen(checkpoint, existing, None if endpoint is None else endpoint.target, command.to)
+    num_replicas = existing.target.backend_config.num_replicas
+    as_it_was = msgspec.structs.replace(revision.version.backend_config, num_replicas=num_replicas)
+    wanted = Wanted(
+        revision.version.replica_config,
+        scaled_config(as_it_was, existing),
+        revision.version.version,
+        # An unversioned one may have had other files under the same import path.
+        is_same_code=existing.target.code_version == revision.version.code_version
+        or revision.version.version is not None,
+    )
+    config = revision.endpoint
+    if config is None:
+        if is_as_wanted(existing, wanted) and not ended_badly(checkpoint, existing.goal_id):
+            return nothing_to_do(tag, existing.goal_id)
+    else:
+        check_route_free(checkpoint, config.route, EndpointTag(tag), "to")
+        config = msgspec.structs.replace(config, traffic={tag: 1.0}, shadows={})
+        is_there = is_deployed_as(checkpoint, existing, wanted, config)
+        if is_there and not ended_badly(checkpoint, existing.goal_id):
+            return nothing_to_do(tag, existing.goal_id)
+        check_not_moving(checkpoint, tag)
+    draft = Draft(checkpoint)
+    owns = [backend_key(tag)] if config is None else deployment_owned(tag)
+    goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now, request_id=command.request_id)
+    draft.put(make_backend(existing, tag, goal_id, wanted))
+    if config is not None:
+        put_deployment(draft, tag, config, now)
+    return changed(draft, tag, goal_id)
+
+
+def _chosen(
+    checkpoint: Checkpoint, existing: Backend, reached: EndpointConfig | None, to: str | int | None
+) -> Revision:
+    found = checkpoint.revisions.get(existing.backend_tag)
+    revisions = [] if found is None else [found[number] for number in sorted(found, reverse=True)]
+    match to:
+        case None:
+            for revision in revisions:
+                if not _is_like(revision, existing, reached):
+                    return revision
+            raise NotFound(f"name: {existing.backend_tag!r} has no earlier version that succeeded")
+        case int():
+            for revision in revisions:
+                if revision.revision == to:
+                    return revision
+        case str():
+            for revision in revisions:
+                if revision.version.version == to:
+                    return revision
+    raise NotFound(f"to: {_known(existing.backend_tag, revisions, to)}")
+
+
+def _is_like(revision: Revision, existing: Backend, reached: EndpointConfig | None) -> bool:
+    """Whether a revision is the present target, but for what a rollback leaves as it is."""
+    target = existing.target
+    num_replicas = target.backend_config.num_replicas
+    was, way = revision.version, revision.endpoint
+    is_newest = revision.revision == existing.newest_revision
+    return (
+        (way is None or reached is None or _is_reached_alike(way, reached, is_newest=is_newest))
+        and was.code_version == target.code_version
+        and msgspec.structs.replace(was.backend_config, num_replicas=num_replicas) == target.backend_config
+    )
+
+
+def _is_reached_alike(way: EndpointConfig, reached: EndpointConfig, *, is_newest: bool) -> bool:
+    # Options that were set since the newest revision are no version to go back from.
+    return (way.route, way.methods) == (reached.route, reached.methods) and (
+        is_newest or way.options == reached.options
+    )
+
+
+def _known(tag: BackendTag, revisions: list[Revision], to: str | int) -> str:
+    names = ", ".join(f"{r.revision} ({r.version.version or 'unversioned'})" for r in revisions)
+    return f"{tag!r} has no revision {to!r}; it has {names or 'none'}"

@@ -1,4 +1,4 @@
-"""Endpoints that are made by themselves, and the traffic of any endpoint."""
+"""Endpoints made by themselves, the traffic of any endpoint, and the options of all proxies."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from serve_common.errors import BadField, Conflict, LimitReached, NotFound
-from serve_common.limits import shown
-from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
-from serve_common.subjects import endpoint_key
-from serve_common.values.endpoint_options import check_endpoint_options
-from serve_common.values.merging import merged
-from serve_common.wires.commands import (
+from serve_common.api.commands import (
     CreateEndpoint,
     DeleteEndpoint,
     SetEndpointOptions,
+    SetHttpOptions,
     SetTraffic,
     ShadowTraffic,
 )
-from serve_controller.core.changes import Kind
+from serve_common.config.backend import merged
+from serve_common.config.endpoint import HttpOptions, check_endpoint_options, check_http_options
+from serve_common.config.validation import shown
+from serve_common.errors import BadField, Conflict, LimitReached, NotFound
+from serve_common.names import BackendTag, EndpointTag, check_route, deployment_tag
+from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import (
     Accepted,
@@ -33,7 +33,7 @@ from serve_controller.core.commands.accepted import (
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
 from serve_controller.core.goals.scope import left_out_by, pending_goal
-from serve_controller.core.objects import TRAFFIC, Endpoint, EndpointConfig, GoalKind
+from serve_controller.core.objects import TRAFFIC, Endpoint, EndpointConfig, GoalKind, HttpRecord, Kind
 
 NUM_ENDPOINTS_MAX = 10_000
 SPLIT_MAX = 100
@@ -175,3 +175,20 @@ def _checked_weights(
     if abs(total - 1) > _SUM_PLAY:
         raise BadField(field, f"sum to {total:g}; they must sum to 1")
     return checked
+
+
+SUBJECT = "http"
+
+
+def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float) -> Accepted:
+    """See `SetHttpOptions`."""
+    record = checkpoint.http
+    known = HttpOptions() if record is None else record.target
+    options = check_http_options(merged(known, command.options, "options"))
+    if record is not None and options == record.target and not ended_badly(checkpoint, record.goal_id):
+        return nothing_to_do(SUBJECT, record.goal_id)
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.HTTP, SUBJECT, [HTTP_KEY], now)
+    last_good = None if record is None else record.last_good
+    draft.put(HttpRecord(target=options, last_good=last_good, goal_id=goal_id))
+    return changed(draft, SUBJECT, goal_id)

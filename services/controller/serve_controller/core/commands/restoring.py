@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.api.commands import Command, RestoreReply
+from serve_common.api.views import GoalStatus
+from serve_common.config.endpoint import HttpOptions, check_endpoint_options
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, GoalId, check_name, check_route, deployment_tag
-from serve_common.subjects import HTTP_KEY, backend_key, endpoint_key
-from serve_common.values.endpoint_options import check_endpoint_options
-from serve_common.values.http_options import HttpOptions
-from serve_common.wires.commands import Command, RestoreReply
-from serve_common.wires.views import GoalStatus
-from serve_controller.core.changes import Kind
+from serve_common.protocol.subjects import HTTP_KEY, backend_key, endpoint_key
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, new_goal
 from serve_controller.core.commands.deployments import give_up
 from serve_controller.core.commands.versions import Wanted, check_methods, check_wanted, make_backend
-from serve_controller.core.goals.ending import end_goal
-from serve_controller.core.goals.ids import number_of
-from serve_controller.core.goals.scope import application_owned, deployment_owned
+from serve_controller.core.goals.scope import application_owned, deployment_owned, end_goal
 from serve_controller.core.objects import (
     Application,
     Backend,
@@ -30,6 +26,8 @@ from serve_controller.core.objects import (
     Endpoint,
     GoalKind,
     HttpRecord,
+    Kind,
+    number_of,
 )
 from serve_controller.core.restored import MARGIN, raised_above
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import msgspec
 
+from serve_common.config.backend import BackendConfig, check_backend_config
+from serve_common.config.endpoint import METHODS
+from serve_common.config.replica import ReplicaConfig, check_replica_config
 from serve_common.errors import BadField, LimitReached
 from serve_common.names import BackendTag, GoalId
-from serve_common.values.backend_config import BackendConfig, check_backend_config
-from serve_common.values.endpoint_options import METHODS
-from serve_common.values.replica_config import ReplicaConfig, check_replica_config
+from serve_controller.core.audit import HEARD_BY_REPLICAS
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.differences import HEARD_BY_REPLICAS
 from serve_controller.core.objects import Backend, BackendVersion
 from serve_controller.core.scaling import scaled_config
 

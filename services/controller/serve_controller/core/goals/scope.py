@@ -1,16 +1,24 @@
-"""What a goal decides: the keys that it owns, and the objects behind them.
-
-Why keys: a later goal about the same things replaces this one, and that must be found without looking at all goals.
-"""
+"""What a goal decides, and how its end is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
+from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag, EndpointTag, HostId
-from serve_common.subjects import BACKENDS, ENDPOINTS, backend_key, endpoint_key, parse_key
-from serve_controller.core.checkpoint import Checkpoint
+from serve_common.protocol.subjects import BACKENDS, ENDPOINTS, backend_key, endpoint_key, parse_key
+from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Application, Backend, Goal, GoalKind
+
+ERROR_LENGTH_MAX = 8_000
+
+
+def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: str = "") -> None:
+    """Record a goal's end; a goal ends exactly once."""
+    assert goal.status is GoalStatus.PENDING, f"{goal.goal_id} ended already"
+    draft.put(msgspec.structs.replace(goal, status=status, error=error[-ERROR_LENGTH_MAX:], finished_at=now))
 
 
 def application_owned(name: str) -> str:

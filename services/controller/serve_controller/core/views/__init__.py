@@ -5,16 +5,23 @@ Why one module for each kind of object: they have nothing in common but the page
 
 from __future__ import annotations
 
-from serve_controller.core.views.applications import view_applications
-from serve_controller.core.views.autoscaling import view_autoscaling
-from serve_controller.core.views.backends import view_backend_config, view_backends
-from serve_controller.core.views.counts import ReplicaCount, count_replicas
-from serve_controller.core.views.deployments import view_deployment, view_deployments, view_snapshot
-from serve_controller.core.views.endpoints import view_endpoints, view_http_config
-from serve_controller.core.views.goals import view_goal
-from serve_controller.core.views.hosts import view_hosts, view_proxies
-from serve_controller.core.views.paging import ALL, page_of
-from serve_controller.core.views.revisions import view_revisions
+from serve_controller.core.views.backends import (
+    ReplicaCount,
+    count_replicas,
+    view_autoscaling,
+    view_backend_config,
+    view_backends,
+    view_revisions,
+)
+from serve_controller.core.views.deployments import (
+    view_applications,
+    view_deployment,
+    view_deployments,
+    view_endpoints,
+    view_http_config,
+    view_snapshot,
+)
+from serve_controller.core.views.hosts import ALL, page_of, view_goal, view_hosts, view_proxies
 
 __all__ = [
     "ALL",

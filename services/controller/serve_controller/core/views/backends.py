@@ -1,19 +1,77 @@
-"""Backends as callers see them, and how healthy one is as a whole.
-
-Why the status is derived when it is asked for: it follows from the replicas and the newest goal, and a stored one could
-come to differ from them.
-"""
+"""Backends as callers see them: health, replicas by state, revisions, autoscaling."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from immutables import Map
+
+from serve_common.api.queries import PagedQuery
+from serve_common.api.views import (
+    AutoscalingView,
+    BackendConfigView,
+    BackendView,
+    DeploymentStatus,
+    GoalStatus,
+    ReplicaView,
+    RevisionView,
+)
 from serve_common.errors import NotFound
-from serve_common.names import deployment_tag
-from serve_common.wires.queries import PagedQuery
-from serve_common.wires.views import BackendConfigView, BackendView, DeploymentStatus, GoalStatus, ReplicaView
+from serve_common.names import BackendTag, deployment_tag
+from serve_controller.core.autoscaling.values import ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, Goal, Replica
+from serve_controller.core.objects import Backend, BackendVersion, Goal, Replica, ReplicaState, Revision
 from serve_controller.core.transitions import ROUTED
-from serve_controller.core.views.paging import ALL, page_of
+from serve_controller.core.views.hosts import ALL, page_of
+
+
+def view_autoscaling(
+    checkpoint: Checkpoint,
+    statuses: Mapping[BackendTag, ScalingStatus],
+    now: float,
+    query: PagedQuery = ALL,
+) -> list[AutoscalingView]:
+    """Every backend that has an ``autoscaling_config``, in the order of their tags."""
+    tags = [tag for tag, backend in checkpoint.backends.items() if _is_configured(backend)]
+    return [_view(checkpoint.backends[tag], statuses.get(tag), now) for tag in page_of(tags, query)]
+
+
+def _is_configured(backend: Backend) -> bool:
+    return not backend.deleting and backend.target.backend_config.autoscaling_config is not None
+
+
+def _view(backend: Backend, status: ScalingStatus | None, now: float) -> AutoscalingView:
+    config = backend.target.backend_config.autoscaling_config
+    assert config is not None
+    said: dict[str, Any] = {}
+    if backend.autoscaling_paused:
+        said["why"] = (
+            f"paused by {backend.autoscaling_paused}: resume_autoscaling lets it follow the load again"
+        )
+    elif backend.halted:
+        said["why"] = "halted: its first version failed, and nothing is started until the next deploy"
+    elif status is not None:
+        decision = status.decision
+        said = {
+            "verdict": decision.verdict.value,
+            "seen": decision.seen,
+            "wanted": decision.wanted,
+            "why": decision.why,
+            "source": status.source,
+            "decided_at": status.decided_at,
+            "data_age_s": None if status.read_at is None else round(now - status.read_at, 3),
+        }
+    return AutoscalingView(
+        backend_tag=backend.backend_tag,
+        paused=backend.autoscaling_paused,
+        num_replicas=backend.target.backend_config.num_replicas,
+        min_replicas=config.min_replicas,
+        max_replicas=config.max_replicas,
+        **said,
+    )
 
 
 def view_backends(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[BackendView]:
@@ -102,3 +160,65 @@ def view_replicas(checkpoint: Checkpoint, backend: Backend) -> list[ReplicaView]
         )
         for replica in replicas
     ]
+
+
+class ReplicaCount(msgspec.Struct, frozen=True):
+    """How many replicas of a backend are in a state."""
+
+    backend_tag: str
+    state: str
+    count: int
+
+
+def count_replicas(checkpoint: Checkpoint) -> list[ReplicaCount]:
+    """Replicas by backend and state; every state is listed, so that a series falls to zero."""
+    rows = []
+    for tag in sorted(checkpoint.backends.keys()):
+        counts = Counter(replica.state for replica in checkpoint.replicas_of(tag).values())
+        rows += [
+            ReplicaCount(tag, state.value, counts[state])
+            for state in ReplicaState
+            if state is not ReplicaState.STOPPED
+        ]
+    return rows
+
+
+def view_revisions(checkpoint: Checkpoint, name: str) -> list[RevisionView]:
+    """A deployment's or backend's revisions, the newest first. Raises `NotFound` or `BadField`."""
+    tag = deployment_tag(name)
+    revisions: Map[int, Revision] = checkpoint.revisions.get(tag, Map())
+    if tag not in checkpoint.backends and not revisions:
+        raise NotFound(f"name: there is no deployment or backend {tag!r}")
+    current = _current(checkpoint, tag, revisions)
+    views = []
+    for number in sorted(revisions.keys(), reverse=True):
+        revision = revisions[number]
+        goal = checkpoint.goals.get(revision.goal_id)
+        views.append(
+            RevisionView(
+                revision=number,
+                at=revision.at,
+                goal_id=revision.goal_id,
+                status=GoalStatus.SUCCEEDED if goal is None else goal.status,
+                is_current=number == current,
+                version=revision.version.version,
+                import_path=revision.version.replica_config.import_path,
+                num_replicas=revision.version.backend_config.num_replicas,
+                route_prefix=None if revision.endpoint is None else revision.endpoint.route,
+            )
+        )
+    return views
+
+
+def _current(checkpoint: Checkpoint, tag: BackendTag, revisions: Map[int, Revision]) -> int | None:
+    """The newest revision that equals what last succeeded; None when nothing did, or it is not remembered."""
+    backend = checkpoint.backends.get(tag)
+    if backend is None or backend.last_good is None:
+        return None
+    good = _content(backend.last_good)
+    return max((n for n, r in revisions.items() if _content(r.version) == good), default=None)
+
+
+def _content(version: BackendVersion) -> BackendVersion:
+    """The version less the number that it gets anew when a failed change is undone."""
+    return msgspec.structs.replace(version, config_version=0)

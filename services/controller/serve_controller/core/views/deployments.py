@@ -1,20 +1,89 @@
-"""Deployments as callers see them: a backend and an endpoint of one tag, also when both are gone.
-
-Why deleted ones are remembered: who asks what became of a deployment must be told when it ended, and as what.
-"""
+"""Deployments, endpoints and applications as callers see them."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from serve_common.api.queries import PagedQuery
+from serve_common.api.views import (
+    ApplicationView,
+    DeploymentStatus,
+    DeploymentView,
+    EndpointView,
+    GoalStatus,
+    SnapshotView,
+)
+from serve_common.config.endpoint import HttpOptions
 from serve_common.errors import NotFound
 from serve_common.names import BackendTag, EndpointTag, deployment_tag
-from serve_common.wires.queries import PagedQuery
-from serve_common.wires.views import DeploymentStatus, DeploymentView, GoalStatus, SnapshotView
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, BackendVersion, Deployment, EndpointConfig
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    BackendVersion,
+    Deployment,
+    Endpoint,
+    EndpointConfig,
+)
 from serve_controller.core.views.backends import goal_status_of, status_of, view_replicas
-from serve_controller.core.views.paging import ALL, page_of
+from serve_controller.core.views.hosts import ALL, page_of
+
+WORSE: Final = (
+    DeploymentStatus.HEALTHY,
+    DeploymentStatus.UPDATING,
+    DeploymentStatus.UNHEALTHY,
+    DeploymentStatus.DELETING,
+    DeploymentStatus.DELETED,
+)
+"""Each is worse than those before it."""
+NUM_REASONS_MAX: Final = 3
+
+
+def view_applications(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[ApplicationView]:
+    """All applications in the order of their names."""
+    return [
+        _application(checkpoint, checkpoint.applications[name])
+        for name in page_of(checkpoint.applications.keys(), query)
+    ]
+
+
+def _application(checkpoint: Checkpoint, application: Application) -> ApplicationView:
+    goal = checkpoint.goals.get(application.goal_id)
+    goal_status = GoalStatus.SUCCEEDED if goal is None else goal.status
+    ingress = checkpoint.endpoints.get(EndpointTag(application.target.ingress))
+    status, message = _status(checkpoint, application, goal_status)
+    if status is DeploymentStatus.HEALTHY and goal is not None and goal_status is GoalStatus.FAILED:
+        message = f"the last change failed: {goal.error}"
+    return ApplicationView(
+        name=application.name,
+        status=status,
+        message=message,
+        route_prefix=application.target.takes_over or (None if ingress is None else ingress.target.route),
+        ingress=application.target.ingress,
+        deployments=sorted(application.target.deployments),
+        goal_id=application.goal_id,
+        goal_status=goal_status,
+    )
+
+
+def _status(
+    checkpoint: Checkpoint, application: Application, goal_status: GoalStatus
+) -> tuple[DeploymentStatus, str]:
+    worst = DeploymentStatus.UPDATING if goal_status is GoalStatus.PENDING else DeploymentStatus.HEALTHY
+    if application.deleting:
+        worst = DeploymentStatus.DELETING
+    reasons = []
+    for tag in sorted(application.target.deployments):
+        backend = checkpoint.backends.get(tag)
+        if backend is None:
+            continue
+        status, message = status_of(checkpoint, backend)
+        worst = max(worst, status, key=WORSE.index)
+        if status is not DeploymentStatus.HEALTHY and message:
+            reasons.append(f"{tag}: {message}")
+    more = len(reasons) - NUM_REASONS_MAX
+    return worst, "; ".join([*reasons[:NUM_REASONS_MAX], *([f"and {more} more"] if more > 0 else [])])
+
 
 UNVERSIONED: Final = "Unversioned"
 _NOWHERE: Final = EndpointConfig(route=None, methods=[], traffic={})
@@ -132,3 +201,25 @@ def _gone(deployment: Deployment, version: BackendVersion) -> DeploymentView:
         started_at=deployment.started_at,
         ended_at=deployment.ended_at,
     )
+
+
+def view_endpoints(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[EndpointView]:
+    """All endpoints in the order of their tags."""
+    return [_endpoint(checkpoint.endpoints[tag]) for tag in page_of(checkpoint.endpoints.keys(), query)]
+
+
+def _endpoint(endpoint: Endpoint) -> EndpointView:
+    target = endpoint.target
+    return EndpointView(
+        endpoint_tag=endpoint.endpoint_tag,
+        route=target.route,
+        methods=target.methods,
+        traffic={str(tag): weight for tag, weight in sorted(target.traffic.items())},
+        shadows={str(tag): proportion for tag, proportion in sorted(target.shadows.items())},
+        options=target.options,
+    )
+
+
+def view_http_config(checkpoint: Checkpoint) -> HttpOptions:
+    """What proxies are told to apply; the defaults while nobody changed them."""
+    return HttpOptions() if checkpoint.http is None else checkpoint.http.target

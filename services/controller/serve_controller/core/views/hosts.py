@@ -1,14 +1,54 @@
-"""Who was heard of, as callers see it: hosts and proxies."""
+"""Hosts, proxies and goals as callers see them, and which names are on a page of a list."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
 from immutables import Map
 
-from serve_common.wires.queries import PagedQuery
-from serve_common.wires.views import HostView, ProxyView
+from serve_common.api.queries import PAGE_LIMIT_MAX, PagedQuery
+from serve_common.api.views import GoalStatus, GoalView, HostView, ProxyView
+from serve_common.errors import BadField, NotFound
+from serve_common.names import GoalId
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.goals.progress import waits_for
+from serve_controller.core.objects import number_of
 from serve_controller.core.observed import ObservedState, host_status, is_proxy_silent
-from serve_controller.core.views.paging import ALL, page_of
+
+
+def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
+    """One goal. Raises `NotFound`, which tells an id that never was from one that is forgotten."""
+    goal = checkpoint.goals.get(goal_id)
+    if goal is None:
+        if 0 < number_of(goal_id) <= checkpoint.counters.goal:
+            raise NotFound(f"goal_id: {goal_id} ended and is forgotten by now")
+        raise NotFound(f"goal_id: {goal_id[:80]!r} was never given")
+    message = waits_for(checkpoint, observed, goal) if goal.status is GoalStatus.PENDING else ""
+    return GoalView(goal_id=goal_id, status=goal.status, error=goal.error, message=message)
+
+
+Name = TypeVar("Name", bound=str)
+
+ALL: Final = PagedQuery()
+"""Everything on one page."""
+
+
+def page_of(names: Iterable[Name], query: PagedQuery) -> list[Name]:
+    """The names that the query asks for, in order. Raises `BadField` for a limit outside 1 to `PAGE_LIMIT_MAX`."""
+    later = (name for name in names if name > query.after)
+    if query.limit is None:
+        return sorted(later)
+    return heapq.nsmallest(checked_limit(query.limit, PAGE_LIMIT_MAX), later)
+
+
+def checked_limit(limit: int, limit_max: int) -> int:
+    """``limit`` when it is within 1 to ``limit_max``; raises `BadField` otherwise."""
+    if not 1 <= limit <= limit_max:
+        shown = limit if abs(limit) < 10**18 else "far too large" if limit > 0 else "far too small"
+        raise BadField("limit", f"is {shown}; it must be between 1 and {limit_max}")
+    return limit
 
 
 def view_hosts(

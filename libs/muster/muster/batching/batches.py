@@ -1,0 +1,377 @@
+"""Runs the batches of one function and one instance: carries out the queue's decisions and deals out responses."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, final
+
+import msgspec
+import structlog
+
+from muster.batching.calls import (
+    Arguments,
+    BatchCancelled,
+    BatchedCall,
+    Bound,
+    SingleCall,
+    StreamedCall,
+    WrongBatchResult,
+)
+from muster.batching.queue import BatchQueue, BatchRules
+from muster.context import batch_contexts, before_requests
+from serve_common.errors import DeadlineExceeded, LimitReached
+from serve_common.runtime.request_context import RequestContext, request_context
+from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
+from serve_common.telemetry.catalogue.replicas import BATCH_SECONDS, BATCH_SIZE, BATCH_WAIT_SECONDS
+from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.metrics import measures
+from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, may_be_sampled, parse_traceparent
+from serve_common.telemetry.tracer import process_tracer
+
+
+def begin_batch(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
+    """A span for the batch of these requests, which the running task works below; None when none is traced."""
+    tracer = process_tracer()
+    if tracer is None:
+        return None
+    refs: list[SpanRef] = []
+    for context in contexts:
+        if context is not None and may_be_sampled(context.traceparent):
+            ref = parse_traceparent(context.traceparent, context.tracestate)
+            if ref is not None and tracer.sampler.decide(ref, ref.trace_id):
+                refs.append(ref)
+    if not refs:
+        return None
+    attributes: dict[str, Value] = {"muster.batch_size": len(contexts), "code.function.name": function_name}
+    span = tracer.begin_sampled(
+        f"batch {function_name}", SpanKind.INTERNAL, refs[0], attributes, links=tuple(refs[1:])
+    )
+    tracer.enter(span)
+    return span
+
+
+def below(span: Span, context: RequestContext | None) -> RequestContext | None:
+    """``context`` for what the batch calls."""
+    if context is None:
+        return None
+    return msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
+
+
+def end_batch(span: Span, failure: BaseException | None) -> None:
+    """The batch has ended, by ``failure`` if there is one."""
+    tracer = process_tracer()
+    if tracer is None:
+        return
+    if failure is not None:
+        span.attributes["error.type"] = type(failure).__qualname__
+    tracer.end(span, None if failure is None else f"{type(failure).__qualname__}: {failure}")
+
+
+_log = structlog.get_logger(__name__)
+
+
+@final
+class RunningBatch:
+    """Calls that are worked on together."""
+
+    __slots__ = (
+        "_arguments",
+        "_calls",
+        "_function",
+        "_has_begun",
+        "_is_unwanted",
+        "_on_end",
+        "_room",
+        "_task",
+        "_wanted",
+        "began_at",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        calls: list[BatchedCall],
+        *,
+        on_end: Callable[[RunningBatch], None],
+    ) -> None:
+        self._function = function
+        self._arguments = arguments
+        self._calls = calls
+        self._wanted = set(calls)
+        self._on_end = on_end
+        self._room: asyncio.Event | None = None
+        self._task: OwnedTask | None = None
+        self._has_begun = self._is_unwanted = False
+        self.began_at: float | None = None
+        """When the function was called, by `time.monotonic`; None before, and for ever when nobody wanted it."""
+
+    def start(self, tasks: TaskOwner) -> None:
+        """Begin, as a task of ``tasks``; ``on_end`` is called when the function has ended."""
+        for call in self._calls:
+            call.running = self
+        self._task = tasks.start(self._run(), "run")
+
+    def left_by(self, call: BatchedCall) -> None:
+        """``call`` wants no answer any more; when nobody does, the function is cancelled."""
+        self._wanted.discard(call)
+        self.has_room()
+        if self._wanted or self._is_unwanted or self._task is None:
+            return
+        self._is_unwanted = True
+        if self._has_begun:
+            self._task.cancel()
+
+    def has_room(self) -> None:
+        """Somebody who was behind has taken a step, or is gone."""
+        if self._room is not None:
+            self._room.set()
+
+    async def _run(self) -> None:
+        self._has_begun = True
+        failure: BaseException | None = None
+        span: Span | None = None
+        try:
+            if not self._is_unwanted:  # all may have gone between the decision and now
+                self.began_at = time.monotonic()
+                wanted = [call for call in self._calls if call in self._wanted]
+                span = begin_batch(self._function.__qualname__, [call.context for call in wanted])
+                await self._work(wanted, span)
+        except asyncio.CancelledError as error:
+            if self._is_unwanted:
+                return  # nobody waits, and that is why
+            if not cancellations():
+                failure = error  # the function's own
+                return
+            failure = BatchCancelled(f"{self._function.__qualname__} was cancelled")
+            failure.__cause__ = error
+            raise  # by whoever closes the event loop
+        except BaseException as error:  # noqa: BLE001 - also a SystemExit is for the callers, not for the event loop
+            if not self._wanted:
+                _log.warning("unwanted_batch_failed", function=self._function.__qualname__, error=repr(error))
+            failure = error
+        finally:
+            if span is not None:
+                end_batch(span, failure)
+            for call in self._calls:
+                if not call.is_settled:
+                    call.fail(
+                        failure or BatchCancelled(f"{self._function.__qualname__} ended without an answer")
+                    )
+            failure = None  # its traceback holds this frame
+            self._calls = []
+            self._wanted.clear()
+            self._on_end(self)
+
+    async def _work(self, calls: list[BatchedCall], span: Span | None) -> None:
+        contexts = [call.context for call in calls]
+        shared = shared_context(contexts)
+        request_context.set(shared if span is None else below(span, shared))
+        batch_contexts.set(contexts)
+        args, kwargs = self._arguments.merge([call.arguments for call in calls])
+        if self._arguments.has_instance:
+            args.insert(0, calls[0].instance)
+        outcome = self._function(*args, **kwargs)
+        if inspect.isasyncgen(outcome):
+            await self._deal_steps(outcome, calls)
+            return
+        results = self._checked(await outcome, len(calls), "returned")
+        for call, result in zip(calls, results, strict=True):
+            assert isinstance(call, SingleCall)
+            call.succeed(result)
+
+    async def _deal_steps(self, steps: AsyncGenerator[Any, Any], calls: list[BatchedCall]) -> None:
+        streams = [call for call in calls if isinstance(call, StreamedCall)]
+        try:
+            async for step in steps:
+                values = self._checked(step, len(streams), "yielded")
+                for stream, value in zip(streams, values, strict=True):
+                    stream.give(value)
+                if all(stream.is_settled for stream in streams):
+                    return
+                while any(stream.is_behind for stream in streams):
+                    self._room = asyncio.Event()
+                    await self._room.wait()
+        finally:
+            await steps.aclose()
+        for stream in streams:
+            if not stream.is_settled:
+                stream.end()
+
+    def _checked(self, results: Any, wanted: int, verb: str) -> Sequence[Any]:
+        """``results`` when there is one for each call. Raises `WrongBatchResult`."""
+        name = self._function.__qualname__
+        if isinstance(results, str | bytes | Mapping | AbstractSet) or not hasattr(results, "__len__"):
+            kind = type(results).__name__
+            raise WrongBatchResult(
+                f"{name} {verb} a value of type {kind} for a batch of {wanted}; it must be a list"
+            )
+        if len(results) != wanted:
+            raise WrongBatchResult(f"{name} {verb} {len(results)} results for a batch of {wanted}")
+        checked: Sequence[Any] = results
+        return checked
+
+
+def shared_context(contexts: Sequence[RequestContext | None]) -> RequestContext | None:
+    """What a batch passes on to whatever it calls: of a single request everything.
+
+    Of several what they have in common, the trace of the first, and the latest deadline, for until then somebody wants
+    the answer.
+    """
+    known = [context for context in contexts if context is not None]
+    if not known:
+        return None
+    first = known[0]
+    if len(contexts) == 1:
+        return first
+    deadlines = [context.deadline for context in known]
+    deadline = (
+        None
+        if None in deadlines or len(known) < len(contexts)
+        else max(d for d in deadlines if d is not None)
+    )
+    return RequestContext(
+        request_id=_common({context.request_id for context in known}),
+        traceparent=first.traceparent,
+        endpoint_tag=_common({context.endpoint_tag for context in known}),
+        route=_common({context.route for context in known}),
+        deadline=deadline,
+        model_id=first.model_id,
+    )
+
+
+def _common(values: set[str]) -> str:
+    return values.pop() if len(values) == 1 else ""
+
+
+WAITING_MAX: Final = 10_000
+"""Calls that may wait in one queue. A replica's limit of concurrent requests is far below it."""
+MISFIT_INTERVAL_S: Final = 60.0
+_FUNCTIONS_MAX: Final = 100
+"""That are measured one by one."""
+
+_SIZE: Final = measures.distribution(BATCH_SIZE, _FUNCTIONS_MAX)
+_WAIT: Final = measures.distribution(BATCH_WAIT_SECONDS, _FUNCTIONS_MAX)
+_SECONDS: Final = measures.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
+
+
+@final
+class Batcher:
+    """All methods run on the event loop that it was made on, except `look_soon`."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Arguments, rules: BatchRules) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._function = function
+        self._labels = (function.__qualname__,)
+        self._arguments = arguments
+        self._rules = rules
+        self._queue: BatchQueue[BatchedCall] = BatchQueue(rules)
+        self._running: set[RunningBatch] = set()
+        self._tasks = TaskOwner(f"batch.{function.__name__}")
+        self._nobodys_context = before_requests.copy()
+        self._will_look = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at: float | None = None
+        self._misfits = QuietLog(_log.warning, MISFIT_INTERVAL_S)
+
+    def submit(
+        self,
+        kind: type[SingleCall | StreamedCall],
+        instance: Any,
+        arguments: Bound,
+    ) -> Any:
+        """A call that waits from now on. Raises `LimitReached`."""
+        if len(self._queue) >= WAITING_MAX:
+            raise LimitReached(f"{WAITING_MAX} calls wait for a batch of {self._function.__qualname__}")
+        call = kind(
+            loop=self.loop,
+            item=self._arguments.item(arguments),
+            arrived_at=time.monotonic(),
+            instance=instance,
+            arguments=arguments,
+            context=request_context.get(),
+        )
+        if self._queue.add(call):
+            self._look_later()
+        return call
+
+    def leave(self, call: BatchedCall) -> None:
+        """The caller of ``call`` is gone, or has all that it wants."""
+        call.leave()
+        if call.running is not None:
+            call.running.left_by(call)
+        else:
+            self._queue.withdraw(call)
+            self._look_later()  # the next one may be first now, or a timer may be for nothing
+
+    def rules_changed(self) -> None:
+        """Go by the rules as they are now; may be called in any thread."""
+        self.loop.call_soon_threadsafe(self._apply_rules, context=self._nobodys_context)
+
+    def _apply_rules(self) -> None:
+        self._queue.rules_changed()
+        self._look_later()
+
+    def _look_later(self) -> None:
+        """Look when everybody who is about to call has done so: what comes together is batched together."""
+        if not self._will_look:
+            self._will_look = True
+            self.loop.call_soon(self._look, context=self._nobodys_context)
+
+    def _look(self) -> None:
+        self._will_look = False
+        while True:
+            decision = self._queue.decide(time.monotonic(), running=len(self._running))
+            for call in decision.unsized:
+                assert call.size_error is not None
+                call.fail(call.size_error)
+            for call in decision.expired:
+                call.fail(DeadlineExceeded(f"no batch of {self._function.__qualname__} began in time"))
+            if decision.batch is None:
+                break
+            self._run(decision.batch)
+        if self._queue.last_misfit_error is not None:
+            error, self._queue.last_misfit_error = self._queue.last_misfit_error, None
+            self._misfits.log(
+                time.monotonic(),
+                "batch_size_fn_failed",
+                function=self._function.__qualname__,
+                error=repr(error),
+                effect="the items were not batched together",
+            )
+        self._set_timer(decision.look_again_at)
+
+    def _run(self, calls: list[BatchedCall]) -> None:
+        _SIZE.observe(len(calls), self._labels)
+        _WAIT.observe(time.monotonic() - calls[0].arrived_at, self._labels)
+        batch = RunningBatch(self._function, self._arguments, calls, on_end=self._ended)
+        self._running.add(batch)
+        batch.start(self._tasks)
+
+    def _ended(self, batch: RunningBatch) -> None:
+        self._running.discard(batch)
+        if batch.began_at is not None:
+            _SECONDS.observe(time.monotonic() - batch.began_at, self._labels)
+        if len(self._queue):
+            self._look_later()
+
+    def _set_timer(self, look_again_at: float | None) -> None:
+        if self._timer is not None:
+            if look_again_at == self._timer_at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = look_again_at
+        if look_again_at is not None:
+            delay_s = look_again_at - time.monotonic()
+            self._timer = self.loop.call_later(
+                max(delay_s, 0.0), self._look_by_timer, context=self._nobodys_context
+            )
+
+    def _look_by_timer(self) -> None:
+        self._timer = self._timer_at = None
+        self._look()

@@ -1,0 +1,449 @@
+"""Commands that change something: sent, waited for, reported; with --dry-run, told only."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from rich.text import Text
+
+from muster.cli.output import (
+    Progress,
+    brief,
+    complain,
+    print_json,
+    print_table,
+    say,
+    short_name,
+    styled,
+    table,
+)
+from muster.cli.ports import AdminPort
+from muster.cli.queries import (
+    STACK_OPTIONS,
+    DryRunOption,
+    NoWaitOption,
+    TimeoutOption,
+    composed,
+    parameter,
+    stack_choice,
+)
+from muster.cli.session import ExitCode, Session, session_of
+from muster.client.address import StackAddress
+from serve_common.api.commands import Change, CreateEndpoint, Deploy, DeployApplication, Shutdown
+from serve_common.api.queries import GetDeploymentInfo
+from serve_common.api.views import DeploymentStatus, DeploymentView, GoalStatus, GoalView, PlanView, ProxyView
+from serve_common.errors import BadField, NotFound, ServeError
+from serve_common.names import GoalId
+
+
+class Intent(msgspec.Struct, frozen=True, kw_only=True):
+    """A command and the words in which its end is told."""
+
+    command: Change | Shutdown
+    what: str
+    """What it is about, such as ``endpoint digits``."""
+    done: str
+    """What then is true of it, such as ``is created``."""
+    already: str = "is already as given"
+    """What is true of it when there is nothing to do."""
+    look: str = "muster status"
+    """The command that shows how it goes."""
+    deployment: str | None = None
+    """The deployment whose replicas tell how it went."""
+    question: str = ""
+    """Asked before anything is sent; empty for none."""
+
+    @property
+    def route(self) -> str | None:
+        """Where HTTP reaches what it makes."""
+        match self.command:
+            case Deploy() | DeployApplication():
+                return self.command.route_prefix
+            case CreateEndpoint():
+                return self.command.route
+            case _:
+                return None
+
+    @property
+    def methods(self) -> list[str]:
+        """By which HTTP reaches it; empty for what has no route."""
+        match self.command:
+            case Deploy() | DeployApplication() | CreateEndpoint():
+                return self.command.methods
+            case _:
+                return []
+
+
+class ChangeResult(Enum):
+    """How a change ended, as far as we waited."""
+
+    UNCHANGED = "unchanged"
+    ACCEPTED = "accepted"
+    """Recorded; not waited for."""
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+    PENDING = "pending"
+    """The time to wait is over."""
+
+
+EXIT_CODES = {
+    ChangeResult.UNCHANGED: ExitCode.OK,
+    ChangeResult.ACCEPTED: ExitCode.OK,
+    ChangeResult.SUCCEEDED: ExitCode.OK,
+    ChangeResult.FAILED: ExitCode.FAILED,
+    ChangeResult.SUPERSEDED: ExitCode.FAILED,
+    ChangeResult.PENDING: ExitCode.TIMED_OUT,
+}
+RESULT_OF = {
+    GoalStatus.SUCCEEDED: ChangeResult.SUCCEEDED,
+    GoalStatus.FAILED: ChangeResult.FAILED,
+    GoalStatus.SUPERSEDED: ChangeResult.SUPERSEDED,
+    GoalStatus.PENDING: ChangeResult.PENDING,
+}
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known at the end of a change; with ``--json`` this is what is printed."""
+
+    result: ChangeResult
+    goal_id: GoalId | None
+    """The last one waited for; None: there was nothing to do and never had been."""
+    goal_ids: list[GoalId] = []
+    """All of them; only a shutdown has several."""
+    error: str = ""
+    """Of a failed one the user's traceback or the reason; of a superseded one what replaced it; of an unchanged one
+    how the older change ended that made it so, if that failed."""
+    message: str = ""
+    """Of a pending one: what it waits for."""
+    took_s: float
+    deployment: DeploymentView | None = None
+    urls: list[str] = []
+    """Where HTTP reaches it, when proxies told their addresses."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """For the end of the program."""
+        return EXIT_CODES[self.result]
+
+
+_WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not bound
+
+
+async def perform(
+    admin: AdminPort, intent: Intent, *, timeout_s: float, is_waiting: bool, host: str, progress: Progress
+) -> Outcome:
+    """Change and wait. ``host`` stands for a proxy that listens on every address. Raises what the controller raises."""
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    goal_ids, updating = await _send(admin, intent)
+    goal_id = goal_ids[-1] if goal_ids else None
+
+    def passed_s() -> float:
+        return loop.time() - begun
+
+    if not is_waiting:
+        result = ChangeResult.ACCEPTED if updating else ChangeResult.UNCHANGED
+        return Outcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=passed_s())
+    if not updating:
+        # The goal of an older change: only one that is not over yet matters to whoever asks for the same.
+        older = await _ended(admin, goal_ids)
+        if older is None or older.status is not GoalStatus.PENDING:
+            deployment = await _deployment(admin, intent)
+            return Outcome(
+                result=ChangeResult.UNCHANGED,
+                goal_id=goal_id,
+                goal_ids=goal_ids,
+                error="" if older is None else older.error,
+                took_s=passed_s(),
+                deployment=deployment,
+                urls=await _urls(admin, intent, host),
+            )
+    view: GoalView | None = None
+    for each in goal_ids:
+        left_s = max(0.0, timeout_s - passed_s())
+        view = await admin.wait_for_goal(
+            each, deadline_s=left_s, on_progress=lambda goal: show_progress(goal, progress)
+        )
+        if view.status is not GoalStatus.SUCCEEDED:
+            break
+    result = ChangeResult.SUCCEEDED if view is None else RESULT_OF[view.status]
+    return Outcome(
+        result=result,
+        goal_id=goal_id if view is None else view.goal_id,
+        goal_ids=goal_ids,
+        error="" if view is None else view.error,
+        message="" if view is None else view.message,
+        took_s=passed_s(),
+        deployment=await _deployment(admin, intent),
+        urls=await _urls(admin, intent, host) if result is ChangeResult.SUCCEEDED else [],
+    )
+
+
+def show_progress(goal: GoalView, progress: Progress) -> None:
+    """What a pending goal waits for."""
+    if goal.status is GoalStatus.PENDING:
+        progress.say(goal.message)
+
+
+async def _send(admin: AdminPort, intent: Intent) -> tuple[list[GoalId], bool]:
+    command = intent.command
+    if isinstance(command, Shutdown):
+        goal_ids = (await admin.shutdown(command)).goal_ids
+        return goal_ids, bool(goal_ids)
+    reply = await admin.change(command)
+    return ([] if reply.goal_id is None else [reply.goal_id]), reply.updating
+
+
+async def _ended(admin: AdminPort, goal_ids: Sequence[GoalId]) -> GoalView | None:
+    for goal_id in goal_ids:
+        try:
+            return await admin.wait_for_goal(goal_id, deadline_s=0.0, on_progress=lambda _goal: None)
+        except NotFound:
+            return None  # ended so long ago that it is forgotten
+    return None
+
+
+async def _deployment(admin: AdminPort, intent: Intent) -> DeploymentView | None:
+    if intent.deployment is None:
+        return None
+    try:
+        return await admin.get_deployment_info(GetDeploymentInfo(name=intent.deployment))
+    except NotFound:
+        return None
+
+
+async def _urls(admin: AdminPort, intent: Intent, host: str) -> list[str]:
+    if intent.route is None:
+        return []
+    try:
+        proxies = await admin.get_http_proxies()
+    except ServeError:
+        return []  # only a convenience: what was asked for is done
+    return [f"{base}{intent.route}" for base in proxy_urls(proxies, host)]
+
+
+def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
+    """The base URLs of the live proxies; ``host`` stands for those that listen on every address."""
+    urls = []
+    for proxy in proxies:
+        split = urlsplit(f"//{proxy.address}")
+        if proxy.status != "live" or not proxy.address or split.port is None:
+            continue
+        name = split.hostname or ""
+        named = host if name in _WILDCARDS else name
+        urls.append(f"http://{f'[{named}]' if ':' in named else named}:{split.port}")
+    return sorted(set(urls))
+
+
+def show_plan(view: PlanView, intent: Intent) -> None:
+    """Which replicas would start, stop or be reconfigured, and why."""
+    if not view.updating:
+        say(f"nothing to do: {intent.what} {intent.already}")
+    elif view.replicas:
+        counts = Counter(each.action.value for each in view.replicas)
+        would = ", ".join(f"{count} to {action}" for action, count in counts.items())
+        rows = table("action", "backend", "replica", "why")
+        for each in view.replicas:
+            replica = "(new)" if each.replica_tag is None else short_name(each.replica_tag)
+            rows.add_row(
+                styled(each.action.value),
+                Text(short_name(each.backend_tag)),
+                Text(replica),
+                Text(each.why),
+            )
+        print_table(f"{intent.what}: {would}", rows)
+    else:
+        say(f"{intent.what}: would change; no replica is touched")
+    for note in view.notes:
+        say(f"note: {note}")
+    say("this was a dry run; nothing was changed")
+
+
+_SERVING = frozenset({"running", "updating"})
+
+
+def describe(outcome: Outcome, intent: Intent) -> list[str]:
+    """What happened, and what to do next where that is known."""
+    what, deployment = intent.what, outcome.deployment
+    match outcome.result:
+        case ChangeResult.UNCHANGED:
+            state = "" if deployment is None else f"; it is {deployment.status.value}"
+            lines = [f"nothing to do: {what} {intent.already}{state}"]
+            if deployment is not None and deployment.message:
+                lines.append(deployment.message)
+            elif deployment is None and outcome.error:
+                lines.append(f"note: its last change, {outcome.goal_id}, failed: {brief(outcome.error)}")
+        case ChangeResult.ACCEPTED:
+            lines = [f"accepted as {', '.join(outcome.goal_ids) or 'done'}; {_how_it_goes(intent)}"]
+        case ChangeResult.SUCCEEDED:
+            serving = "" if deployment is None else f": {_serving(deployment)}"
+            lines = [f"{what} {intent.done}{serving} ({outcome.took_s:.1f} s)"]
+        case ChangeResult.FAILED:
+            lines = [f"error: {what}: the change failed:", outcome.error.rstrip()]
+            lines += _after_failure(outcome, intent)
+        case ChangeResult.SUPERSEDED:
+            lines = [f"error: another change of {what} came after this one: {outcome.error}"]
+        case ChangeResult.PENDING:
+            waits = f": {outcome.message}" if outcome.message else ""
+            lines = [
+                f"error: {what}: not done after {outcome.took_s:.0f} s{waits}",
+                f"It goes on; {_how_it_goes(intent)}, 'muster goal wait {outcome.goal_id}' waits for it.",
+            ]
+    return [*lines, *(_curl(url, intent) for url in outcome.urls)]
+
+
+def _how_it_goes(intent: Intent) -> str:
+    return f"'{intent.look}' shows how it goes"
+
+
+def _after_failure(outcome: Outcome, intent: Intent) -> list[str]:
+    lines = []
+    command = intent.command
+    if (
+        isinstance(command, Deploy)
+        and "ModuleNotFoundError" in outcome.error
+        and not command.replica_config.app_dir
+    ):
+        lines.append("hint: --app-dir tells in which directory the replicas find the module")
+    if intent.deployment is None:
+        return lines
+    deployment = outcome.deployment
+    serving = [] if deployment is None else [r for r in deployment.replicas if r.state in _SERVING]
+    if serving:
+        version = f" (version {serving[0].version})" if serving[0].version else ""
+        lines.append(f"What served before still serves: {_replicas(len(serving))}{version}.")
+    elif deployment is not None and _is_at_zero(deployment):
+        lines.append("What was there before is back, scaled to zero as it was.")
+    else:
+        lines.append(f"Nothing serves {intent.what}.")
+    return lines
+
+
+def _is_at_zero(deployment: DeploymentView) -> bool:
+    is_well = deployment.status is DeploymentStatus.HEALTHY
+    return is_well and deployment.backend_config.num_replicas == 0
+
+
+def _serving(deployment: DeploymentView) -> str:
+    count = sum(replica.state in _SERVING for replica in deployment.replicas)
+    version = f", version {deployment.version}" if deployment.version else ""
+    return f"{_replicas(count)}{version}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica" if count == 1 else f"{count} replicas"
+
+
+def _curl(url: str, intent: Intent) -> str:
+    flag = "" if not intent.methods or "GET" in intent.methods else f"-X {intent.methods[0]} "
+    return f"  curl {flag}{url}"
+
+
+DRY_RUN = "dry_run"
+"""By this parameter a changing command is known."""
+
+
+def changing(
+    *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
+) -> Callable[[Callable[..., Intent]], Callable[..., None]]:
+    """Make a command of a function that turns ``(session, *, arguments)`` into an `Intent`.
+
+    ``options`` are added to its own; those that were given reach it as the keyword argument ``given``, by name.
+    """
+    names = [each.name for each in options]
+    shared = (
+        *options,
+        parameter("timeout_s", TimeoutOption, timeout_s),
+        parameter("no_wait", NoWaitOption, default=False),
+        parameter(DRY_RUN, DryRunOption, default=False),
+        *STACK_OPTIONS,
+    )
+
+    def make(build: Callable[..., Intent]) -> Callable[..., None]:
+        def run(context: typer.Context, values: dict[str, Any]) -> None:
+            session = session_of(context)
+            as_json, waits = values.pop("as_json"), values.pop("timeout_s")
+            no_wait, dry_run = values.pop("no_wait"), values.pop(DRY_RUN)
+            choice = stack_choice(values)
+            if options:
+                taken = {name: values.pop(name) for name in names}
+                values["given"] = {name: value for name, value in taken.items() if value is not None}
+            with session.reporting(as_json=as_json):
+                intent = build(session, **values)
+                address = session.find_stack(choice)
+                if dry_run:
+                    _show_plan(asyncio.run(_plan(session, address, intent)), intent, as_json=as_json)
+                    return
+                if intent.question:
+                    confirm(intent.question)
+            goes_on = f"stopped waiting; the change goes on: '{intent.look}'"
+            with session.reporting(as_json=as_json, interrupted=goes_on):
+                outcome = asyncio.run(
+                    _perform(session, address, intent, timeout_s=waits, is_waiting=not no_wait)
+                )
+                _show(outcome, intent, as_json=as_json)
+                if outcome.exit_code is not ExitCode.OK:
+                    raise typer.Exit(outcome.exit_code)
+
+        return composed(build, run, shared)
+
+    return make
+
+
+async def _plan(session: Session, address: StackAddress, intent: Intent) -> PlanView:
+    with Progress(intent.what) as progress:
+        async with session.connect(address, progress) as stack:
+            return await stack.admin.plan(intent.command)
+
+
+async def _perform(
+    session: Session, address: StackAddress, intent: Intent, *, timeout_s: float, is_waiting: bool
+) -> Outcome:
+    with Progress(intent.what) as progress:
+        async with session.connect(address, progress) as stack:
+            return await perform(
+                stack.admin,
+                intent,
+                timeout_s=timeout_s,
+                is_waiting=is_waiting,
+                host=address.host,
+                progress=progress,
+            )
+
+
+def confirm(question: str) -> None:
+    """Ask a person; whoever says no ends the program. Raises `BadField` where nobody answers."""
+    try:
+        is_sure = typer.confirm(question, err=True)
+    except typer.Abort as error:
+        complain("")
+        raise BadField("--yes", "is needed where nobody answers; nothing was changed") from error
+    if not is_sure:
+        complain("nothing was changed")
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _show_plan(view: PlanView, intent: Intent, *, as_json: bool) -> None:
+    if as_json:
+        print_json(view)
+    else:
+        show_plan(view, intent)
+
+
+def _show(outcome: Outcome, intent: Intent, *, as_json: bool) -> None:
+    if as_json:
+        print_json(outcome)
+        if outcome.result is not ChangeResult.FAILED:
+            return
+    tell = say if outcome.exit_code is ExitCode.OK else complain
+    for line in describe(outcome, intent):
+        tell(line)

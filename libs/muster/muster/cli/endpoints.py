@@ -1,0 +1,297 @@
+"""`muster endpoint …`, `muster traffic …`, `muster http …`: how requests come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.text import Text
+
+from muster.cli import parsing as values_given
+from muster.cli.changes import Intent, changing
+from muster.cli.config_options import (
+    ENDPOINT_CHANGES,
+    ENDPOINT_OPTIONS,
+    endpoint_options_of,
+    named_by_option,
+    partial_endpoint_options,
+)
+from muster.cli.output import methods_text, print_facts, print_table, shares, short_name, table, value_text
+from muster.cli.queries import Question, asking, group, option
+from muster.cli.session import Session
+from serve_common.api.commands import (
+    CreateEndpoint,
+    DeleteEndpoint,
+    SetEndpointOptions,
+    SetHttpOptions,
+    SetTraffic,
+    ShadowTraffic,
+)
+from serve_common.api.views import EndpointView
+from serve_common.config.backend import merged
+from serve_common.config.endpoint import EndpointOptions, HttpOptions, check_http_options
+from serve_common.errors import BadField
+from serve_common.names import check_route, deployment_tag
+
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name; of a deployment the deployment's.")]
+Weights = Annotated[
+    list[str],
+    typer.Argument(metavar="BACKEND=WEIGHT...", help="The weights' sum must be 1; BACKEND alone is all."),
+]
+
+endpoint_app = group("Names and routes that requests go to: create, options, delete, list.")
+
+
+@changing(options=ENDPOINT_OPTIONS)
+def create_endpoint(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+    weights: Weights,
+    route: Annotated[
+        str | None,
+        typer.Option("--route", help="Where HTTP reaches it, such as /digits; over NATS only unless given."),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; GET,POST unless given."),
+    ] = None,
+    given: Mapping[str, Any],
+) -> Intent:
+    """Make an endpoint, and wait until every proxy knows it.
+
+    Example:
+      muster endpoint create digits v1=0.9 v2=0.1 --route /digits
+
+    The backends must exist: 'muster backend create'.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    request = CreateEndpoint(
+        endpoint=tag,
+        traffic=values_given.read_shares(weights, "BACKEND=WEIGHT"),
+        route=None if route is None else check_route(route, "--route"),
+        options=endpoint_options_of(given),
+        **values_given.read_methods(methods),
+    )
+    what = f"endpoint {short_name(tag)}"
+    return Intent(command=request, what=what, done="is created", look="muster endpoint list")
+
+
+@changing(options=ENDPOINT_CHANGES)
+def endpoint_options(
+    session: Session,
+    *,
+    name: Name,
+    options: Annotated[
+        str | None,
+        typer.Option("--options", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
+    ] = None,
+    given: Mapping[str, Any],
+) -> Intent:
+    """Change how an endpoint tells its requests apart, while it serves.
+
+    Examples:
+      muster endpoint options digits --shard-key-header X-User
+      muster endpoint options digits --options '{"relative_slo_ms": null}'
+
+    What is not given stays as it is. Of a deployment, its next deploy
+    says them anew. No replica is touched.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    return Intent(
+        command=SetEndpointOptions(
+            endpoint=tag, options=partial_endpoint_options(given, options, session.directory)
+        ),
+        what=f"options of {short_name(tag)}",
+        done="are changed",
+        already="are already as given",
+        look="muster endpoint list",
+    )
+
+
+@changing()
+def delete_endpoint(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+) -> Intent:
+    """Delete an endpoint; its backends stay.
+
+    Example:
+      muster endpoint delete digits
+
+    Deleting what does not exist is a success.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    return Intent(
+        command=DeleteEndpoint(endpoint=tag),
+        what=f"endpoint {short_name(tag)}",
+        done="is deleted",
+        already="does not exist",
+        look="muster endpoint list",
+    )
+
+
+@asking
+def list_endpoints(session: Session) -> Question[list[EndpointView]]:  # noqa: ARG001 - every command gets it
+    """List endpoints with their routes and traffic."""
+    return Question(lambda admin: admin.get_all_endpoints(), _show_endpoints)
+
+
+def _show_endpoints(views: Sequence[EndpointView]) -> None:
+    rows = table("endpoint", "route", "methods", "traffic", "shadows", "options")
+    for view in views:
+        rows.add_row(
+            Text(short_name(view.endpoint_tag)),
+            Text(view.route or "-"),
+            Text(methods_text(view.methods)),
+            Text(shares(view.traffic)),
+            Text(shares(view.shadows)),
+            Text(_options(view.options)),
+        )
+    print_table("Endpoints", rows)
+
+
+def _options(options: EndpointOptions) -> str:
+    """Those that are not the default."""
+    default, given = EndpointOptions(), msgspec.structs.asdict(options)
+    return (
+        ", ".join(f"{name}={value}" for name, value in given.items() if value != getattr(default, name))
+        or "-"
+    )
+
+
+endpoint_app.command("create")(create_endpoint)
+endpoint_app.command("options")(endpoint_options)
+endpoint_app.command("delete")(delete_endpoint)
+endpoint_app.command("list")(list_endpoints)
+
+
+traffic_app = group("Which backends get an endpoint's requests: set, shadow.")
+
+
+@changing()
+def set_traffic(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+    weights: Weights,
+) -> Intent:
+    """Divide an endpoint's requests, and wait until every proxy does so.
+
+    Examples:
+      muster traffic set digits v1=0.9 v2=0.1
+      muster traffic set digits v2
+
+    All weights are given anew; those left out get none.
+    """
+    tag = deployment_tag(name, "ENDPOINT")
+    read = values_given.read_shares(weights, "BACKEND=WEIGHT")
+    return Intent(
+        command=SetTraffic(endpoint=tag, weights=read),
+        what=f"traffic of {short_name(tag)}",
+        done="is set",
+        look="muster endpoint list",
+    )
+
+
+@changing()
+def shadow_traffic(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    name: Name,
+    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="Gets copies; its answers are dropped.")],
+    proportion: Annotated[
+        float, typer.Argument(metavar="PROPORTION", help="Of the requests, 0 to 1; 0 ends it.")
+    ],
+) -> Intent:
+    """Copy some of an endpoint's requests to a backend on trial.
+
+    Examples:
+      muster traffic shadow digits v2 0.1
+      muster traffic shadow digits v2 0
+
+    Callers never notice: its answers and errors are dropped.
+    """
+    tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
+    share = values_given.read_share(proportion, "PROPORTION")
+    return Intent(
+        command=ShadowTraffic(endpoint=tag, backend_tag=copied_to, proportion=share),
+        what=f"shadow traffic of {short_name(tag)} to {short_name(copied_to)}",
+        done="is set" if share else "is ended",
+        look="muster endpoint list",
+    )
+
+
+traffic_app.command("set")(set_traffic)
+traffic_app.command("shadow")(shadow_traffic)
+
+
+http_app = group("What all proxies apply to every request: show, set.")
+
+
+@asking
+def show_http_options(session: Session) -> Question[HttpOptions]:  # noqa: ARG001 - every command gets it
+    """Show the options of all proxies."""
+    return Question(lambda admin: admin.get_http_config(), _show_http_options)
+
+
+_FIELDS: Final = (
+    ("request_timeout_s", float, "From a request's arrival to the beginning of its answer.", "S"),
+    ("body_bytes_max", int, "Larger bodies are refused.", "N"),
+    ("header_timeout_s", float, "Time for the head of a request.", "S"),
+    ("body_rate_min", int, "Bytes a second that a client must send or take; 0 is any.", "N"),
+    ("keep_alive_timeout_s", float, "How long a connection may be idle.", "S"),
+    (
+        "middlewares",
+        list[str],
+        "May be given again, the outermost first; '' alone is none.",
+        "MODULE:ATTRIBUTE",
+    ),
+    ("access_log", bool, "A line of log for each request.", None),
+)
+"""Field by field: name, type, text, metavar."""
+HTTP_CHANGES: Final = tuple(
+    option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _FIELDS
+)
+
+
+@changing(options=HTTP_CHANGES)
+def set_http_options(
+    session: Session,  # noqa: ARG001 - every command gets it
+    *,
+    given: Mapping[str, Any],
+) -> Intent:
+    """Change options of all proxies while they run.
+
+    Example:
+      muster http set --request-timeout-s 30
+
+    What is not given stays as it is.
+    """
+    partial = {name: value for name, value in given.items() if value != []}
+    if partial.get("middlewares") == [""]:
+        partial["middlewares"] = []
+    if not partial:
+        raise BadField("options", "nothing is given; --help shows them")
+    try:
+        check_http_options(merged(HttpOptions(), partial, "options"))
+    except BadField as error:
+        raise named_by_option(error, "options") from error
+    return Intent(
+        command=SetHttpOptions(options=partial),
+        what="options of all proxies",
+        done="are changed",
+        already="are already as given",
+        look="muster http show",
+    )
+
+
+def _show_http_options(options: HttpOptions) -> None:
+    print_facts({name: value_text(value) for name, value in msgspec.structs.asdict(options).items()})
+
+
+http_app.command("show")(show_http_options)
+http_app.command("set")(set_http_options)

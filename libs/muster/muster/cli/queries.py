@@ -1,0 +1,198 @@
+"""Commands that only look, once or until Ctrl-C; and how any command is declared to typer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import typer
+
+from muster.cli.output import Progress, print_json
+from muster.cli.ports import AdminPort
+from muster.cli.session import Session, StackChoice, session_of
+from muster.client.address import StackAddress
+
+_STACK = "Which stack"
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+NatsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nats",
+        metavar="URL",
+        help="nats://user:password@host:port (or MUSTER_NATS_URL).",
+        rich_help_panel=_STACK,
+    ),
+]
+CredsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--creds",
+        metavar="FILE",
+        help="NATS credentials file, such as secrets/admin.creds (or MUSTER_NATS_CREDS).",
+        rich_help_panel=_STACK,
+    ),
+]
+UserOption = Annotated[
+    str | None,
+    typer.Option(
+        "--user",
+        metavar="USER",
+        help="User of a NATS with plain users, admin unless given (or MUSTER_NATS_USER).",
+        rich_help_panel=_STACK,
+    ),
+]
+PasswordFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--password-file",
+        metavar="FILE",
+        help="File with its password (or MUSTER_NATS_PASSWORD_FILE, MUSTER_NATS_PASSWORD).",
+        rich_help_panel=_STACK,
+    ),
+]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout-s", min=0.0, max=86_400.0, help="How long to wait, in seconds.")
+]
+NoWaitOption = Annotated[
+    bool, typer.Option("--no-wait", help="Return when the change is recorded, not when it is done.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would happen to which replicas, and change nothing.")
+]
+
+
+Run = Callable[[typer.Context, dict[str, Any]], None]
+"""Runs a command with the values of all its parameters by name."""
+
+
+def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    """One that is given by keyword; ``annotation`` is as typer takes it."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def option(
+    name: str, kind: Any, text: str, *, panel: str | None = None, metavar: str | None = None
+) -> inspect.Parameter:
+    """``--name`` that may be left out, which is None; with ``--no-name`` where ``kind`` is bool."""
+    spelled = option_of(name)
+    if kind is bool:
+        spelled = f"{spelled}/--no-{spelled.removeprefix('--')}"
+    declared = typer.Option(spelled, help=text, rich_help_panel=panel, metavar=metavar)
+    return parameter(name, Annotated[kind | None, declared])
+
+
+def option_of(name: str) -> str:
+    """The option that sets the field ``name``."""
+    return f"--{name.replace('_', '-')}"
+
+
+STACK_OPTIONS = (
+    parameter("as_json", JsonOption, default=False),
+    parameter("nats", NatsOption),
+    parameter("creds", CredsOption),
+    parameter("user", UserOption),
+    parameter("password_file", PasswordFileOption),
+)
+"""Of every command that reaches a stack."""
+
+
+def stack_choice(values: dict[str, Any]) -> StackChoice:
+    """Take the stack that was named out of ``values``."""
+    return StackChoice(**{name: values.pop(name) for name in ("nats", "creds", "user", "password_file")})
+
+
+def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Parameter]) -> Callable[..., None]:
+    """A command with the name, the help and the keyword parameters of ``about``, and the shared ones after them.
+
+    A parameter of ``about`` that typer is not to see has no ``Annotated`` option or argument; ``run`` supplies it.
+    """
+    own = [
+        each
+        for each in inspect.signature(about, eval_str=True).parameters.values()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and hasattr(each.annotation, "__metadata__")
+    ]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+
+    def command(context: typer.Context, **values: Any) -> None:
+        run(context, values)
+
+    parameters = [context, *own, *shared]
+    # What inspect reads, and with it typer; the type of functions does not know it.
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__name__, command.__qualname__ = about.__name__, about.__qualname__
+    command.__module__, command.__doc__ = about.__module__, about.__doc__
+    return command
+
+
+_RETRY_S = 15.0
+Answer = TypeVar("Answer")
+
+
+class Question(msgspec.Struct, Generic[Answer], frozen=True):
+    """What to ask, and how its answer looks to a person."""
+
+    ask: Callable[[AdminPort], Awaitable[Answer]]
+    show: Callable[[Answer], None]
+
+
+def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
+    """Make a command of a function that turns ``(session, *, arguments)`` into a `Question`."""
+
+    def run(context: typer.Context, values: dict[str, Any]) -> None:
+        session = session_of(context)
+        as_json = values.pop("as_json")
+        choice = stack_choice(values)
+        with session.reporting(as_json=as_json):
+            question = build(session, **values)
+            answer = asyncio.run(_ask(session, session.find_stack(choice), question, build.__name__))
+            if as_json:
+                print_json(answer)
+            else:
+                question.show(answer)
+
+    return composed(build, run, STACK_OPTIONS)
+
+
+async def _ask(session: Session, address: StackAddress, question: Question[Answer], title: str) -> Answer:
+    with Progress(title.replace("_", " ").strip()) as progress:
+        async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
+            return await question.ask(stack.admin)
+
+
+CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+def group(text: str) -> typer.Typer:
+    """A group without commands yet; alone it shows its help."""
+    return typer.Typer(
+        help=text, no_args_is_help=True, add_completion=False, context_settings=CONTEXT_SETTINGS
+    )
+
+
+StreamRun = Callable[..., Coroutine[Any, Any, None]]
+"""``(session, address, *, as_json, …)``"""
+
+
+def streaming(run: StreamRun) -> Callable[..., None]:
+    """Make a command of an async function; its own parameters are those that are annotated for typer.
+
+    Ctrl-C is how it ends, and no failure.
+    """
+
+    def command(context: typer.Context, values: dict[str, Any]) -> None:
+        session = session_of(context)
+        choice = stack_choice(values)
+        with session.reporting(as_json=values["as_json"]):
+            address = session.find_stack(choice)
+            try:
+                asyncio.run(run(session, address, **values))
+            except KeyboardInterrupt:
+                return
+
+    return composed(run, command, STACK_OPTIONS)

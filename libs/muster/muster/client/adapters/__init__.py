@@ -1,3 +1,0 @@
-"""The client's way to the outside: NATS."""
-
-from __future__ import annotations

@@ -1,0 +1,117 @@
+"""Whether the disk under a stack is full; says so, and heals what does not heal by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, final
+
+import structlog
+
+from muster.embedded.process import http_probe, http_text
+from muster.embedded.services import storage_off
+
+FULL_BELOW_BYTES: Final = 1024 * 1024
+"""With less room than this a disk counts as full: a log line may still fit, a database's file does not."""
+
+
+def disk_is_full(path: Path) -> str | None:
+    """In words, when the disk of ``path`` has no room; None when it has, or when that cannot be known."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    free = found.f_bavail * found.f_frsize
+    if free >= FULL_BELOW_BYTES and (found.f_favail or not found.f_files):
+        return None
+    what = f"{free // 1024} KiB free" if free < FULL_BELOW_BYTES else "no inode free"
+    return f"the disk of {path} is full ({what}); make room there"
+
+
+_log = structlog.get_logger()
+
+_ROOM_BYTES: Final = 4 * FULL_BELOW_BYTES
+"""There is room again."""
+_LOOK_S: Final = 0.5
+_RELOAD_WITHIN_S: Final = 5.0
+_FAILED_WRITE: Final = ("write error", "no space left", "out of resources")
+"""How nats-server says that a stream's storage failed."""
+
+
+@final
+class DiskWatch:
+    """Of one running stack."""
+
+    def __init__(
+        self,
+        root: Path,
+        nats_config: Path,
+        monitor_port: int,
+        nats_pid: Callable[[], int],
+        notice: Callable[[str], None],
+    ) -> None:
+        """``nats_pid`` is 0 while there is none; ``notice`` gets sentences for the user."""
+        self._root = root
+        self._config = nats_config
+        self._monitor_port = monitor_port
+        self._probe = http_probe(monitor_port, "/healthz")
+        self._nats_pid = nats_pid
+        self._notice = notice
+        self._is_full = False
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self._look()
+            except OSError as error:
+                _log.warning("disk_not_watched", path=str(self._root), error=str(error))
+
+    async def _look(self) -> None:
+        told = disk_is_full(self._root)
+        if told is not None and not self._is_full:
+            self._is_full = True
+            self._notice(f"{told}: what is deployed serves on, changes fail until then")
+        found = os.statvfs(self._root)
+        if found.f_bavail * found.f_frsize < _ROOM_BYTES:
+            return
+        if self._is_full:
+            self._is_full = False
+            self._notice(f"the disk of {self._root} has room again")
+        reason = await self._probe()
+        if reason is not None and any(words in reason for words in _FAILED_WRITE):
+            _log.warning("nats_storage_opened_anew", reason=reason)
+            await self._open_storage_anew()
+
+    async def _open_storage_anew(self) -> None:
+        """Both configurations are whole before one is put in place, and are put there in one step each.
+
+        A server that read half a file would refuse everybody, and one whose file found no room could not start again.
+        """
+        whole = self._config.read_text(encoding="utf-8")
+        off, on = self._config.with_suffix(".off"), self._config.with_suffix(".on")
+        off.write_text(storage_off(whole), encoding="utf-8")
+        on.write_text(whole, encoding="utf-8")
+        try:
+            off.replace(self._config)
+            await self._reload(is_on=False)
+        finally:
+            on.replace(self._config)
+            await self._reload(is_on=True)
+
+    async def _reload(self, *, is_on: bool) -> None:
+        """Until the server has its storage so, or it takes too long: then the next look begins anew."""
+        pid = self._nats_pid()
+        if not pid:
+            return  # its next start opens everything anew
+        os.kill(pid, signal.SIGHUP)
+        try:
+            async with asyncio.timeout(_RELOAD_WITHIN_S):
+                while ('"disabled"' in await http_text(self._monitor_port, "/jsz")) is is_on:  # noqa: ASYNC110 - it only answers
+                    await asyncio.sleep(0.05)
+        except (OSError, TimeoutError, ValueError):
+            _log.warning("nats_reload_takes_long", is_on=is_on)

@@ -1,0 +1,277 @@
+"""Metrics of users' own code, with the names and arguments of Ray Serve's: `Counter`, `Gauge`, `Histogram`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Self
+
+from serve_common.telemetry.catalogue import OWN_PREFIX, SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
+from serve_common.telemetry.metrics import Aggregate, measures
+
+METRICS_MAX: Final = 200
+"""Of one process."""
+TAGS_MAX: Final = 16
+BOUNDARIES_MAX: Final = 100
+NAME_LENGTH_MAX: Final = 128
+DESCRIPTION_LENGTH_MAX: Final = 500
+
+_NAME: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_TAKEN_TAGS: Final = frozenset({"backend_tag", "le", "quantile", "pid", "process"})
+_TAKEN_PREFIXES: Final = ("__", "process_", "python_")
+
+
+class MetricRefused(ValueError):
+    """A metric that cannot be; the message says why."""
+
+
+def define(
+    kind: MetricKind,
+    name: str,
+    description: str,
+    tag_keys: Iterable[str] | None,
+    boundaries: Iterable[float] | None = None,
+) -> MetricSpec:
+    """The metric's specification. Raises `MetricRefused`, or TypeError for what is of a wrong type."""
+    _check_name(name)
+    if not isinstance(description, str):
+        raise TypeError(f"the description of metric {name!r} must be a text, not {description!r}")
+    return MetricSpec(
+        name=f"{name.removesuffix('_total')}_total" if kind is MetricKind.COUNTER else name,
+        kind=kind,
+        text=description[:DESCRIPTION_LENGTH_MAX] or name,
+        unit="",
+        labels=_checked_tags(name, tag_keys),
+        buckets=_checked_bounds(name, boundaries) if kind is MetricKind.HISTOGRAM else (),
+        exporters=(Exporter.REPLICA,),
+    )
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a metric must be a text, not {name!r}")
+    if not _NAME.fullmatch(name) or len(name) > NAME_LENGTH_MAX:
+        raise MetricRefused(
+            f"{name!r} cannot be the name of a metric: it must have letters, digits and _ only, not begin with a "
+            f"digit, and have at most {NAME_LENGTH_MAX} characters"
+        )
+    if name.startswith(OWN_PREFIX):
+        raise MetricRefused(f"{name!r} cannot be the name of a metric: {OWN_PREFIX}… are Muster's own")
+    if name.startswith(_TAKEN_PREFIXES):
+        raise MetricRefused(
+            f"{name!r} cannot be the name of a metric: those that begin with {', '.join(_TAKEN_PREFIXES)} are "
+            "Prometheus' own and its client library's"
+        )
+
+
+def _checked_tags(name: str, tag_keys: Iterable[str] | None) -> tuple[str, ...]:
+    if isinstance(tag_keys, str):
+        raise TypeError(f"tag_keys of metric {name!r} must be a tuple of names, not the text {tag_keys!r}")
+    keys = tuple(tag_keys or ())
+    for key in keys:
+        if not isinstance(key, str):
+            raise TypeError(f"a tag key of metric {name!r} must be a text, not {key!r}")
+        if not _NAME.fullmatch(key) or key.startswith("__") or len(key) > NAME_LENGTH_MAX:
+            raise MetricRefused(f"metric {name!r}: {key!r} cannot be a tag key")
+        if key in _TAKEN_TAGS:
+            raise MetricRefused(f"metric {name!r}: the tag {key!r} is set by Muster or Prometheus")
+    if len(set(keys)) < len(keys) or len(keys) > TAGS_MAX:
+        raise MetricRefused(f"metric {name!r}: tag keys must differ, and be at most {TAGS_MAX}")
+    return keys
+
+
+def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[float, ...]:
+    if boundaries is None:
+        return SECONDS_BUCKETS
+    bounds = tuple(boundaries)
+    for bound in bounds:
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise TypeError(f"a boundary of metric {name!r} must be a number, not {bound!r}")
+    if bounds and bounds[-1] == math.inf:
+        bounds = bounds[:-1]
+    is_rising = all(low < high for low, high in itertools.pairwise(bounds))
+    if not bounds or len(bounds) > BOUNDARIES_MAX or not is_rising or not all(map(math.isfinite, bounds)):
+        raise MetricRefused(
+            f"metric {name!r}: boundaries must be rising finite numbers, at least 1 and at most {BOUNDARIES_MAX}"
+        )
+    return tuple(float(bound) for bound in bounds)
+
+
+Tags = Mapping[str, str]
+
+_NO_TAGS: Final = ()
+_making: Final = threading.Lock()
+_made: Final[set[str]] = set()
+
+
+class Metric:
+    """What the three kinds have in common."""
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self._spec: Final = spec
+        self._keys: Final = spec.labels
+        self._default_tags: dict[str, str] = {}
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Name, description, tag keys and default tags, as in Ray."""
+        return {
+            "name": self._spec.name,
+            "description": self._spec.text,
+            "tag_keys": self._keys,
+            "default_tags": dict(self._default_tags),
+        }
+
+    def set_default_tags(self, default_tags: Tags) -> Self:
+        """Values for tags that a call does not give; returns the metric itself. Raises ValueError or TypeError."""
+        self._check_tags(default_tags)
+        self._default_tags = dict(default_tags)
+        return self
+
+    def _values(self, tags: Tags | None) -> tuple[str, ...]:
+        """The tags' values in the order of the keys."""
+        keys = self._keys
+        if not keys and not tags:
+            return _NO_TAGS
+        given: Tags = self._default_tags
+        if tags:
+            given = {**given, **tags} if given else tags
+        try:
+            values = tuple([given[key] for key in keys])
+        except KeyError as missing:
+            raise ValueError(
+                f"metric {self._spec.name!r}: no value for the tag {missing.args[0]!r}"
+            ) from None
+        if len(given) > len(keys):
+            self._check_tags(given)
+        for value in values:
+            if type(value) is not str:
+                self._check_tags(given)
+        return values
+
+    def _check_tags(self, tags: Tags) -> None:
+        for key, value in tags.items():
+            if key not in self._keys:
+                raise ValueError(f"metric {self._spec.name!r} has no tag {key!r}; it has {list(self._keys)}")
+            if not isinstance(value, str):
+                raise TypeError(f"metric {self._spec.name!r}: the tag {key!r} must be a text, not {value!r}")
+
+
+class Counter(Metric):
+    """Counts what only ever rises: ``Counter("cache_hits", "…", tag_keys=("model",)).inc(tags={"model": "a"})``.
+
+    It is scraped as ``<name>_total``, with the further label ``backend_tag``, and added up over the replicas.
+    """
+
+    def __init__(self, name: str, description: str = "", tag_keys: Iterable[str] | None = None) -> None:
+        """Raises `MetricRefused` (a ValueError) for a name, tags or a number of metrics that cannot be."""
+        super().__init__(_admitted(define(MetricKind.COUNTER, name, description, tag_keys)))
+        self._measure = measures.total(self._spec)
+        if not self._keys:
+            self._measure.add(0.0)
+
+    def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
+        """Count ``value`` more. Raises ValueError below 0 and for tags that are missing or unknown."""
+        if not 0 <= value < math.inf:
+            raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
+        self._measure.add(float(value), self._values(tags))
+
+    def record(self, value: float, tags: Tags | None = None) -> None:
+        """As `inc`."""
+        self.inc(value, tags)
+
+    def __reduce__(self) -> Any:
+        return _again, (Counter, (self._spec.name, self._spec.text, self._keys), self._default_tags)
+
+
+class Gauge(Metric):
+    """Shows a value that may rise and fall, such as a cache's size; each replica sets its own.
+
+    ``aggregate`` says what becomes of the replicas' values: ``"sum"`` of those that live (the default), ``"max"``,
+    ``"min"``, or ``"latest"`` for the one that was set last.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str = "",
+        tag_keys: Iterable[str] | None = None,
+        *,
+        aggregate: str = "sum",
+    ) -> None:
+        """As `Counter`."""
+        try:
+            how = Aggregate(aggregate)
+        except ValueError:
+            known = ", ".join(repr(each.value) for each in Aggregate)
+            raise MetricRefused(
+                f"metric {name!r}: aggregate must be one of {known}, not {aggregate!r}"
+            ) from None
+        super().__init__(_admitted(define(MetricKind.GAUGE, name, description, tag_keys)))
+        self._measure = measures.level(self._spec, aggregate=how)
+
+    def set(self, value: float, tags: Tags | None = None) -> None:
+        """It is ``value`` from now on."""
+        self._measure.set(float(value), self._values(tags))
+
+    def record(self, value: float, tags: Tags | None = None) -> None:
+        """As `set`."""
+        self.set(value, tags)
+
+    def __reduce__(self) -> Any:
+        arguments = (self._spec.name, self._spec.text, self._keys)
+        make = functools.partial(Gauge, aggregate=self._measure.aggregate.value)
+        return _again, (make, arguments, self._default_tags)
+
+
+class Histogram(Metric):
+    """Counts values by size, such as the tokens of an answer; ``boundaries`` are the upper bounds of its buckets.
+
+    Without boundaries they are those of Muster's own latencies, from 1 ms to 60 s.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str = "",
+        boundaries: Iterable[float] | None = None,
+        tag_keys: Iterable[str] | None = None,
+    ) -> None:
+        """As `Counter`."""
+        super().__init__(_admitted(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
+        self._measure = measures.distribution(self._spec)
+
+    def observe(self, value: float, tags: Tags | None = None) -> None:
+        """One more value. Raises ValueError for one that is no number."""
+        if not math.isfinite(value):
+            raise ValueError(f"metric {self._spec.name!r}: {value!r} cannot be observed")
+        self._measure.observe(float(value), self._values(tags))
+
+    def record(self, value: float, tags: Tags | None = None) -> None:
+        """As `observe`."""
+        self.observe(value, tags)
+
+    def __reduce__(self) -> Any:
+        arguments = (self._spec.name, self._spec.text, self._spec.buckets, self._keys)
+        return _again, (Histogram, arguments, self._default_tags)
+
+
+def _again(make: Callable[..., Metric], arguments: tuple[Any, ...], default_tags: dict[str, str]) -> Metric:
+    """What was pickled, in another process perhaps."""
+    return make(*arguments).set_default_tags(default_tags)
+
+
+def _admitted(spec: MetricSpec) -> MetricSpec:
+    """``spec``, unless there are too many already."""
+    with _making:
+        if spec.name not in _made and len(_made) >= METRICS_MAX:
+            raise MetricRefused(f"metric {spec.name!r}: a process may define at most {METRICS_MAX} metrics")
+        _made.add(spec.name)
+    return spec
+
+
+__all__ = ["METRICS_MAX", "Counter", "Gauge", "Histogram", "MetricRefused"]

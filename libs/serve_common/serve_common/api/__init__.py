@@ -1,0 +1,1 @@
+"""The admin API: verbs, commands, queries and views."""

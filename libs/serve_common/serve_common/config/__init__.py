@@ -1,0 +1,1 @@
+"""What users configure, as frozen values: every field with its meaning, unit, range and default."""

@@ -1,0 +1,205 @@
+"""Finds a place for a request, and moves those that are under way when snapshots change what there is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Final, final
+
+from serve_common.dispatch.admission import Endpoint
+from serve_common.dispatch.calls import Ask, Call, Keeper
+from serve_common.dispatch.errors import BackendStopped, CircuitOpen, QueueIsFull
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.recovery import Losses
+from serve_common.dispatch.routes import Routes
+from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
+from serve_common.names import BackendTag, EndpointTag, backend_tag_of
+from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
+from serve_common.protocol.subjects import backend_key, endpoint_key
+from serve_common.routing.outcomes import Queued, QueueFull, SendTo
+from serve_common.routing.replica_choice import Wish, stable_hash
+from serve_common.routing.route_table import HttpChange
+from serve_common.routing.router import Router
+
+
+@final
+class Changes:
+    """Brings snapshots to the routers and to the calls."""
+
+    def __init__(self, keeper: Keeper, routes: Routes, losses: Losses) -> None:
+        self._keeper = keeper
+        self._routes = routes
+        self._losses = losses
+        self._loop = asyncio.get_running_loop()
+
+    def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> HttpChange | None:
+        """See `Dispatcher.update`."""
+        changes = self._routes.update(snapshots, whole=whole)
+        failures: list[Exception] = []
+        for tag, backend in changes.backends.items():
+            try:
+                self._apply_backend(tag, backend)
+                self._routes.confirm(backend_key(tag))
+            except Exception as error:  # noqa: BLE001 - raised below
+                failures.append(error)
+        if changes.endpoints:
+            for tag in self._routes.orphans():
+                self._drop_router(self._routes.routers.pop(tag))
+            self._choose_anew(changes.endpoints)
+            for endpoint_tag in changes.endpoints:
+                self._routes.confirm(endpoint_key(endpoint_tag))
+        if failures:
+            raise ExceptionGroup("snapshots were not applied", failures)
+        return changes.http
+
+    def _apply_backend(self, tag: BackendTag, backend: BackendSnapshot | None) -> None:
+        if backend is None:
+            self._drop_router(self._routes.routers.pop(tag, None))
+            return
+        router = self._routes.router(tag)
+        applied = router.apply(backend, self._loop.time())
+        self._keeper.perform(router, applied.dispatches)
+        self._losses.lose(
+            applied.lost,
+            router,
+            "left the backend",
+            died=applied.died,
+            are_others_left=applied.are_others_left,
+        )
+
+    def _drop_router(self, router: Router | None) -> None:
+        """The backend is gone: what waits for it chooses anew or fails now, not at its deadline."""
+        if router is None:
+            return
+        dropped = router.drop()
+        waiting = [self._keeper.calls[request] for request in dropped.waiting]
+        for call in waiting:
+            call.router = None
+        self._losses.lose(dropped.lost, router, "left with its backend")
+        for call in waiting:
+            if call.key in self._keeper.calls:
+                self._keeper.submit(call)
+
+    def _choose_anew(self, changed: Collection[EndpointTag]) -> None:
+        """What waits goes by the traffic policy of now; what a replica has is still answered.
+
+        Otherwise a request could wait for a backend that gets no replica any more because all traffic left it.
+        """
+        for call in list(self._keeper.calls.values()):
+            ask, router = call.ask, call.router
+            if (
+                ask.endpoint.tag not in changed
+                or call.attempt is not None
+                or call.key not in self._keeper.calls
+            ):
+                continue
+            endpoint = self._routes.endpoints.get(ask.endpoint.tag)
+            if endpoint is None:
+                self._keeper.end_with(call, NotFound(f"endpoint {ask.endpoint.tag!r} is gone"))
+            elif (
+                router is not None
+                and ask.shadow_backend is None
+                and not endpoint.takes(router.backend_tag, ask.backend_tag)
+                and self._keeper.leave_router(call)
+            ):
+                self._keeper.submit(call)
+
+
+def wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int = 0) -> None:
+    """Say it if ``router``'s backend sleeps, a request waits or ``refused`` ones could not, and it is time.
+
+    Copies for a shadow do not count. While NATS is away nothing is said; it is then still due.
+    """
+    waiting = router.queue_depth or refused
+    if (
+        router.is_asleep
+        and waiting
+        and router.alarm.is_due(now, waiting)
+        and outgoing.wake(router.backend_tag, waiting)
+    ):
+        router.alarm.told(now, waiting)
+
+
+_MAY_HAVE_RUN: Final = "the request was lost and may have run"
+
+
+@final
+class Choosing:
+    """Brings calls to routers."""
+
+    def __init__(self, routes: Routes, outgoing: Outgoing) -> None:
+        self._routes = routes
+        self._outgoing = outgoing
+        self._loop = asyncio.get_running_loop()
+
+    def choose(self, call: Call) -> SendTo | Queued | ServeError:
+        """Give the call a router and a place there; when an error is returned, it has got neither."""
+        ask = call.ask
+        # A second sending goes by what holds now.
+        endpoint = self._routes.endpoints.get(ask.endpoint.tag)
+        if endpoint is None:
+            return NotFound(f"endpoint {ask.endpoint.tag!r} is gone")
+        shadow = ask.shadow_backend
+        shard_hash = stable_hash(ask.shard_key) if ask.shard_key else None
+        if shadow is not None:
+            router = self._routes.routers.get(shadow)
+        elif (stays_with := _backend_of_suspect(call, endpoint)) is not None:
+            router = self._routes.choose_router(endpoint, stays_with)
+        else:
+            router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
+        if router is None:
+            wanted = "backend" if ask.backend_tag is None else f"backend {ask.backend_tag!r}"
+            return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
+        if router.circuit.is_open or router.is_stopped:
+            kept_out = self._keep_out(call, router)
+            if kept_out is not None:
+                return kept_out
+        wish = None
+        if shard_hash is not None or ask.code_versions or (ask.call is not None and ask.call.model_id):
+            wish = _wish_of(ask, router.backend_tag, shard_hash)
+        outcome = router.submit(
+            call.key,
+            ask.deadline,
+            is_admitted=call.was_admitted,
+            is_spare=shadow is not None,
+            is_suspect=call.is_suspect,
+            wish=wish,
+        )
+        if type(outcome) is not SendTo:
+            if router.is_asleep:
+                wake_if_due(self._outgoing, router, self._loop.time(), refused=1)
+            if type(outcome) is QueueFull:
+                router.circuit.withdrew(call.key)
+                return QueueIsFull(router.backend_tag, outcome.limit, router.protection)
+        call.router = router
+        call.was_admitted = True
+        return outcome
+
+    def _keep_out(self, call: Call, router: Router) -> ServeError | None:
+        if router.is_stopped:
+            router.stopped_refusals += 1
+            if call.losses:
+                return ReplicaDied(f"{_MAY_HAVE_RUN}; {router.backend_tag!r} was set to no replicas since")
+            return BackendStopped(router.backend_tag)
+        wait_s = router.circuit.refuse(call.key, self._loop.time())
+        if wait_s is None:
+            return None
+        if call.losses:
+            return ReplicaDied(f"{_MAY_HAVE_RUN}; the circuit of {router.backend_tag!r} is open")
+        return CircuitOpen(router.backend_tag, wait_s)
+
+
+def _backend_of_suspect(call: Call, endpoint: Endpoint) -> BackendTag | None:
+    """The backend whose replica died with the request, if it may stay there: no other one should lose any to it."""
+    if not call.lost_with:
+        return None
+    backend_tag = backend_tag_of(call.lost_with[-1])
+    return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
+
+
+def _wish_of(ask: Ask, backend_tag: BackendTag, shard_hash: int | None) -> Wish:
+    return Wish(
+        None if ask.code_versions is None else ask.code_versions.get(backend_tag),
+        shard_hash,
+        "" if ask.call is None else ask.call.model_id,
+    )

@@ -1,0 +1,193 @@
+"""What becomes of requests whose replica died or lost them, and of all of them while the bus is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable
+from typing import Final, final
+
+import structlog
+
+from serve_common.dispatch.admission import DEATHS_MAX, Suspicions, may_send_again
+from serve_common.dispatch.calls import Call, Keeper
+from serve_common.dispatch.errors import LostTwice
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.errors import BusUnavailable, ReplicaDied
+from serve_common.routing.outcomes import Refusal
+from serve_common.routing.queues import RequestKey
+from serve_common.routing.router import Router
+
+_log = structlog.get_logger(__name__)
+
+
+@final
+class Losses:
+    """Decides about calls that a replica has and will not answer."""
+
+    def __init__(self, keeper: Keeper, outgoing: Outgoing) -> None:
+        self.suspicions: Final = Suspicions()
+        self._keeper = keeper
+        self._outgoing = outgoing
+        self._loop = asyncio.get_running_loop()
+
+    def take_no_responders(self, call: Call) -> None:
+        """Nobody listens to the subject of the replica of the call's current attempt."""
+        attempt, router = call.attempt, call.router
+        if attempt is None or router is None:
+            return
+        now = self._loop.time()
+        is_dead = self.suspicions.no_responders(attempt.replica, now)
+        attempt.undelivered += 1
+        attempt.credit = 0
+        if attempt.has_arrived or call.answer is not None:
+            router.put_aside(attempt.replica, now)
+        else:
+            self._keeper.refused(call, Refusal.NO_RESPONDERS)
+        if is_dead:
+            lost = router.replica_gone(attempt.replica, now)
+            if lost:
+                _log.warning("replica_died", replica_tag=attempt.replica, lost_requests=len(lost))
+            was_told_to_stop = router.is_draining(attempt.replica)
+            died = () if was_told_to_stop else lost
+            self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
+
+    def disowned(self, call: Call) -> None:
+        """The call's replica does not know it (any more)."""
+        router = call.router
+        if router is not None:
+            call.router = None
+            self._keeper.perform(router, router.unanswered(call.key, self._loop.time()))
+        self._lost(call, router, "does not know the request any more")
+
+    def lose(
+        self,
+        requests: Iterable[RequestKey],
+        router: Router,
+        why: str,
+        *,
+        died: Collection[RequestKey] = (),
+        are_others_left: bool = False,
+    ) -> None:
+        """These were on a replica that is gone; ``router`` has forgotten them.
+
+        ``died``: those of them whose replica was not told to stop, so that they may be what ended it;
+        ``are_others_left``: replicas that should be spared the same.
+        """
+        held = self._keeper.calls
+        calls = [held[request] for request in requests if request in held]
+        for call in calls:
+            call.router = None
+            self._outgoing.cancel(call)
+        for call in calls:
+            if call.key in died and call.attempt is not None:
+                # A replica that has answered since was only cut off.
+                dead = (tag for tag in call.lost_with if router.is_dead(tag))
+                call.lost_with = (*dead, call.attempt.replica)
+                call.is_suspect = call.is_suspect or are_others_left
+            self._lost(call, router, why)
+
+    def _lost(self, call: Call, router: Router | None, why: str) -> None:
+        """The replica may have begun the request and will not answer it. The call has left ``router``."""
+        if call.key not in self._keeper.calls:
+            return  # whoever was told of another call's end has given this one up
+        replica = "" if call.attempt is None else call.attempt.replica
+        if call.ask.trace is not None:
+            call.ask.trace.attempt_failed("lost", f"the replica {why}")
+        self._outgoing.drop(call)
+        call.losses += 1
+        message = f"replica {replica} {why}; the request may have run"
+        if not may_send_again(
+            is_repeatable=call.ask.is_repeatable and call.is_whole,
+            has_answer_begun=call.answer is not None,
+            losses=call.losses,
+        ):
+            self._keeper.end_with(call, ReplicaDied(message))
+        elif len(call.lost_with) >= DEATHS_MAX:
+            if router is not None:
+                router.lost_twice += 1
+            _log.warning(
+                "request_lost_twice",
+                request_id=call.ask.request_id,
+                endpoint_tag=call.ask.endpoint.tag,
+                replica_tags=call.lost_with,
+            )
+            died = " and ".join(call.lost_with)
+            self._keeper.end_with(
+                call, LostTwice(f"replicas {died} died while they had the request, which may be why")
+            )
+        elif router is not None and not router.may_send_again(self._loop.time()):
+            self._keeper.end_with(call, ReplicaDied(f"{message}, and the backend's retry budget is used up"))
+        else:
+            self._keeper.submit(call)
+
+
+PARKED_MAX: Final = 10_000
+"""Requests that wait for the bus to come back."""
+
+_CUT_OFF: Final = "NATS went away while the body was sent; the request may have run"
+
+
+@final
+class Parking:
+    """Holds the calls that wait for the bus."""
+
+    def __init__(
+        self, keeper: Keeper, outgoing: Outgoing, suspicions: Suspicions, *, bus_wait_s: float
+    ) -> None:
+        """``bus_wait_s`` is how long a request waits for a bus that is away."""
+        self.parked: Final[dict[RequestKey, Call]] = {}
+        """They have no router; whoever ends one takes it out."""
+        self._keeper = keeper
+        self._outgoing = outgoing
+        self._suspicions = suspicions
+        self._bus_wait_s = bus_wait_s
+        self._loop = asyncio.get_running_loop()
+
+    def park(self, call: Call) -> None:
+        """Let a call that has no router wait for the bus, if it may."""
+        if call.ask.shadow_backend is not None:
+            self._keeper.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
+            return
+        if len(self.parked) >= PARKED_MAX:
+            self._keeper.end_with(call, BusUnavailable(f"NATS is away and {PARKED_MAX} requests wait for it"))
+            return
+        if call.ask.trace is not None:
+            call.ask.trace.waits("bus")
+        call.parked_until = self._loop.time() + self._bus_wait_s
+        self.parked[call.key] = call
+
+    def held_up(self, call: Call) -> None:
+        """The bus went away before the request was sent whole."""
+        if call.can_begin_anew:
+            if self._keeper.leave_router(call):
+                self.park(call)
+        else:
+            self._keeper.end_with(call, ReplicaDied(_CUT_OFF))
+
+    def bus_is_back(self) -> None:
+        """Send what was parked, and find out what became of what was under way."""
+        self._suspicions.reconnected(self._loop.time())
+        held = self._keeper.calls
+        for call in list(held.values()):
+            if call.attempt is not None and call.key in held:
+                self._look_after(call)
+        parked = list(self.parked.values())
+        self.parked.clear()
+        for call in parked:
+            call.parked_until = 0.0
+            if call.key in held:
+                self._keeper.submit(call)
+
+    def _look_after(self, call: Call) -> None:
+        """``call`` was under way when the bus went away."""
+        attempt = call.attempt
+        assert attempt is not None
+        if attempt.is_body_sent or call.answer is not None:
+            self._outgoing.probe(call)
+            self._outgoing.give_credit(call, 0)
+        elif call.can_begin_anew:  # pieces may be lost
+            self._outgoing.cancel(call)
+            if self._keeper.leave_router(call):
+                self._keeper.submit(call)
+        else:
+            self._keeper.fail(call, ReplicaDied(_CUT_OFF))

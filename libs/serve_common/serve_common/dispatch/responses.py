@@ -1,0 +1,233 @@
+"""What replicas send to a router: each frame of a response and what it means for its request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol, final
+
+import structlog
+
+from serve_common.dispatch.admission import Suspicions
+from serve_common.dispatch.calls import HELD_FRAMES_MAX, Answer, AnswerBody, Attempt, Call
+from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, Socket
+from serve_common.errors import ReplicaDied, ServeError
+from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.protocol.frames import (
+    AliveHead,
+    BodyHead,
+    CloseHead,
+    CreditHead,
+    ErrorHead,
+    FrameUnreadable,
+    Head,
+    Headers,
+    Kind,
+    MessageHead,
+    RefusedHead,
+    ResponseHead,
+    decode_frame,
+)
+from serve_common.routing.outcomes import Refusal
+from serve_common.telemetry.log_lines import QuietLog
+
+_log = structlog.get_logger(__name__)
+
+ACCEPTED: Final = 101
+"""The status by which a replica accepts a WebSocket."""
+_CREDIT_MAX: Final = 1_000
+"""Of frames; more than any replica can mean."""
+_REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
+
+
+def _is_accepted(head: ResponseHead, call: Call) -> bool:
+    return head.status == ACCEPTED and call.ask.kind is Kind.WEBSOCKET
+
+
+class Outcomes(Protocol):
+    """What an answer can do to a call; the dispatcher."""
+
+    def answered(self, call: Call) -> None:
+        """The replica has sent all of its answer."""
+
+    def end_with(self, call: Call, error: ServeError) -> None:
+        """The replica has ended the call without a (whole) answer."""
+
+    def fail(self, call: Call, error: ServeError) -> None:
+        """The call ends although the replica may still work on it."""
+
+    def refused(self, call: Call, reason: Refusal) -> None:
+        """The replica did not begin the request."""
+
+    def never_begun(self, call: Call) -> None:
+        """The replica is certain that it did not begin the request, and will not."""
+
+    def disowned(self, call: Call) -> None:
+        """The replica does not know the request (any more)."""
+
+    def held_up(self, call: Call) -> None:
+        """The bus went away before the request was sent whole."""
+
+
+@final
+class _SocketOfCall:
+    """What a socket can do to its call; a `SocketBus`."""
+
+    __slots__ = ("_call", "_outcomes", "_outgoing")
+
+    def __init__(self, call: Call, outgoing: Outgoing, outcomes: Outcomes) -> None:
+        self._call = call
+        self._outgoing = outgoing
+        self._outcomes = outcomes
+
+    def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
+        """See `SocketBus`."""
+        try:
+            self._outgoing.tell(self._call, head, body)
+        except (NotConnected, OutboundFull, PayloadTooLarge) as error:
+            self._outcomes.fail(self._call, error)
+            raise
+
+    def give_credit(self, frames: int) -> None:
+        """See `SocketBus`."""
+        self._outgoing.give_credit(self._call, frames)
+
+    def ended(self) -> None:
+        """See `SocketBus`."""
+        self._outcomes.answered(self._call)
+
+
+@final
+class Incoming:
+    """Reads the frames that come for calls, in the bus' read path."""
+
+    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, suspicions: Suspicions) -> None:
+        self._outcomes = outcomes
+        self._outgoing = outgoing
+        self._suspicions = suspicions
+        self._loop = asyncio.get_running_loop()
+        self._bad_frames = QuietLog(_log.warning)
+
+    def take(self, call: Call, payload: bytes) -> None:
+        """A frame came to the reply subject of the call's current attempt."""
+        attempt = call.attempt
+        if attempt is None:
+            return
+        try:
+            head, body = decode_frame(payload)
+        except FrameUnreadable as error:
+            self._complain("frame_unreadable", attempt, str(error))
+            self._outcomes.fail(call, AnswerUnusable("the replica's answer is not a frame"))
+            return
+        if self._suspicions:
+            self._suspicions.heard(attempt.replica)
+        if type(head) is ResponseHead and head.last and call.answer is None and not _is_accepted(head, call):
+            call.status = head.status
+            # The slot first: whoever is told may send the next request at once.
+            self._outcomes.answered(call)
+            call.on_answer(call, Answer(head.status, head.headers, body, None))
+            return
+        attempt.heard_at = self._loop.time()
+        match head:
+            case MessageHead() | CloseHead():
+                self._take_said(call, head, body)
+            case ResponseHead(status, headers):
+                self._open_stream(call, status, headers, body)
+            case BodyHead(sequence, last):
+                self._take_piece(call, sequence, body, last=last)
+            case CreditHead(frames):
+                self._take_credit(call, attempt, frames)
+            case RefusedHead(reason):
+                self._take_refusal(call, reason)
+            case ErrorHead(error_code, status, message):
+                self._outcomes.end_with(call, ReplicaError(error_code, status, message, bytes(body)))
+            case AliveHead():
+                self._prove_alive(call)
+            case _:
+                self._complain("frame_unexpected", attempt, type(head).__name__)
+
+    def _prove_alive(self, call: Call) -> None:
+        """The replica is there: an open circuit waits for no more than that."""
+        if call.router is not None and call.router.circuit.is_open:
+            call.router.answer_began(call.key)
+
+    def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
+        if call.answer is not None:
+            self._outcomes.fail(call, AnswerUnusable("the replica began its answer twice"))
+            return
+        call.status = status
+        self._prove_alive(call)
+        if status == ACCEPTED and call.ask.kind is Kind.WEBSOCKET:
+            attempt = call.attempt
+            socket = call.answer = Socket(_SocketOfCall(call, self._outgoing, self._outcomes))
+            if attempt is not None:
+                attempt.has_asked = True
+            call.on_answer(call, Answer(status, headers, body, None, socket))
+            return
+        call.answer = AnswerBody(body, lambda frames: self._outgoing.give_credit(call, frames))
+        call.on_answer(call, Answer(status, headers, body, call.answer))
+
+    def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
+        answer = call.answer
+        if not isinstance(answer, AnswerBody) or sequence != answer.next_sequence:
+            # The bus lost a frame, as it may when a server goes away.
+            self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
+        elif answer.held_frames >= HELD_FRAMES_MAX:
+            self._outcomes.fail(call, AnswerUnusable("the replica sends more than it was allowed to"))
+        else:
+            answer.add(piece, last=last)
+            if last:
+                self._outcomes.answered(call)
+
+    def _take_credit(self, call: Call, attempt: Attempt, frames: int) -> None:
+        frames = max(0, min(frames, _CREDIT_MAX))
+        if isinstance(call.answer, Socket):
+            call.answer.allow(frames)
+            return
+        attempt.has_asked = True
+        attempt.credit = min(attempt.credit + frames, _CREDIT_MAX)
+        attempt.taken_pieces = min(attempt.taken_pieces + frames, attempt.sent_pieces)
+        if attempt.upload is not None:
+            attempt.upload.release(attempt.taken_pieces)
+        self._send_pieces(call, attempt)
+
+    def send_more(self, call: Call) -> None:
+        """More of the request's body has come; it is sent as far as there is credit."""
+        attempt = call.attempt
+        if attempt is not None and attempt.credit > 0:
+            self._send_pieces(call, attempt)
+
+    def _send_pieces(self, call: Call, attempt: Attempt) -> None:
+        try:
+            self._outgoing.send_pieces(attempt)
+        except NotConnected:
+            self._outcomes.held_up(call)
+        except (OutboundFull, PayloadTooLarge) as error:
+            self._outcomes.fail(call, error)
+
+    def _take_said(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
+        socket = call.answer
+        if not isinstance(socket, Socket):
+            self._outcomes.fail(call, AnswerUnusable("the replica speaks as to a socket, which this is not"))
+        elif isinstance(head, CloseHead):
+            socket.closed(head.code, head.reason)
+            self._outcomes.answered(call)
+        elif head.sequence != socket.next_sequence:
+            self._outcomes.fail(call, ReplicaDied("a part of the messages was lost"))
+        elif socket.held_frames >= HELD_MESSAGES_MAX:
+            self._outcomes.fail(call, AnswerUnusable("the replica sends more than it was allowed to"))
+        else:
+            socket.add(head, piece)
+
+    def _take_refusal(self, call: Call, reason: str) -> None:
+        refusal = _REFUSALS.get(reason)
+        if reason == "never_begun":
+            self._outcomes.never_begun(call)
+        elif refusal is None:
+            self._outcomes.disowned(call)
+        else:
+            self._outcomes.refused(call, refusal)
+
+    def _complain(self, event: str, attempt: Attempt, reason: str) -> None:
+        self._bad_frames.log(self._loop.time(), event, replica_tag=attempt.replica, reason=reason)

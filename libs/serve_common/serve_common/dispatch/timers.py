@@ -1,0 +1,150 @@
+"""What happens to requests because time passes: deadlines, probes, replicas that are tried again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, final
+
+import structlog
+
+from serve_common.dispatch.calls import Attempt, Call
+from serve_common.dispatch.dispatcher import Dispatcher
+from serve_common.dispatch.errors import BackendStopped, ReplicaTimedOut
+from serve_common.dispatch.outgoing import Outgoing
+from serve_common.dispatch.placing import wake_if_due
+from serve_common.dispatch.routes import ModelHolders, Routes
+from serve_common.errors import BusUnavailable, DeadlineExceeded, NoReplicaAvailable, ReplicaDied, ServeError
+from serve_common.names import ReplicaTag, backend_tag_of
+from serve_common.routing.router import Router
+
+_log = structlog.get_logger(__name__)
+
+BEAT_S: Final = 0.025
+PROBE_AFTER_S: Final = 1.0
+"""How long a request hears nothing before its replica is asked, and again after as long; at most half of its time."""
+NOTE_EVERY_S: Final = 0.25
+"""How often routers note how much has come and gone; fine enough for windows of seconds."""
+PATIENCE_S: Final = 0.25
+"""How long a replica that was asked must have given no sign of life before a missed deadline counts as its failure."""
+
+
+@final
+class Beat:
+    """Looks at everything that is under way, for as long as it runs."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        routes: Routes,
+        outgoing: Outgoing,
+        models: ModelHolders | None = None,
+    ) -> None:
+        """``models``, if there are any, are forgotten in time."""
+        self._models = models
+        self._note_at = float("-inf")
+        self._dispatcher = dispatcher
+        self._routes = routes
+        self._outgoing = outgoing
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self) -> None:
+        """Beat for ever."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if not self._dispatcher.calls:
+                continue
+            try:
+                self.look(self._loop.time())
+            except Exception:  # noqa: BLE001 - the deadlines of other requests must still be met
+                _log.exception("beat_failed")
+
+    def look(self, now: float) -> None:
+        """Do what is due at ``now``."""
+        if self._models is not None:
+            self._models.sweep(now)
+        takes_note = now >= self._note_at
+        if takes_note:
+            self._note_at = now + NOTE_EVERY_S
+        for router in list(self._routes.routers.values()):
+            if router.has_waiting:
+                self._look_at_queue(router, now)
+            if router.has_aside:
+                self._dispatcher.perform(router, router.reopen(now))
+            if takes_note:
+                router.look(now)
+        for replica in self._dispatcher.suspicions.due(now):
+            self._ask_after(replica)
+        for call in list(self._dispatcher.calls.values()):
+            if call.attempt is None:
+                self._look_at_waiting(call, now)
+            else:
+                self._look_at_sent(call, now)
+
+    def _look_at_queue(self, router: Router, now: float) -> None:
+        for request in router.expire(now):
+            call = self._dispatcher.calls.get(request)
+            if call is not None:
+                self._dispatcher.end_with(call, _why_expired(call, router))
+        if router.is_asleep:
+            wake_if_due(self._outgoing, router, now)
+
+    def _ask_after(self, replica: ReplicaTag) -> None:
+        router = self._routes.routers.get(backend_tag_of(replica))
+        in_flight = () if router is None else router.requests_at(replica)
+        for request in in_flight:
+            self._outgoing.probe(self._dispatcher.calls[request])
+            return
+        self._dispatcher.suspicions.heard(replica)  # nothing is at stake
+
+    def _look_at_waiting(self, call: Call, now: float) -> None:
+        if call.router is not None:
+            return  # its router watches the deadline
+        if now >= min(call.parked_until, call.ask.deadline):
+            self._dispatcher.end_with(call, BusUnavailable("NATS is away"))
+
+    def _look_at_sent(self, call: Call, now: float) -> None:
+        attempt = call.attempt
+        if attempt is None:
+            return
+        if now >= call.ask.deadline and not call.status:  # what has begun may go on
+            message = f"replica {attempt.replica} did not answer in time"
+            # A bus that hangs delivers nothing, and nobody is to blame for what does not come.
+            is_silent = (
+                self._outgoing.bus_answers
+                and attempt.heard_at < attempt.probed_at
+                and now - attempt.heard_at >= _probe_after_s(call, attempt) + _patience_s(call)
+            )
+            self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
+            return
+        since_s = now - max(attempt.heard_at, attempt.probed_at)
+        if not self._outgoing.bus_answers:
+            return  # probes would gather there, and all come at once
+        if since_s >= PROBE_AFTER_S or (
+            since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
+        ):
+            self._outgoing.probe(call)
+
+
+def _why_expired(call: Call, router: Router) -> ServeError:
+    """Why ``call`` waits for ``router`` no more."""
+    tag = router.backend_tag
+    if router.is_stopped:
+        return BackendStopped(tag)
+    if call.is_suspect:
+        died = " and ".join(call.lost_with)
+        return ReplicaDied(
+            f"replica {died} died while it had the request, which may be why; it is not sent to the last healthy one, "
+            "and the deadline was over before there was another"
+        )
+    if router.is_asleep:
+        return NoReplicaAvailable(f"{tag!r} was scaled to zero and had not woken when the deadline was over")
+    return NoReplicaAvailable(f"the deadline was over before a replica of {tag!r} had room")
+
+
+def _probe_after_s(call: Call, attempt: Attempt) -> float:
+    return min(PROBE_AFTER_S, (call.ask.deadline - attempt.sent_at) / 2)
+
+
+def _patience_s(call: Call) -> float:
+    slo_ms = call.ask.endpoint.options.relative_slo_ms
+    return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 2000)

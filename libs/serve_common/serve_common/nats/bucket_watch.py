@@ -1,0 +1,443 @@
+"""Follows the bucket of snapshots without a JetStream consumer; and a router's connection for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, final
+
+import msgspec
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from serve_common.errors import BusUnavailable
+from serve_common.nats.client import close_nats, connect_nats
+from serve_common.nats.options import Login
+from serve_common.ports import SnapshotListener
+from serve_common.protocol.decoding import UNREADABLE
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.settings import BusSettings
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import RefusedMessages
+
+_log = structlog.get_logger()
+
+POSITION_CHECK_S: Final = 2.0
+"""How stale a silent watch can get before it is noticed."""
+_RETRY_WAIT_S: Final = 0.25
+_TIMEOUT_S: Final = 3.0
+"""Between a question and the next message that answers it."""
+_PAGE_MESSAGES: Final = 1_000
+_PAGE_BYTES: Final = 4 * 1024 * 1024
+_HEARD_MAX: Final = 10_000
+_HEARD_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Of changes that are kept while everything is read. Where more comes, it is read again."""
+
+Entries = Mapping[str, tuple[int, bytes | None]]
+"""Revision and value by key; None for a deleted key."""
+OnEntries = Callable[[Entries, bool], None]
+"""Told of changed entries; the second argument says that this is everything the bucket holds."""
+OpenBucket = Callable[[], Awaitable[None]]
+
+
+class _Change(msgspec.Struct, frozen=True):
+    """One message of the bucket's stream."""
+
+    key: str
+    sequence: int
+    previous: int
+    """The sequence of the message before it, as the server says: of the same key for one that was published anew."""
+    value: bytes | None
+
+
+class _State(msgspec.Struct):
+    last_seq: int = 0
+    num_subjects: int = 0
+    """As many keys, deleted ones too: the bucket keeps one message for each."""
+
+
+class _Stream(msgspec.Struct):
+    """What `$JS.API.STREAM.INFO` answers."""
+
+    created: str = ""
+    state: _State = msgspec.field(default_factory=_State)
+    error: dict[str, object] | None = None
+
+
+class _Answers:
+    """What comes in answer to one question, until ``is_last`` holds of a message."""
+
+    def __init__(self, is_last: Callable[[Msg], bool]) -> None:
+        self.messages: list[Msg] = []
+        self.came = asyncio.Event()
+        self.is_complete = False
+        self._is_last = is_last
+
+    async def take(self, message: Msg) -> None:
+        """For the library."""
+        self.messages.append(message)
+        self.is_complete = self.is_complete or self._is_last(message)
+        self.came.set()
+
+
+def _ends_page(message: Msg) -> bool:
+    """A status ends a page of direct gets; and what is not part of one is the only answer of an old server."""
+    return "Status" in _headers(message) or "Nats-Num-Pending" not in _headers(message)
+
+
+def _tells_state(message: Msg) -> bool:
+    """Where the stream is another account's, our own may answer, too, that it has no JetStream."""
+    return b'"err_code":10039' not in message.data.replace(b" ", b"")
+
+
+def _headers(message: Msg) -> Mapping[str, str]:
+    return message.headers or {}
+
+
+class BucketWatch:
+    """Tells a listener what the bucket of snapshots holds, for ever."""
+
+    def __init__(
+        self, client: Client, subjects: Subjects, on_entries: OnEntries, open_bucket: OpenBucket | None = None
+    ) -> None:
+        """``open_bucket`` may create the bucket; by default a missing one is waited for."""
+        self._client = client
+        self._bucket = subjects.bucket
+        self._snapshots: Final = subjects.snapshots
+        self._stream = f"KV_{subjects.bucket}"
+        self._on_entries = on_entries
+        self._open_bucket = open_bucket
+        self._owner = TaskOwner(f"bucket_watch {subjects.bucket}")
+        self._subscription: Subscription | None = None
+        self._anew = asyncio.Event()
+        """Everything must be read again."""
+        self._created = ""
+        """When the stream was made from which this was read."""
+        self._position = 0
+        """Everything up to this sequence was told."""
+        self._keys: dict[str, int] = {}
+        """The sequence of what was told of each key last."""
+        self._heard: dict[int, _Change] | None = {}
+        """Changes by sequence that came while everything is read; None while each is told as it comes."""
+        self._heard_bytes = 0
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._owner.start(self._run(), name="watch")
+
+    async def close(self) -> None:
+        """Stop watching."""
+        self._is_closed = True
+        self._anew.set()
+        await self._owner.close(timeout_s=_TIMEOUT_S)
+        if self._subscription is not None:
+            with contextlib.suppress(NatsError, OSError):  # with the connection it is gone anyway
+                await self._subscription.unsubscribe()
+
+    def reopen(self) -> None:
+        """Read everything anew, as is needed after every reconnect of the client."""
+        if self._heard is None:
+            self._heard, self._heard_bytes = {}, 0
+        self._anew.set()
+
+    async def _run(self) -> None:
+        failures = 0
+        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for answers, loses a
+        # cancellation that comes together with one.
+        while not self._is_closed:
+            self._anew.clear()
+            try:
+                await self._read()
+                failures = 0
+                await self._follow()
+            except (NatsError, OSError, TimeoutError, BusUnavailable, *UNREADABLE) as error:
+                failures += 1
+                if failures in (1, 20):
+                    _log.warning(
+                        "bucket_watch_failed", bucket=self._bucket, error=repr(error), failures=failures
+                    )
+            except Exception:  # noqa: BLE001 - logged, and begun anew
+                # A defect here or in the listener, or an answer that the library does not expect. A watch that
+                # ended would be silent for ever; one that begins anew tells everything again.
+                failures += 1
+                _log.exception("bucket_watch_failed", bucket=self._bucket, failures=failures)
+            await asyncio.sleep(_RETRY_WAIT_S)
+
+    async def _read(self) -> None:
+        """Read everything and tell it, with the changes that came meanwhile."""
+        self._heard, self._heard_bytes = {}, 0  # what came before is in the stream by now
+        async with asyncio.timeout(2 * _TIMEOUT_S):
+            if self._subscription is None:
+                self._subscription = await self._client.subscribe(self._snapshots, cb=self._hear)
+            if self._open_bucket is not None:
+                await self._open_bucket()
+            stream = await self._state_of()
+        entries: dict[str, tuple[int, bytes | None]] = {}
+        # A key that was changed before its page was read, and after the last one, is not among what was read; then its
+        # change was heard.
+        position = await self._read_pages(entries)
+        if position == self._position and stream.created == self._created:
+            # Read to the same end again, so that what was behind it was purged, and is not late.
+            position = max(position, stream.state.last_seq)
+        for sequence, change in sorted(self._heard.items()):
+            if sequence == position + 1:
+                entries[change.key] = (sequence, change.value)
+                position = sequence
+            elif sequence > position:
+                raise BusUnavailable(f"the change {position + 1} of the bucket was not heard")
+        if len(entries) < stream.state.num_subjects:
+            raise BusUnavailable(f"of {stream.state.num_subjects} keys {len(entries)} could be read")
+        if self._is_closed or self._anew.is_set():
+            return
+        self._created, self._position = stream.created, position
+        self._keys = {key: sequence for key, (sequence, _) in entries.items()}
+        self._heard = None
+        self._on_entries(entries, True)  # noqa: FBT003 - see OnEntries
+
+    async def _read_pages(self, entries: dict[str, tuple[int, bytes | None]]) -> int:
+        """Fill ``entries``; returns the last sequence that was read, 0 for none."""
+        position = 0
+        while True:
+            *messages, end = await self._page(position + 1)
+            for message in messages:
+                change = self._change_of(message)
+                if change is None or change.sequence <= position:
+                    raise BusUnavailable("a direct get was answered by what was not asked for")
+                position = change.sequence
+                entries[change.key] = (position, change.value)
+            headers = _headers(end)
+            if headers.get("Status") == "404" or headers.get("Nats-Num-Pending") == "0":
+                return position
+            if headers.get("Status") != "204" or not messages:
+                raise BusUnavailable(
+                    f"the bucket cannot be read: {dict(headers)} (it must allow direct gets, "
+                    "and nats-server be 2.11 or newer)"
+                )
+
+    async def _page(self, sequence: int) -> list[Msg]:
+        """The next messages of the stream, beginning with ``sequence``, and the one that ends them."""
+        request = {
+            "seq": sequence,
+            "next_by_subj": f"$KV.{self._bucket}.>",
+            "batch": _PAGE_MESSAGES,
+            "max_bytes": _PAGE_BYTES,
+        }
+        subject = f"$JS.API.DIRECT.GET.{self._stream}"
+        return await self._ask(subject, msgspec.json.encode(request), _ends_page)
+
+    async def _ask(self, subject: str, request: bytes, is_last: Callable[[Msg], bool]) -> list[Msg]:
+        answers = _Answers(is_last)
+        inbox = self._client.new_inbox()
+        subscription = await self._client.subscribe(inbox, cb=answers.take)
+        try:
+            await self._client.publish(subject, request, reply=inbox)
+            while not answers.is_complete:
+                answers.came.clear()
+                async with asyncio.timeout(_TIMEOUT_S):
+                    await answers.came.wait()
+        finally:
+            await subscription.unsubscribe()
+        return answers.messages
+
+    async def _follow(self) -> None:
+        """Compare the position with the stream's now and then, until everything must be read again."""
+        behind_at: int | None = None
+        while not self._anew.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POSITION_CHECK_S):
+                    await self._anew.wait()
+                return
+            position, count = self._position, len(self._keys)
+            stream = await self._state_of()
+            last = stream.state.last_seq
+            # Behind once, a change may be under way; behind twice at the same place, it will not come. And fewer
+            # keys than were told mean that some were purged, of which nothing is published.
+            is_stuck = last > self._position and behind_at == self._position
+            is_other = stream.created != self._created or last < position or stream.state.num_subjects < count
+            if is_other or is_stuck:
+                _log.warning("bucket_watch_out_of_step", bucket=self._bucket, position=position, last=last)
+                return
+            behind_at = self._position if last > self._position else None
+
+    async def _hear(self, message: Msg) -> None:
+        """For the library: what the stream published anew."""
+        try:
+            change = self._change_of(message)
+            if change is None or message.subject != self._snapshots.replace(">", change.key):
+                # Anybody may let JetStream answer a question of his into these subjects; that is not what changed.
+                _log.debug("bucket_watch_foreign_message", subject=message.subject)
+            elif self._heard is not None:
+                self._keep(self._heard, change)
+            else:
+                self._follow_up(change)
+        except Exception:  # noqa: BLE001 - logged, and begun anew, as in `_run`
+            _log.exception("bucket_watch_failed", bucket=self._bucket)
+            self.reopen()
+
+    def _keep(self, heard: dict[int, _Change], change: _Change) -> None:
+        self._heard_bytes += len(change.value or b"")
+        if len(heard) >= _HEARD_MAX or self._heard_bytes > _HEARD_BYTES_MAX:
+            heard.clear()
+            self._heard_bytes = 0
+            self._anew.set()
+            return
+        heard[change.sequence] = change
+
+    def _follow_up(self, change: _Change) -> None:
+        known = self._keys.get(change.key, 0)
+        if change.sequence == known:
+            return  # as if it were published again by whoever may read it
+        if change.sequence != self._position + 1 or change.previous != known:
+            _log.warning(
+                "bucket_watch_out_of_step",
+                bucket=self._bucket,
+                position=self._position,
+                heard=change.sequence,
+            )
+            self.reopen()
+            assert self._heard is not None
+            self._keep(self._heard, change)
+            return
+        self._position = self._keys[change.key] = change.sequence
+        self._on_entries({change.key: (change.sequence, change.value)}, False)  # noqa: FBT003 - see OnEntries
+
+    def _change_of(self, message: Msg) -> _Change | None:
+        """None for what JetStream did not make of a message of this bucket."""
+        headers = _headers(message)
+        prefix = f"$KV.{self._bucket}."
+        subject = headers.get("Nats-Subject", "")
+        if headers.get("Nats-Stream") != self._stream or not subject.startswith(prefix):
+            return None
+        is_deleted = "KV-Operation" in headers or "Nats-Marker-Reason" in headers
+        return _Change(
+            key=subject.removeprefix(prefix),
+            sequence=int(headers.get("Nats-Sequence", "0")),
+            previous=int(headers.get("Nats-Last-Sequence", "0")),
+            value=None if is_deleted else message.data,
+        )
+
+    async def _state_of(self) -> _Stream:
+        """What the stream is by now. Raises `BusUnavailable` where there is none."""
+        answers = await self._ask(f"$JS.API.STREAM.INFO.{self._stream}", b"", _tells_state)
+        if "Status" in _headers(answers[-1]):
+            raise BusUnavailable("JetStream does not answer")
+        stream = msgspec.json.decode(answers[-1].data, type=_Stream)
+        if stream.error is not None:
+            raise BusUnavailable(f"the bucket is not there: {stream.error}")
+        return stream
+
+
+class SnapshotWatch:
+    """A `BucketWatch` whose values are snapshots; a value that cannot be understood is left out and logged."""
+
+    def __init__(
+        self, client: Client, subjects: Subjects, listener: SnapshotListener, refused: RefusedMessages
+    ) -> None:
+        self._listener = listener
+        self._refused = refused
+        self._watch = BucketWatch(client, subjects, self._hear)
+        self._decoder = msgspec.json.Decoder(Snapshot)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._watch.start()
+
+    def reopen(self) -> None:
+        """Open the watch anew, as is needed after every reconnect of the client."""
+        self._watch.reopen()
+
+    async def close(self) -> None:
+        """Stop watching."""
+        await self._watch.close()
+
+    def _hear(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
+        snapshots: dict[str, Snapshot | None] = {}
+        for key, (_revision, value) in entries.items():
+            if value is None:
+                snapshots[key] = None
+                continue
+            try:
+                snapshots[key] = self._decoder.decode(value)
+            except UNREADABLE as error:
+                self._refused.refuse("snapshot", key, error)
+        self._listener.on_snapshots(snapshots, whole=whole)
+
+
+_CONNECT_ROUND_S: Final = 10.0
+"""After so many seconds of trying, a log line says so and it goes on."""
+
+
+@final
+class BucketConnection:
+    """Tells a listener what the bucket of snapshots holds, for as long as it is open."""
+
+    def __init__(
+        self,
+        settings: BusSettings,
+        *,
+        name: str,
+        login: Login | None = None,
+        listener: SnapshotListener,
+        on_closed: Callable[[], None],
+        on_reconnect: Callable[[], None] | None = None,
+        refused: RefusedMessages | None = None,
+    ) -> None:
+        """``login`` goes before what ``settings`` say. ``on_closed``: the connection is gone for good. ``refused``
+        counts snapshots that cannot be read.
+        """
+        self._refused = RefusedMessages(asyncio.get_running_loop().time) if refused is None else refused
+        self.client: Client | None = None
+        """None until it is connected for the first time."""
+        self.reconnects = 0
+        self._settings = settings
+        self._name = name
+        self._login = login
+        self._listener = listener
+        self._on_closed = on_closed
+        self._on_reconnect = on_reconnect
+        self._watch: SnapshotWatch | None = None
+        self._is_closing = False
+
+    async def open(self) -> Client:
+        """Connect, however long that takes, and begin to watch. Raises `BusAuthorizationFailed`."""
+        while self.client is None:
+            try:
+                self.client = await connect_nats(
+                    self._settings,
+                    name=self._name,
+                    deadline_s=_CONNECT_ROUND_S,
+                    login=self._login,
+                    on_reconnect=self._reconnected,
+                    on_closed=self._closed,
+                )
+            except BusUnavailable as error:
+                _log.warning("nats_unavailable", reason=str(error))
+        subjects = Subjects(self._settings.subject_prefix)
+        self._watch = SnapshotWatch(self.client, subjects, self._listener, self._refused)
+        self._watch.start()
+        return self.client
+
+    async def close(self) -> None:
+        """Stop watching and disconnect."""
+        self._is_closing = True
+        if self._watch is not None:
+            await self._watch.close()
+        if self.client is not None and not self.client.is_closed:
+            await close_nats(self.client)
+
+    def _reconnected(self) -> None:
+        self.reconnects += 1
+        if self._watch is not None:
+            self._watch.reopen()
+        if self._on_reconnect is not None:
+            self._on_reconnect()
+
+    def _closed(self) -> None:
+        if not self._is_closing:
+            self._on_closed()

@@ -1,0 +1,156 @@
+"""What a process tells NATS of itself each time that it connects, and whether it has an identity of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, final
+
+import structlog
+
+from serve_common.errors import BusAuthorizationFailed
+from serve_common.identities.credentials import (
+    SEED_BYTES,
+    CredentialsFile,
+    CredentialsUnusable,
+    SigningKey,
+    UserIdentity,
+    mint_user,
+    parse_credentials_file,
+    sign_nonce,
+)
+from serve_common.nats.options import Login
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.settings import BusSettings
+
+_log = structlog.get_logger(__name__)
+
+LOST = (
+    "all processes of a role are one user of NATS: replicas can read and answer each other's requests, hosts and "
+    "proxies can report for others, and JetStream can be made to speak for others; see SECURITY.md"
+)
+_has_identity = False
+
+
+def declare_identity(settings: BusSettings) -> None:
+    """At the start of a service, once: warn of a plain user, and let `has_identity` know."""
+    global _has_identity  # noqa: PLW0603 - one for the process, as its metrics are
+    _has_identity = not settings.is_plain
+    if settings.is_plain:
+        _log.warning("bus_has_plain_users", user=settings.user, lost=LOST)
+
+
+def has_identity() -> bool:
+    """As the service has declared."""
+    return _has_identity
+
+
+OWN_LIFETIME_S: Final = 24 * 3600.0
+"""Of a user that the holder of a signing key makes for itself; it makes another in time."""
+
+
+def login_of(settings: BusSettings) -> Login | None:
+    """How to log in with ``settings``; None is their plain user and password."""
+    match settings.credentials:
+        case CredentialsFile(path):
+            return FileLogin(path)
+        case SigningKey() as key:
+            return MintingLogin(key)
+        case UserIdentity() as identity:
+            return HeldLogin(identity)
+        case None:
+            return None
+
+
+@final
+class FileLogin:
+    """By a file in NATS' format."""
+
+    def __init__(self, path: str) -> None:
+        """Read at each connect."""
+        self._path = path
+
+    def fields(self, nonce: str) -> dict[str, str]:
+        """See `Login`."""
+        try:
+            jwt, seed = parse_credentials_file(Path(self._path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeError, CredentialsUnusable) as error:
+            raise BusAuthorizationFailed(f"{self._path} cannot be used: {error}") from error
+        return {"jwt": jwt, "sig": sign_nonce(seed, nonce)}
+
+    def renew_in_s(self) -> float | None:
+        """See `Login`."""
+        return None
+
+
+@final
+class MintingLogin:
+    """By a user that is made for each connection."""
+
+    def __init__(self, key: SigningKey, lifetime_s: float = OWN_LIFETIME_S) -> None:
+        """Users are as the key names them."""
+        self._key = key
+        self._lifetime_s = lifetime_s
+
+    def fields(self, nonce: str) -> dict[str, str]:
+        """See `Login`."""
+        made = mint_now(self._key, self._key.name, lifetime_s=self._lifetime_s)
+        return {"jwt": made.jwt, "sig": sign_nonce(made.seed, nonce)}
+
+    def renew_in_s(self) -> float | None:
+        """See `Login`."""
+        return self._lifetime_s / 2
+
+
+@final
+class HeldLogin:
+    """By a user that somebody else made, and makes anew in time; shared by all connections of the process."""
+
+    def __init__(self, identity: UserIdentity) -> None:
+        self._lock = threading.Lock()
+        self._identity = identity
+        self._listeners: list[Callable[[], None]] = []
+
+    def fields(self, nonce: str) -> dict[str, str]:
+        """See `Login`."""
+        held = self._identity
+        return {"jwt": held.jwt, "sig": sign_nonce(held.seed, nonce)}
+
+    def renew_in_s(self) -> float | None:
+        """See `Login`: who replaces it says so."""
+        return None
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called, from any thread, when there is a newer one."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+    def replace(self, identity: UserIdentity) -> None:
+        """Connect with ``identity`` from now on, unless it is older than what is held; from any thread."""
+        with self._lock:
+            if identity.expires_at < self._identity.expires_at:
+                return
+            self._identity = identity
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
+
+
+def mint_now(key: SigningKey, name: str, *, tags: tuple[str, ...] = (), lifetime_s: float) -> UserIdentity:
+    """A user that is valid from now on."""
+    return mint_user(
+        key,
+        name,
+        tags=tags,
+        now=SystemClock().now(),
+        lifetime_s=lifetime_s,
+        random_bytes=os.urandom(SEED_BYTES),
+    )

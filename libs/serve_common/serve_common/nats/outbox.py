@@ -1,0 +1,273 @@
+"""How bytes leave on a link: gathered for one turn of the loop, written by more than its loop's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+from serve_common.nats.options import OutboundFull, PayloadTooLarge
+from serve_common.nats.protocol import CRLF, encode_hpub_line, encode_pub, encode_pub_line
+
+_PIECES_MAX: Final = 1024
+"""Of one system call, IOV_MAX."""
+
+
+@final
+class SharedSocket:
+    """Writes for any thread. Each piece of data is whole messages: those of two threads may come in any order."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        pending_bytes_max: int,
+        on_behind: Callable[[], None],
+    ) -> None:
+        """``on_behind`` is called on the loop when another thread has left something for `write_on_loop`.
+
+        ``transport`` is plain TCP and has written everything that it was given.
+        """
+        self._loop = loop
+        self._transport = transport
+        self._pending_bytes_max = pending_bytes_max
+        self._on_behind = on_behind
+        # A descriptor of its own: the transport's may be closed and given to something else at any moment.
+        self._descriptor = os.dup(transport.get_extra_info("socket").fileno())
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._is_behind = False
+        """The transport writes, until it has nothing left."""
+        self._is_held_back = False
+        self._rest: list[bytes] = []
+        """What the loop's thread has yet to give to the transport."""
+        self._rest_bytes = 0
+
+    def reader(self) -> socket.socket:
+        """The same connection for another thread to read from, which closes what it gets."""
+        return socket.socket(fileno=os.dup(self._descriptor))
+
+    def close(self) -> None:
+        """Write nothing any more."""
+        with self._lock:
+            self._is_closed = True
+
+    def shut_down(self) -> None:
+        """End the connection, whoever has descriptors of it. For when the transport is closed; may be called twice."""
+        with self._lock:
+            self._is_closed = True
+            if self._descriptor >= 0:
+                with socket.socket(fileno=self._descriptor) as own, contextlib.suppress(OSError):
+                    own.shutdown(socket.SHUT_RDWR)  # raises where the other end was faster
+                self._descriptor = -1
+
+    def is_readable(self) -> bool:
+        """Whether something has come that nobody has read yet; also when the connection has ended."""
+        with self._lock:
+            if self._descriptor < 0:
+                return False
+            look = select.poll()
+            look.register(self._descriptor, select.POLLIN)
+            return bool(look.poll(0))
+
+    def write(self, pieces: Sequence[bytes]) -> bool:
+        """Send ``pieces`` soon, from any thread. False when they will not be: it is closed, or too much waits."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            size_bytes = sum(map(len, pieces))
+            if self._is_behind:
+                if self._rest_bytes + size_bytes > self._pending_bytes_max:
+                    return False
+                self._leave(b"".join(pieces))
+                return True
+            written_bytes = self._try(pieces)
+            if written_bytes < size_bytes:
+                self._is_behind = True
+                self._leave(b"".join(pieces)[written_bytes:])
+            return True
+
+    def hold_back(self) -> None:
+        """Keep what other threads write, until `let_go`."""
+        with self._lock:
+            self._is_held_back = self._is_behind = True
+
+    def let_go(self) -> None:
+        """Write what was kept; on the loop's thread only."""
+        with self._lock:
+            self._is_held_back = False
+        self.write_on_loop([])
+
+    def write_on_loop(self, pieces: list[bytes]) -> None:
+        """Send ``pieces``, and what other threads have left; on the loop's thread only."""
+        with self._lock:
+            if self._is_held_back:
+                self._rest += pieces
+                self._rest_bytes += sum(map(len, pieces))
+                return
+            if self._is_behind:
+                pieces = [*self._rest, *pieces]
+                self._rest, self._rest_bytes = [], 0
+                if self._is_closed or self._transport.get_write_buffer_size():
+                    self._transport.writelines(pieces)
+                    return
+            written_bytes = self._try(pieces) if pieces else 0
+            left = b"" if written_bytes == sum(map(len, pieces)) else b"".join(pieces)[written_bytes:]
+            self._is_behind = bool(left)
+            if left:
+                self._transport.write(left)
+
+    def _leave(self, data: bytes) -> None:
+        if not self._rest:
+            self._loop.call_soon_threadsafe(self._on_behind)
+        self._rest.append(data)
+        self._rest_bytes += len(data)
+
+    def _try(self, pieces: Sequence[bytes]) -> int:
+        """How many bytes the socket took. None of a broken one: its transport finds that out and says so."""
+        try:
+            if len(pieces) == 1:
+                return os.write(self._descriptor, pieces[0])
+            return os.writev(self._descriptor, pieces[:_PIECES_MAX])
+        except OSError:
+            return 0
+
+
+_BATCH_BYTES_MAX: Final = 256 * 1024
+"""A batch this large is written at once: waiting for more would only hide that the server is slow."""
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Payloads up to this become one piece with their line: copying them costs less than handling three pieces."""
+_COPY_BYTES_MAX: Final = 32 * 1024
+"""Payloads up to this are copied into the batch's one buffer; larger ones are handed over as they are."""
+
+
+@final
+class Outbox:
+    """The batch of one link; its link says when it may be used."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pending_bytes_max: int) -> None:
+        """``pending_bytes_max`` limits what waits to be taken by the server."""
+        self.transport: asyncio.Transport | None = None
+        """Where the batch goes."""
+        self.shared: SharedSocket | None = None
+        """Where it goes instead, while other threads may write too."""
+        self.max_payload = 0
+        """Bytes of headers and payload that the server takes in one message."""
+        self._loop = loop
+        self._pending_bytes_max = pending_bytes_max
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._batch_room = 0
+        """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
+        self._is_batch_copied = True
+        self._is_held_back = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes written here that the operating system has not taken yet."""
+        assert self.transport is not None
+        return self._batch_bytes + self.transport.get_write_buffer_size()
+
+    def publish(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        """Put a message into this iteration's batch. Errors as for `BusConnection.publish`."""
+        size_bytes = len(payload)
+        if headers is not None or size_bytes > _SMALL_BYTES_MAX:
+            self._publish_in_pieces(subject, reply, payload, headers)
+            return
+        message = encode_pub(subject, reply, payload)
+        if size_bytes > self.max_payload:
+            raise self._too_large(size_bytes)
+        batch = self._batch
+        is_first = not batch
+        if is_first:
+            self._measure_room()
+        total_bytes = self._batch_bytes + len(message)
+        if total_bytes > self._batch_room:
+            raise self._full()
+        if is_first:
+            self._loop.call_soon(self.flush)
+        batch.append(message)
+        self._batch_bytes = total_bytes
+        if total_bytes >= _BATCH_BYTES_MAX:
+            self.flush()
+
+    def write(self, line: bytes) -> None:
+        """Put a line of the protocol into this iteration's batch, whatever waits already."""
+        if not self._batch:
+            self._measure_room()
+        self._append((line,), len(line))
+
+    def flush(self) -> None:
+        """Hand the batch to the socket now."""
+        if not self._batch or self.transport is None or self._is_held_back:
+            return
+        pieces, is_copied = self._batch, self._is_batch_copied
+        self._batch, self._batch_bytes, self._is_batch_copied = [], 0, True
+        if self.shared is not None:
+            self.shared.write_on_loop([b"".join(pieces)] if is_copied and len(pieces) > 1 else pieces)
+        elif is_copied:
+            self.transport.write(b"".join(pieces) if len(pieces) > 1 else pieces[0])
+        else:
+            self.transport.writelines(pieces)
+
+    def hold_back(self) -> None:
+        """Keep everything that is not written yet, until `let_go`."""
+        self.flush()
+        self._is_held_back = True
+        if self.shared is not None:
+            self.shared.hold_back()
+
+    def let_go(self) -> None:
+        """Write what was kept."""
+        self._is_held_back = False
+        if self.shared is not None:
+            self.shared.let_go()
+        self.flush()
+
+    def clear(self) -> None:
+        """Forget what was not sent."""
+        self._batch.clear()
+        self._batch_bytes = 0
+
+    def _publish_in_pieces(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        size_bytes = len(payload)
+        if headers is None:
+            line = encode_pub_line(subject, reply, size_bytes)
+            pieces: tuple[bytes, ...] = (line, payload, CRLF)
+        else:
+            line = encode_hpub_line(subject, reply, len(headers), size_bytes)
+            size_bytes += len(headers)
+            pieces = (line, headers, payload, CRLF)
+        if size_bytes > self.max_payload:
+            raise self._too_large(size_bytes)
+        if not self._batch:
+            self._measure_room()
+        if self._batch_bytes + size_bytes > self._batch_room:
+            raise self._full()
+        if size_bytes > _COPY_BYTES_MAX:
+            self._is_batch_copied = False
+        self._append(pieces, len(line) + size_bytes + 2)
+
+    def _too_large(self, size_bytes: int) -> PayloadTooLarge:
+        return PayloadTooLarge(f"message of {size_bytes} bytes: the server takes at most {self.max_payload}")
+
+    def _full(self) -> OutboundFull:
+        return OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
+
+    def _measure_room(self) -> None:
+        # At a batch's beginning: what waits below only shrinks until it leaves, and asking for each message is dear.
+        assert self.transport is not None
+        self._batch_room = self._pending_bytes_max - self.transport.get_write_buffer_size()
+
+    def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
+        if not self._batch:
+            self._loop.call_soon(self.flush)
+        self._batch += pieces
+        self._batch_bytes += size_bytes
+        if self._batch_bytes >= _BATCH_BYTES_MAX:
+            self.flush()

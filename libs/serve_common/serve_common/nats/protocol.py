@@ -1,0 +1,364 @@
+"""The NATS client protocol, as much as the data plane needs: words, headers, and a parser of what servers write.
+
+Source: https://docs.nats.io/reference/reference-protocols/nats-protocol
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Final, NoReturn
+
+import msgspec
+
+from serve_common.nats.options import InvalidSubject, ProtocolError
+
+NO_RESPONDERS_STATUS: Final = 503
+_VERSION: Final = b"NATS/1.0"
+
+
+def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
+    """The header block; a key may come more than once. Raises ProtocolError where it would break."""
+    lines = [_VERSION]
+    for key, value in headers:
+        is_key_good = key.isascii() and key.isprintable() and key and ":" not in key and " " not in key
+        if not is_key_good:
+            raise ProtocolError(f"header key {key!r}: it must be printable ASCII without ':' and blanks")
+        if "\r" in value or "\n" in value:
+            raise ProtocolError(f"header {key!r}: its value has a line break")
+        lines.append(f"{key}: {value.strip(' ')}".encode())
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def parse_headers(block: bytes) -> list[tuple[str, str]]:
+    """Keys and values in order, values without surrounding blanks; bytes that are no UTF-8 become U+FFFD.
+
+    Raises ProtocolError when the block is none.
+    """
+    if not block.startswith(_VERSION) or not block.endswith(b"\r\n\r\n"):
+        raise ProtocolError(f"headers must begin with NATS/1.0 and end with an empty line: {block[:80]!r}")
+    headers: list[tuple[str, str]] = []
+    for line in block[:-4].split(b"\r\n")[1:]:
+        key, colon, value = line.partition(b":")
+        if not key or not colon:
+            raise ProtocolError(f"header line without key and colon: {line[:80]!r}")
+        headers.append((key.decode("utf-8", "replace"), value.strip(b" ").decode("utf-8", "replace")))
+    return headers
+
+
+def status_of(block: bytes) -> int | None:
+    """The status code in the first line of a header block; None when it has none."""
+    first_line = block.partition(b"\r\n")[0]
+    words = first_line.split(b" ", 2)
+    if len(words) < 2 or words[0] != _VERSION or len(words[1]) != 3 or not words[1].isdigit():
+        return None
+    return int(words[1])
+
+
+def says_no_responders(block: bytes) -> bool:
+    """True when the server answers in place of a subscriber, because there is none."""
+    return status_of(block) == NO_RESPONDERS_STATUS
+
+
+CLIENT_LINE_BYTES_MAX: Final = 4096
+"""Servers drop a client that writes a longer line."""
+SUBJECT_BYTES_MAX: Final = 255
+
+CRLF: Final = b"\r\n"
+PING: Final = b"PING\r\n"
+PONG: Final = b"PONG\r\n"
+_WORD_BREAKS: Final = b" \t\r\n\x00"
+_WORDS_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX - 64
+_CONTROL_BYTES: Final = bytes(range(33)) + b"\x7f"
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """MSG or HMSG: a message for the subscription `sid`. `reply` is empty when no answer is expected."""
+
+    subject: bytes
+    sid: int
+    reply: bytes
+    payload: bytes
+    headers: bytes | None = None
+
+
+class Greeting(msgspec.Struct, frozen=True):
+    """INFO: what the server says about itself, at first and again when it changes. Sizes in bytes."""
+
+    server_id: str = ""
+    max_payload: int = 1024 * 1024
+    tls_required: bool = False
+    tls_available: bool = False
+    lame_duck: bool = msgspec.field(default=False, name="ldm")
+    nonce: str = ""
+    """To be signed by who logs in with a key."""
+
+
+class ServerError(msgspec.Struct, frozen=True):
+    """-ERR: the server refused something; `text` comes without its quotes."""
+
+    text: str
+
+    @property
+    def is_permission_violation(self) -> bool:
+        """One publish or subscription was refused; the connection goes on."""
+        return self.text.lower().startswith("permissions violation")
+
+    @property
+    def is_authorization_failure(self) -> bool:
+        """The server does not let this user in (any more). Who only took too long to say its name, or whose token has
+        expired since, may try again."""
+        words = self.text.lower()
+        may_try_again = "timeout" in words or "expired" in words
+        return not self.is_permission_violation and not may_try_again and "auth" in words
+
+
+class Signal(enum.Enum):
+    """The verbs that carry nothing."""
+
+    PING = "PING"
+    PONG = "PONG"
+    OK = "+OK"
+
+
+ServerOp = Message | Greeting | ServerError | Signal
+
+
+def encode_connect(*, name: str, login: Mapping[str, str], tls_required: bool = False) -> bytes:
+    """The CONNECT line; ``login`` has the fields that say who connects."""
+    options: dict[str, str | int | bool] = {
+        "verbose": False,
+        "pedantic": False,
+        "tls_required": tls_required,
+        "headers": True,
+        "no_responders": True,
+        "echo": True,
+        "lang": "python",
+        "version": "0.1.0",
+        "name": name,
+        # 1 asks for INFO while connected, which is how a lame duck makes itself known
+        "protocol": 1,
+        **login,
+    }
+    return b"CONNECT " + msgspec.json.encode(options) + CRLF
+
+
+def encode_pub(subject: bytes, reply: bytes, payload: bytes) -> bytes:
+    """A whole PUB with its payload, which is copied: for small ones. Else as `encode_pub_line`."""
+    words = subject + reply
+    length = len(words)
+    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
+        _refuse_words(subject, reply)
+    if reply:
+        return b"PUB %b %b %d\r\n%b\r\n" % (subject, reply, len(payload), payload)
+    return b"PUB %b %d\r\n%b\r\n" % (subject, len(payload), payload)
+
+
+def encode_pub_line(subject: bytes, reply: bytes, payload_bytes: int) -> bytes:
+    """The PUB line; the payload and a CRLF must follow it (so that a large payload need not be copied).
+
+    `reply` may be empty. Raises InvalidSubject where the words would not reach the server as they are.
+    """
+    _check_words(subject, reply)
+    if reply:
+        return b"PUB %b %b %d\r\n" % (subject, reply, payload_bytes)
+    return b"PUB %b %d\r\n" % (subject, payload_bytes)
+
+
+def encode_hpub_line(subject: bytes, reply: bytes, headers_bytes: int, payload_bytes: int) -> bytes:
+    """The HPUB line; headers, payload and a CRLF must follow it. Else as `encode_pub_line`."""
+    _check_words(subject, reply)
+    total_bytes = headers_bytes + payload_bytes
+    if reply:
+        return b"HPUB %b %b %d %d\r\n" % (subject, reply, headers_bytes, total_bytes)
+    return b"HPUB %b %d %d\r\n" % (subject, headers_bytes, total_bytes)
+
+
+def encode_sub(subject: bytes, queue: bytes, sid: int) -> bytes:
+    """The SUB line; `queue` may be empty. Raises InvalidSubject for a bad pattern or queue name."""
+    check_subject(subject, may_have_wildcards=True)
+    if not queue:
+        return b"SUB %b %d\r\n" % (subject, sid)
+    check_subject(queue)
+    return b"SUB %b %b %d\r\n" % (subject, queue, sid)
+
+
+def encode_unsub(sid: int) -> bytes:
+    """The UNSUB line; takes effect at once."""
+    return b"UNSUB %d\r\n" % sid
+
+
+def check_subject(subject: bytes, *, may_have_wildcards: bool = False) -> bytes:
+    """Return `subject` when it is 1 to 255 bytes of non-empty tokens without blanks or control characters.
+
+    Wildcards `*` (a whole token) and `>` (the last token) pass only where `may_have_wildcards`.
+    Raises InvalidSubject, which says what is wrong.
+    """
+    if not 1 <= len(subject) <= SUBJECT_BYTES_MAX:
+        raise InvalidSubject(f"subject of {len(subject)} bytes: it must have 1 to {SUBJECT_BYTES_MAX}")
+    if subject.translate(None, _CONTROL_BYTES) != subject:
+        raise InvalidSubject(f"subject {subject!r} has a blank or a control character")
+    tokens = subject.split(b".")
+    if b"" in tokens:
+        raise InvalidSubject(f"subject {subject!r} has an empty token")
+    if not may_have_wildcards and (b"*" in tokens or b">" in tokens):
+        raise InvalidSubject(f"subject {subject!r} has a wildcard where none is allowed")
+    if b">" in tokens[:-1]:
+        raise InvalidSubject(f"subject {subject!r} has '>' before its last token")
+    return subject
+
+
+def _check_words(subject: bytes, reply: bytes) -> None:
+    words = subject + reply
+    length = len(words)
+    if not subject or length > _WORDS_BYTES_MAX or len(words.translate(None, _WORD_BREAKS)) != length:
+        _refuse_words(subject, reply)
+
+
+def _refuse_words(subject: bytes, reply: bytes) -> NoReturn:
+    length = len(subject) + len(reply)
+    if length > _WORDS_BYTES_MAX:
+        raise InvalidSubject(f"subject and reply of {length} bytes: too long for one line")
+    raise InvalidSubject(f"subject {subject!r}, reply {reply!r}: each must be one word")
+
+
+SERVER_LINE_BYTES_MAX: Final = CLIENT_LINE_BYTES_MAX + 256
+"""A server's own line repeats a client's words and adds an id, a size or an error's text."""
+GREETING_BYTES_MAX: Final = 32 * 1024
+PAYLOAD_BYTES_MAX: Final = 64 * 1024 * 1024
+"""No NATS server can be configured above this."""
+
+_CR: Final = 13
+_MESSAGE_VERBS: Final = frozenset((b"MSG", b"HMSG"))
+_SMALL_NUMBERS: Final = {b"%d" % number: number for number in range(2048)}
+"""Ids and sizes as nearly all lines have them: looking one up is a third of checking and reading it."""
+_SIGNALS: Final = {signal.value.encode(): signal for signal in Signal}
+_greeting_decoder = msgspec.json.Decoder(Greeting)
+
+
+class Parser:
+    """Turns the server's bytes, cut anywhere, into values. Keeps at most one incomplete value."""
+
+    __slots__ = ("_kept", "_kept_bytes", "_needed_bytes", "_payload_bytes_max")
+
+    def __init__(self, *, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+        """`payload_bytes_max` counts headers and payload of one message together."""
+        self._payload_bytes_max = payload_bytes_max
+        # A large payload arrives in many pieces: they are joined once, when the last one is there.
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._needed_bytes = 0
+
+    def feed(self, data: bytes) -> list[ServerOp]:
+        """The values that `data` completes, in order.
+
+        Raises ProtocolError, which names the verb and what is wrong; the parser must not be used after that.
+        """
+        if self._kept:
+            self._kept.append(data)
+            self._kept_bytes += len(data)
+            if self._kept_bytes < self._needed_bytes:
+                return []
+            data = b"".join(self._kept)
+            self._kept.clear()
+        ops: list[ServerOp] = []
+        at, end = 0, len(data)
+        while at < end:
+            # Looking for one byte is three times as fast as looking for two.
+            line_end = data.find(b"\n", at) - 1
+            if line_end < at or data[line_end] != _CR:
+                line_end = data.find(CRLF, at)
+                if line_end < 0:
+                    _check_line_length(data, at, end - 1)
+                    self._keep(data, at, end - at + 1)
+                    break
+            if line_end - at > SERVER_LINE_BYTES_MAX:
+                _check_line_length(data, at, line_end)
+            words = data[at:line_end].split(b" ")
+            if words[0] not in _MESSAGE_VERBS:
+                ops.append(_decode_line(data[at:line_end]))
+                at = line_end + 2
+                continue
+            subject, sid, reply, headers_bytes, total_bytes = _decode_message(words)
+            if total_bytes > self._payload_bytes_max:
+                raise ProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
+            body = line_end + 2
+            body_end = body + total_bytes
+            at_next = body_end + 2
+            if at_next > end:
+                self._keep(data, at, at_next - at)
+                break
+            if data[body_end:at_next] != CRLF:
+                raise ProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
+            if headers_bytes < 0:
+                ops.append(Message(subject, sid, reply, data[body:body_end]))
+            else:
+                split = body + headers_bytes
+                ops.append(Message(subject, sid, reply, data[split:body_end], data[body:split]))
+            at = at_next
+        return ops
+
+    def _keep(self, data: bytes, at: int, needed_bytes: int) -> None:
+        rest = data[at:]
+        self._kept.append(rest)
+        self._kept_bytes = len(rest)
+        self._needed_bytes = needed_bytes
+
+
+def _check_line_length(data: bytes, at: int, line_end: int) -> None:
+    length = line_end - at
+    if length > SERVER_LINE_BYTES_MAX:
+        limit = GREETING_BYTES_MAX if data.startswith(b"INFO ", at) else SERVER_LINE_BYTES_MAX
+        if length > limit:
+            verb = data[at : at + 8].split(b" ")[0]
+            raise ProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
+
+
+def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
+    """Subject, sid, reply, size of the headers (-1: a MSG has none) and size of headers and payload."""
+    if words[0] == b"MSG":
+        if len(words) == 5:
+            _, subject, sid, reply, size = words
+        elif len(words) == 4:
+            _, subject, sid, size = words
+            reply = b""
+        else:
+            raise ProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
+        try:
+            return subject, _SMALL_NUMBERS[sid], reply, -1, _SMALL_NUMBERS[size]
+        except KeyError:
+            return subject, _number(words, sid), reply, -1, _number(words, size)
+    if not 5 <= len(words) <= 6:
+        raise ProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
+    reply = words[3] if len(words) == 6 else b""
+    headers_bytes, total_bytes = _number(words, words[-2]), _number(words, words[-1])
+    if headers_bytes > total_bytes:
+        raise ProtocolError(f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}")
+    return words[1], _number(words, words[2]), reply, headers_bytes, total_bytes
+
+
+def _decode_line(line: bytes) -> ServerOp:
+    signal = _SIGNALS.get(line)
+    if signal is not None:
+        return signal
+    verb, _, rest = line.partition(b" ")
+    if verb == b"INFO":
+        try:
+            return _greeting_decoder.decode(rest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"INFO cannot be read: {error}") from error
+    if verb == b"-ERR":
+        return ServerError(rest.decode("utf-8", "replace").strip().strip("'"))
+    if verb in _SIGNALS:
+        raise ProtocolError(f"{verb.decode()} stands alone: {line[:200]!r}")
+    raise ProtocolError(f"unknown verb {verb[:32]!r}")
+
+
+def _number(words: list[bytes], word: bytes) -> int:
+    if word.isdigit() and len(word) <= 19:
+        return int(word)
+    raise ProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
+
+
+def _shown(words: list[bytes]) -> str:
+    return repr(b" ".join(words)[:200])

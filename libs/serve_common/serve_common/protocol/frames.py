@@ -1,0 +1,239 @@
+"""Data-plane frames: what a router and a replica process say to each other about one request.
+
+Why our own: a compact head plus the raw body costs one small allocation and no copy of the body's text form. A frame
+is ``head length (2 bytes, big endian) + head + body``; the head is a msgpack array whose first element tells its kind.
+
+The protocol. A router publishes a `RequestHead` on the replica's subject; the message's reply subject *is* the
+request's identity, and all answers go there. The body of a small request travels in that first frame; a larger one, or
+one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_payload``. Either side sends at most
+`WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
+first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
+router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request:
+one that works on it says `AliveHead` where that is wanted, one that has answered it lately says the answer again,
+others answer `RefusedHead`.
+
+Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
+``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
+`CallHead.stream` is set, a stream of items, each a pickled value after its length (4 bytes, big endian); an
+`ErrorHead`'s body is a `Raised` in msgpack when the user's code raised. ``WEBSOCKET``: the replica accepts with
+``ResponseHead(status=101)`` or refuses with any other status; then messages go both ways as `MessageHead` frames, each
+direction with a window of its own of `WINDOW_MESSAGES` frames, until one side sends `CloseHead` or the router
+`CancelHead` (the client is gone without a word).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from serve_common.protocol.decoding import UNREADABLE, Count, Seconds
+
+FRAME_BODY_BYTES_MAX: Final = 128 * 1024
+"""Of one frame's body. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for what is larger than
+the buffers on its way is gathered and copied once more each time; at 64 KiB the frames themselves begin to cost."""
+WINDOW_FRAMES: Final = 16
+"""Body frames under way without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
+CREDIT_FRAMES: Final = WINDOW_FRAMES // 4
+"""Credit is best given for so many frames at once: the window never runs dry, and most of the messages are saved."""
+WINDOW_MESSAGES: Final = 32
+"""Frames of WebSocket messages under way in one direction without credit."""
+HEAD_BYTES_MAX: Final = 0xFFFF
+UNKNOWN_BYTES: Final = -1
+"""`RequestHead.body_bytes` of a body whose end is not known yet."""
+
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case, as HTTP/2 and ASGI have them; values as they were sent. Repeats are kept, in order."""
+
+
+Status = Annotated[int, Meta(ge=100, le=999)]
+"""Of HTTP: three digits."""
+
+
+class Kind(IntEnum):
+    """What a request is; see the module's text."""
+
+    HTTP = 0
+    CALL = 1
+    PYTHON = 2
+    WEBSOCKET = 3
+
+
+class CallHead(msgspec.Struct, frozen=True, array_like=True):
+    """What only some requests carry."""
+
+    method_name: str = ""
+    """Of the user's object; empty means ``__call__``."""
+    model_id: str = ""
+    """The multiplexed model that the request is for."""
+    stream: bool = False
+    """The answer is wanted as a stream of items."""
+    is_pickled: bool = True
+    """Of PYTHON: False when the body is msgpack ``[args, kwargs]`` and the answer is to be msgpack."""
+
+
+class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
+    """Opens a request."""
+
+    kind: Kind
+    method: str
+    path: str
+    """Path as the client sent it, percent-encoding kept."""
+    route: str
+    """The prefix that matched; ASGI's root_path."""
+    query: str
+    headers: Headers
+    timeout_s: Seconds
+    """What is left of the deadline, for the answer to begin, when the frame is sent."""
+    body_bytes: Annotated[int, Meta(ge=UNKNOWN_BYTES, le=2**53)]
+    """Of the whole body, or `UNKNOWN_BYTES`: then it ends with the frame that says so."""
+    endpoint_tag: str
+    request_id: str
+    traceparent: str = ""
+    client: str = ""
+    """Address of the client as ``host:port``; empty when there is none."""
+    scheme: str = "http"
+    """By which the client came: ``http``, ``https``, ``ws`` or ``wss``."""
+    call: CallHead | None = None
+    patient: bool = False
+    """A replica that is full may keep it until it has a slot, in the order of arrival, instead of refusing it."""
+
+
+class BodyHead(msgspec.Struct, frozen=True, array_like=True, tag="B"):
+    """A further piece of a body, in either direction; ``sequence`` counts from 1 (the first piece is 0)."""
+
+    sequence: Count
+    last: bool
+
+
+class CreditHead(msgspec.Struct, frozen=True, array_like=True, tag="C"):
+    """Allows the other side ``frames`` more body frames."""
+
+    frames: int
+    number: int = 0
+    """Of this sender's credits, so that no two of them are equal: a bus connection that moves to a newer link drops
+    what comes by both."""
+
+
+class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):
+    """The caller is gone or waits no longer; no answer is wanted."""
+
+
+class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
+    """Do you still know this request?"""
+
+    age_s: Seconds = 0.0
+    """How long ago it was sent; 0 does not say."""
+    wants_sign: bool = False
+    """A replica that knows it should say `AliveHead`; routers of former versions do not know that one."""
+
+
+class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
+    """The replica's process is well and knows the request; what takes so long is the user's code, or its turn."""
+
+
+class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
+    """Opens the answer. ``last`` says that the body in this frame is the whole body."""
+
+    status: Status
+    headers: Headers
+    last: bool
+    in_flight: int
+    """Requests that the replica works on, this one no longer included."""
+
+
+class RefusedHead(msgspec.Struct, frozen=True, array_like=True, tag="N"):
+    """The request was not begun. ``reason``: ``busy``, ``draining``; as the answer to a probe ``never_begun`` (it did
+    not arrive, and will not be begun if it does) or ``unknown`` (it may have ended, and its answer is not kept)."""
+
+    reason: str
+    in_flight: int
+
+
+class ErrorHead(msgspec.Struct, frozen=True, array_like=True, tag="E"):
+    """The request failed; ``error_code`` is one of serve_common.errors, ``status`` its HTTP status."""
+
+    error_code: str
+    status: Status
+    message: str
+    in_flight: int
+
+
+class Raised(msgspec.Struct, frozen=True, array_like=True):
+    """What the user's code raised: the body of a PYTHON request's `ErrorHead`."""
+
+    pickled: bytes
+    """The exception; empty when it cannot be pickled or the caller does not take pickles."""
+    traceback: str
+    """From the user's first frame on, as the replica saw it."""
+
+
+class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):
+    """A WebSocket message, or a piece of one; ``sequence`` counts a direction's frames from 1."""
+
+    sequence: Count
+    is_text: bool
+    last: bool
+    """This frame ends the message."""
+
+
+class CloseHead(msgspec.Struct, frozen=True, array_like=True, tag="W"):
+    """Ends a WebSocket: with the peer's close code (RFC 6455, 7.4) and reason."""
+
+    code: Annotated[int, Meta(ge=0, le=65_535)]
+    reason: str
+
+
+Head = (
+    RequestHead
+    | BodyHead
+    | CreditHead
+    | CancelHead
+    | ProbeHead
+    | AliveHead
+    | ResponseHead
+    | RefusedHead
+    | ErrorHead
+    | MessageHead
+    | CloseHead
+)
+
+
+class FrameUnreadable(ValueError):
+    """A frame that no version of this protocol can have sent; the message says what is wrong."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Head] = msgspec.msgpack.Decoder(Head)
+
+
+def encode_frame(head: Head, body: bytes | memoryview = b"") -> bytes:
+    """The frame's bytes. Raises `FrameUnreadable` when the head is larger than `HEAD_BYTES_MAX`."""
+    encoded = _encoder.encode(head)
+    if len(encoded) > HEAD_BYTES_MAX:
+        raise FrameUnreadable(
+            f"a head of {len(encoded)} bytes exceeds {HEAD_BYTES_MAX}; are the headers too large?"
+        )
+    return b"".join((len(encoded).to_bytes(2, "big"), encoded, body))
+
+
+def decode_frame(frame: bytes) -> tuple[Head, memoryview]:
+    """The head and the body (a view into ``frame``). Raises `FrameUnreadable`."""
+    if len(frame) < 2:
+        raise FrameUnreadable(f"a frame of {len(frame)} bytes is too short")
+    end = 2 + int.from_bytes(frame[:2], "big")
+    if end > len(frame):
+        raise FrameUnreadable(f"the head ends at {end}, the frame at {len(frame)}")
+    view = memoryview(frame)
+    try:
+        return _decoder.decode(view[2:end]), view[end:]
+    except UNREADABLE as error:
+        raise FrameUnreadable(f"the head is not understood: {error}") from error
+
+
+def split_body(body: bytes) -> list[memoryview]:
+    """``body`` in pieces of at most `FRAME_BODY_BYTES_MAX`; an empty body is one empty piece."""
+    view = memoryview(body)
+    return [view[at : at + FRAME_BODY_BYTES_MAX] for at in range(0, max(len(body), 1), FRAME_BODY_BYTES_MAX)]

@@ -1,0 +1,87 @@
+"""What routers need, one value per bucket key: the content of the key-value bucket.
+
+Why so small: a subscriber takes only the keys it needs, and one change writes one key, however many others
+exist. The bucket is a cache; Postgres holds the same values and refills it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from serve_common.config.backend import BackpressureConfig, CircuitBreaker, OutlierEjection, ReplicaPolicyName
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.names import BackendTag, EndpointTag, ReplicaTag
+from serve_common.protocol.decoding import Amount, Count
+
+_REPLICAS_MAX = 100_000
+_BACKENDS_MAX = 10_000
+
+
+class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint", omit_defaults=True):
+    """How requests reach an endpoint and where they go."""
+
+    endpoint_tag: EndpointTag
+    route: str | None
+    """Path prefix without a slash at its end (except ``/``); None is headless."""
+    methods: list[str]
+    traffic: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)]
+    """Weight of each backend; the sum is 1."""
+    shadows: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)] = {}
+    """Proportion of requests, 0 to 1, that is copied to each of these backends; their answers are dropped."""
+    options: EndpointOptions = EndpointOptions()
+
+
+class BackendProtection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How routers choose among a backend's replicas and what they do when it fails; fields as in `BackendConfig`."""
+
+    replica_policy: ReplicaPolicyName = ReplicaPolicyName.POWER_OF_TWO_CHOICES
+    packing_num: Count = 3
+    backpressure_config: BackpressureConfig = BackpressureConfig()
+    outlier_ejection: OutlierEjection = OutlierEjection()
+    retry_budget_percent: Amount = 20.0
+    circuit_breaker: CircuitBreaker = CircuitBreaker()
+
+
+class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", omit_defaults=True):
+    """Which replicas serve a backend, and its limits."""
+
+    backend_tag: BackendTag
+    replicas: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
+    """May be sent new requests."""
+    draining: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
+    """Still answer what they have, take nothing new. A replica in neither list is dead or gone."""
+    max_concurrent_queries: Count
+    max_queued_requests: Count
+    protection: BackendProtection = BackendProtection()
+    can_wake: bool = False
+    """It was scaled to zero: a request that waits for it should wake it (`wires.wake`)."""
+    is_stopped: bool = False
+    """A user wants no replica, so nobody will answer until that changes: requests are refused at once."""
+    code_versions: dict[ReplicaTag, Count] = {}
+    """Of each replica while more than one version runs; empty when all run the same one."""
+
+
+class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http"):
+    """What proxies apply to every request; changes while they run."""
+
+    options: HttpOptions
+
+
+SnapshotContent = EndpointSnapshot | BackendSnapshot | HttpSnapshot
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One key's value with its place in the order of all changes."""
+
+    snapshot_id: Count
+    """Durable, rises with every change of any key."""
+    epoch: Count
+    """Of the leader that recorded it. A router refuses a value whose snapshot_id is lower than it has."""
+    content: SnapshotContent | None
+    """None: the endpoint or backend is gone. Kept in the bucket, so that a late value cannot revive it."""
+    voids_below: int = 0
+    """Whatever a router holds with a lower snapshot_id is gone, though no tombstone says so: the store was restored to
+    an earlier state, and what is still there was published anew, before this. Said by the HTTP key."""

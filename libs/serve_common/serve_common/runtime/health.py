@@ -1,0 +1,164 @@
+"""Whether this process works: its loop turns, and how late; and the bus answers it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, final
+
+from serve_common.errors import BusUnavailable
+from serve_common.runtime.tasks import raise_if_cancelled
+from serve_common.telemetry.catalogue.services import LOOP_LAG
+from serve_common.telemetry.metrics import Observations
+
+EVERY_S: Final = 0.25
+
+
+@final
+class LoopLag:
+    """Measures the loop on which `run` runs."""
+
+    def __init__(self) -> None:
+        self.observations: Final = Observations(LOOP_LAG.buckets)
+        """Seconds; read by other threads, which may miss the newest one."""
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        now = asyncio.get_running_loop().time
+        while True:
+            due_at = now() + EVERY_S
+            await asyncio.sleep(EVERY_S)
+            self.observations.observe(max(0.0, now() - due_at))
+
+
+@final
+class OtherLoopsLag:
+    """Measures a loop that runs in another thread, and costs it one callback each time."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        observe: Callable[[float], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``observe`` takes seconds, in the thread of ``loop``."""
+        self._loop = loop
+        self._observe = observe
+        self._now = now
+        self._asked_at: float | None = None
+
+    def ask(self) -> None:
+        """Measure, unless the last measuring has not come to its end. Raises RuntimeError when the loop is closed."""
+        if self._asked_at is None:
+            self._asked_at = self._now()
+            self._loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        asked_at, self._asked_at = self._asked_at, None
+        if asked_at is not None:
+            self._observe(self._now() - asked_at)
+
+
+WhyNot = Callable[[], str | None]
+"""None when all is well, otherwise why not. Asked by another thread than the loop's, so it only reads."""
+
+_BEATS: Final = 8
+"""How often within the time after which something counts as dead it is looked at."""
+_BEAT_MAX_S: Final = 2.0
+
+
+@final
+class Heartbeat:
+    """Notes again and again that the loop on which `run` runs turns."""
+
+    def __init__(self, stuck_after_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """After ``stuck_after_s`` seconds without a turn the loop counts as stuck."""
+        self._stuck_after_s = stuck_after_s
+        self._now = now
+        self._turned_at = now()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        every_s = min(self._stuck_after_s / _BEATS, _BEAT_MAX_S)
+        while True:
+            self._turned_at = self._now()
+            await asyncio.sleep(every_s)
+
+    def why_not_healthy(self) -> str | None:
+        """Callable from any thread."""
+        still_s = self._now() - self._turned_at
+        return f"the loop has not turned for {still_s:.1f} s" if still_s >= self._stuck_after_s else None
+
+
+@final
+class BusPulse:
+    """Pings one connection to NATS, beside the pings of its own, and notes when no answer comes.
+
+    The connection's own pings end a silent connection sooner than this complains. So this speaks only when that
+    machinery itself is broken, such as a reader that has ended while the connection counts as connected.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        is_connected: Callable[[], bool],
+        ping: Callable[[float], Awaitable[None]],
+        silent_after_s: float,
+        is_closed: Callable[[], bool] = lambda: False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``ping`` returns when NATS has answered and raises `BusUnavailable` after as many seconds as it is told.
+
+        ``is_closed``: the connection never comes back by itself.
+        """
+        self._name = name
+        self._is_connected = is_connected
+        self._is_closed = is_closed
+        self._ping = ping
+        self._silent_after_s = silent_after_s
+        self._now = now
+        self._unanswered_since: float | None = None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        every_s = min(self._silent_after_s / _BEATS, _BEAT_MAX_S)
+        while True:
+            await self._look(every_s)
+            raise_if_cancelled()
+            await asyncio.sleep(every_s)
+
+    def why_not_healthy(self) -> str | None:
+        """Callable from any thread."""
+        if self._is_closed():
+            return f"{self._name}: the connection to NATS is closed for good"
+        since = self._unanswered_since
+        silent_s = 0.0 if since is None else self._now() - since
+        if silent_s < self._silent_after_s:
+            return None
+        return f"{self._name}: connected to NATS, which has not answered a ping for {silent_s:.1f} s"
+
+    async def _look(self, within_s: float) -> None:
+        if not self._is_connected():
+            self._unanswered_since = None
+            return
+        begun_at = self._now()
+        try:
+            await self._ping(within_s)
+        except BusUnavailable:
+            if not self._is_connected():
+                self._unanswered_since = None
+            elif self._unanswered_since is None:
+                self._unanswered_since = begun_at
+        else:
+            self._unanswered_since = None
+
+
+def first_reason(*whys: WhyNot) -> WhyNot:
+    """One that gives the first reason that any of ``whys`` gives."""
+
+    def why_not() -> str | None:
+        return next((reason for why in whys if (reason := why()) is not None), None)
+
+    return why_not

@@ -1,0 +1,390 @@
+"""The operations port of a process (`/metrics`, `/healthz`, `/readyz`), and the metrics that every process has."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import Final, Protocol, final
+
+import structlog
+from aiohttp import web
+from nats.aio.client import Client
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.metrics_core import Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from serve_common.nats.login import has_identity
+from serve_common.runtime.health import Heartbeat, LoopLag, WhyNot
+from serve_common.runtime.settings import OperationsSettings
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.runtime.threads import LoopThread
+from serve_common.telemetry.catalogue import MetricKind, MetricSpec
+from serve_common.telemetry.catalogue.services import (
+    BUS_CONNECTED,
+    BUS_IDENTITIES,
+    LOG_LINES_DROPPED,
+    LOOP_LAG,
+    REFUSED_MESSAGES,
+    SPANS_DROPPED,
+)
+from serve_common.telemetry.log_lines import RefusedMessages, dropped_lines
+from serve_common.telemetry.metrics import Observations
+from serve_common.telemetry.otlp import OpenTracing, SpanCounts
+
+_WILDCARDS: Final = frozenset({"", "*", "0.0.0.0", "::", "0:0:0:0:0:0:0:0"})  # noqa: S104 - compared with, not bound
+
+
+def metrics_url(settings: OperationsSettings, port: int, local_host: str | None) -> str:
+    """The URL of the page; empty while the address is not known.
+
+    Its host is what was configured, else the address that is bound to, else ``local_host``: this side's address of
+    a connection to NATS, on which the controller is found too. ``port`` is the one really listened on.
+    """
+    host, advertised_port = split_advertised(settings.advertise)
+    if not host:
+        host = settings.host if _is_one_address(settings.host) else local_host or ""
+    if not host:
+        return ""
+    return f"http://{f'[{host}]' if ':' in host else host}:{advertised_port or port}/metrics"
+
+
+def advertised_for_children(settings: OperationsSettings, port: int) -> str:
+    """What children of this process must be told, so that they tell of its page instead of their own."""
+    host, advertised_port = split_advertised(settings.advertise)
+    if not host and _is_one_address(settings.host):
+        host = settings.host
+    return f"{f'[{host}]' if ':' in host else host}:{advertised_port or port}"
+
+
+def _is_one_address(host: str) -> bool:
+    return host not in _WILDCARDS and "," not in host
+
+
+def split_advertised(text: str) -> tuple[str, int | None]:
+    """Host and port of ``host``, ``host:port``, ``:port``, or of an IPv6 address, in brackets where a port follows."""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        return host, int(port[1:]) if port else None
+    host, colon, port = text.rpartition(":")
+    if not colon or ":" in host:
+        return text, None
+    return host, int(port) if port else None
+
+
+def local_host_of(client: Client | None) -> str | None:
+    """This side's address of the connection; None while there is none."""
+    if client is None or not client.is_connected:
+        return None
+    # The library has no way to it.
+    writer = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - see above
+    name = None if writer is None else writer.get_extra_info("sockname")
+    return str(name[0]) if isinstance(name, tuple) and name else None
+
+
+_log = structlog.get_logger(__name__)
+
+NAMES_PARAMETER: Final = "name[]"
+"""As in prometheus_client's own server: only samples of these names are wanted."""
+_CLOSE_TIMEOUT_S: Final = 2.0
+
+
+class OperationsPages(Protocol):
+    """What an operations port shows. All methods run on the port's own loop."""
+
+    async def metrics(self, names: Collection[str]) -> bytes:
+        """In Prometheus' text format; only samples with one of ``names``, or all when there are none."""
+        ...
+
+    async def why_not_healthy(self) -> str | None:
+        """None unless a restart of the process would help."""
+        ...
+
+    async def why_not_ready(self) -> str | None:
+        """None when traffic may come."""
+        ...
+
+    async def close(self) -> None:
+        """The port is closed."""
+        ...
+
+
+@final
+class OperationsSite:
+    """Serves the three paths, on a thread of its own, until closed."""
+
+    def __init__(self, settings: OperationsSettings, pages: OperationsPages) -> None:
+        """Starts nothing."""
+        self.port = settings.port
+        """Where it listens; after `start` the real one."""
+        self._settings = settings
+        self._pages = pages
+        self._thread: LoopThread | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen; raises OSError when the port is taken."""
+        self._thread = LoopThread("operations")
+        try:
+            await asyncio.wrap_future(self._thread.submit(self._listen()))
+        except OSError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop listening; bounded in time."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.wrap_future(thread.submit(self._end()))
+        except TimeoutError:
+            _log.warning("operations_port_not_closed", timeout_s=_CLOSE_TIMEOUT_S)
+        await asyncio.to_thread(thread.stop, _CLOSE_TIMEOUT_S)
+
+    async def _listen(self) -> None:
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/metrics", self._metrics),
+                web.get("/healthz", self._healthz),
+                web.get("/readyz", self._readyz),
+            ]
+        )
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.5)
+        await self._runner.setup()
+        for host in self._settings.host.split(","):
+            for address in await _own_addresses(host.strip()):
+                await web.TCPSite(self._runner, address, self.port).start()
+                self.port = int(self._runner.addresses[0][1])
+
+    async def _end(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._pages.close()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page = await self._pages.metrics(frozenset(request.query.getall(NAMES_PARAMETER, ())))
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return _answer(await self._pages.why_not_healthy())
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        return _answer(await self._pages.why_not_ready())
+
+
+@final
+class OperationsServer:
+    """The operations port of a process with one loop."""
+
+    def __init__(
+        self,
+        settings: OperationsSettings,
+        registry: CollectorRegistry,
+        *,
+        why_not_ready: WhyNot,
+        why_not_healthy: WhyNot = lambda: None,
+    ) -> None:
+        """``why_not_healthy`` should be non-None only where a restart of the process would help.
+
+        That the loop turns on which `start` is called is looked at anyway.
+        """
+        self._heartbeat = Heartbeat(settings.unhealthy_after_s)
+        pages = _ProcessPages(registry, self._heartbeat, why_not_ready, why_not_healthy)
+        self._site = OperationsSite(settings, pages)
+        self._tasks = TaskOwner("operations")
+
+    @property
+    def port(self) -> int:
+        """Where it listens; after `start` the real one."""
+        return self._site.port
+
+    async def start(self) -> None:
+        """Listen; raises OSError when the port is taken. ``port`` then tells the real port (0 picks a free one)."""
+        self._tasks.start(self._heartbeat.run(), "heartbeat")
+        await self._site.start()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+        await self._site.close()
+
+
+@final
+class _ProcessPages:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        heartbeat: Heartbeat,
+        why_not_ready: WhyNot,
+        why_not_healthy: WhyNot,
+    ) -> None:
+        self._registry = registry
+        self._heartbeat = heartbeat
+        self._why_not_ready = why_not_ready
+        self._why_not_healthy = why_not_healthy
+
+    async def metrics(self, names: Collection[str]) -> bytes:
+        # In a thread: the multiprocess collector reads files, which must not hold up a probe.
+        return await asyncio.to_thread(metrics_page, self._registry, names)
+
+    async def why_not_healthy(self) -> str | None:
+        return self._heartbeat.why_not_healthy() or self._why_not_healthy()
+
+    async def why_not_ready(self) -> str | None:
+        return self._heartbeat.why_not_healthy() or self._why_not_ready()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def metrics_page(registry: Collector, names: Collection[str]) -> bytes:
+    """All samples with one of ``names`` in Prometheus' text format; all that there are when there are no names.
+
+    A registry's own restriction knows only collectors that describe themselves, which few of ours can.
+    """
+    return generate_latest(_Restricted(registry, names) if names else registry)
+
+
+@final
+class _Restricted(CollectorRegistry):
+    def __init__(self, registry: Collector, names: Collection[str]) -> None:
+        super().__init__()
+        self._whole = registry
+        self._wanted = names
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._whole.collect():
+            samples = [sample for sample in family.samples if sample.name in self._wanted]
+            if samples:
+                kept = Metric(family.name, family.documentation, family.type, family.unit)
+                kept.samples = samples
+                yield kept
+
+
+async def _own_addresses(host: str) -> list[str]:
+    """Those addresses of ``host`` that this process can listen at; raises OSError when there are none.
+
+    A name that containers of a scaled service share has all their addresses, and one is this container's.
+    """
+    found = await asyncio.to_thread(
+        socket.getaddrinfo, host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    own: list[str] = []
+    error: OSError | None = None
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError as refused:
+            error = refused
+        else:
+            own.append(str(address[0]))
+    if not own:
+        raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine") from error
+    return own
+
+
+def _answer(reason: str | None) -> web.Response:
+    return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
+
+
+def register_process_metrics(
+    registry: CollectorRegistry,
+    lag: LoopLag,
+    connections: Mapping[str, Callable[[], bool]],
+    refused: RefusedMessages,
+) -> None:
+    """Make ``registry`` show them; ``connections`` tell whether they are up, by the label's value."""
+    # Those are one more series for each counter, which says when it began and nothing else.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    registry.register(_ProcessCollector(lag, connections, refused))
+    ProcessCollector(registry=registry)
+    GCCollector(registry=registry)
+
+
+def family_of(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
+    """An empty family of a counter or gauge, to be shown at this scrape."""
+    make = CounterMetricFamily if spec.kind is MetricKind.COUNTER else GaugeMetricFamily
+    return make(spec.family, spec.text, labels=spec.labels)
+
+
+def histogram_of(spec: MetricSpec) -> HistogramMetricFamily:
+    """An empty family of a histogram."""
+    return HistogramMetricFamily(spec.family, spec.text, labels=spec.labels)
+
+
+def add_observations(
+    family: HistogramMetricFamily,
+    labels: list[str],
+    buckets: Iterable[float],
+    counts: list[int],
+    total: float,
+) -> None:
+    """One series of a histogram; ``counts`` are not cumulative and have one more than there are ``buckets``."""
+    bounds = [*(str(float(bound)) for bound in buckets), "+Inf"]
+    family.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
+
+
+@final
+class _ProcessCollector(Collector):
+    def __init__(
+        self, lag: LoopLag, connections: Mapping[str, Callable[[], bool]], refused: RefusedMessages
+    ) -> None:
+        self._refused = refused
+        self._lag = lag
+        self._connections = connections
+
+    def collect(self) -> Iterable[Metric]:
+        yield _lag_family(self._lag.observations)
+        connected = family_of(BUS_CONNECTED)
+        for name, is_connected in self._connections.items():
+            connected.add_metric([name], float(is_connected()))
+        yield connected
+        identities = family_of(BUS_IDENTITIES)
+        identities.add_metric([], float(has_identity()))
+        yield identities
+        dropped = family_of(LOG_LINES_DROPPED)
+        for reason, lines in dropped_lines.by_reason().items():
+            dropped.add_metric([reason], float(lines))
+        yield dropped
+        messages = family_of(REFUSED_MESSAGES)
+        for kind, count in self._refused.counts.items():
+            messages.add_metric([kind], count)
+        yield messages
+
+
+def _lag_family(observations: Observations) -> Metric:
+    family = histogram_of(LOOP_LAG)
+    add_observations(family, [], LOOP_LAG.buckets, list(observations.counts), observations.total)
+    return family
+
+
+def register_trace_metrics(registry: CollectorRegistry, tracing: OpenTracing | None) -> None:
+    """Make ``registry`` show them; nothing when tracing is off."""
+    if tracing is not None:
+        registry.register(_SpansCollector(tracing.counts))
+
+
+@final
+class _SpansCollector(Collector):
+    def __init__(self, counts: SpanCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        dropped = family_of(SPANS_DROPPED)
+        for reason, count in self._counts.dropped_by_reason.items():
+            dropped.add_metric([reason], count)
+        yield dropped

@@ -1,0 +1,213 @@
+"""Settings of a service process, read once from the environment.
+
+Why the environment: compose, the embedded stack and a person in a shell give the same variables, so there is one
+code path. A secret may come as ``NAME`` or as ``NAME_FILE``, the path of a file that holds it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+
+from serve_common.config.validation import shown
+from serve_common.errors import BadField
+from serve_common.identities.credentials import (
+    Credentials,
+    CredentialsFile,
+    CredentialsUnusable,
+    parse_credentials_file,
+    parse_keys_file,
+)
+from serve_common.identities.roles import Role, inbox_prefix
+from serve_common.names import check_name
+
+_ADVERTISED: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?|[0-9A-Fa-f:.]+")
+
+
+class Environment:
+    """Typed reading of environment variables; every error names the variable."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """``variables`` is given by tests; otherwise the process' own are read."""
+        self._variables = os.environ if variables is None else variables
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """All of them, for what others define."""
+        return self._variables
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """The value of ``name``; raises `BadField` when it is absent and has no default."""
+        value = self._variables.get(name) or default
+        if value is None:
+            raise BadField(name, "is not set")
+        return value
+
+    def optional(self, name: str) -> str | None:
+        """The value of ``name`` or None."""
+        return self._variables.get(name) or None
+
+    def secret(self, name: str) -> str:
+        """The value of ``name``, or the content of the file that ``<name>_FILE`` names, without its last newline."""
+        path = self._variables.get(f"{name}_FILE")
+        if not path:
+            return self.text(name)
+        return _read(path, f"{name}_FILE").rstrip("\r\n")
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        """A whole number between ``low`` and ``high``."""
+        return int(self._number(name, default, low, high, whole=True))
+
+    def seconds(self, name: str, default: float, low: float, high: float) -> float:
+        """A duration in seconds between ``low`` and ``high``."""
+        return self._number(name, default, low, high, whole=False)
+
+    def _number(self, name: str, default: float, low: float, high: float, *, whole: bool) -> float:
+        text = self._variables.get(name)
+        if not text:
+            return default
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            self._refuse(name, f"{text[:40]!r} is not a number")
+        if not low <= value <= high:
+            self._refuse(name, f"is {shown(value)}; it must be between {low:g} and {high:g}")
+        return value
+
+    def _refuse(self, name: str, reason: str) -> NoReturn:
+        raise BadField(name, reason)
+
+    def identity(self, name: str) -> str:
+        """A name part for this process: the variable, or else one made of the machine's name, or else a random one.
+
+        A container keeps its host name over a restart, so its identity survives the restart too.
+        """
+        given = self._variables.get(name)
+        if given:
+            return check_name(given, name)
+        host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname()).strip("-")
+        return check_name(host[:63] or uuid.uuid4().hex[:12], name)
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach NATS as one role."""
+
+    servers: list[str]
+    """``nats://host:port`` or ``tls://host:port``, several for a cluster."""
+    user: str
+    """A plain user's name, or, with ``credentials``, what messages call their user."""
+    password: str = ""
+    """A plain user's."""
+    credentials: Credentials | None = None
+    """In place of a plain user and password."""
+    inbox_prefix: str
+    """Private to the role, so that no other role can read its answers."""
+    subject_prefix: str
+    tls_ca_file: str | None = None
+
+    def __repr__(self) -> str:
+        return f"BusSettings(servers={self.servers!r}, user={self.user!r}, …)"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the user is one of NATS' own, shared by all processes of its role."""
+        return self.credentials is None
+
+
+class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Where `/metrics`, `/healthz` and `/readyz` are served."""
+
+    host: str
+    """Where to listen: names or addresses, with commas between; of a name, its addresses that are this machine's."""
+    port: int
+    advertise: str = ""
+    """How others reach it: ``host``, ``host:port`` or ``:port``. What is left out is found out, see `metrics_url`."""
+    unhealthy_after_s: float = 20.0
+    """How long the loop may stand still, or NATS leave a ping unanswered, before a restart would help."""
+
+
+def read_bus_settings(
+    environment: Environment, role: Role, name: str = "", *, prefix: str = "SERVE_NATS"
+) -> BusSettings:
+    """The bus settings of ``role``, and of the user ``name`` where users of that role bear names.
+
+    A plain user where a password is given, else by a file of signing keys or of credentials. ``prefix`` tells whose
+    password: a replica host has its own (``SERVE_NATS``) and its replicas' (``SERVE_REPLICA_NATS``). Raises `BadField`
+    naming the variable.
+    """
+    urls = environment.text("SERVE_NATS_URL", "nats://127.0.0.1:4222")
+    servers = [url.strip() for url in urls.split(",") if url.strip()]
+    if not servers:
+        raise BadField("SERVE_NATS_URL", "names no server")
+    is_plain = _has_secret(environment, f"{prefix}_PASSWORD")
+    credentials = None if is_plain else read_credentials(environment, role, name)
+    user = environment.text(f"{prefix}_USER", role.value)
+    return BusSettings(
+        servers=servers,
+        user=f"{role.value} {name}".rstrip() if credentials else user,
+        password=environment.secret(f"{prefix}_PASSWORD") if is_plain else "",
+        credentials=credentials,
+        inbox_prefix=inbox_prefix(role, name),
+        subject_prefix=check_name(environment.text("SERVE_SUBJECT_PREFIX", "serve"), "SERVE_SUBJECT_PREFIX"),
+        tls_ca_file=environment.optional("SERVE_NATS_TLS_CA_FILE"),
+    )
+
+
+def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:
+    """What ``SERVE_NATS_KEYS_FILE`` or ``SERVE_NATS_CREDS_FILE`` names; raises `BadField`."""
+    keys, file = environment.optional("SERVE_NATS_KEYS_FILE"), environment.optional("SERVE_NATS_CREDS_FILE")
+    if keys is not None:
+        text = _read(keys, "SERVE_NATS_KEYS_FILE")
+        try:
+            return parse_keys_file(text, role, name)
+        except CredentialsUnusable as error:
+            raise BadField("SERVE_NATS_KEYS_FILE", f"{keys} {error}") from error
+    if file is not None:
+        text = _read(file, "SERVE_NATS_CREDS_FILE")
+        try:
+            parse_credentials_file(text)
+        except CredentialsUnusable as error:
+            raise BadField("SERVE_NATS_CREDS_FILE", f"{file} {error}") from error
+        return CredentialsFile(file)
+    raise BadField(
+        "SERVE_NATS_CREDS_FILE",
+        "is not set, nor is SERVE_NATS_KEYS_FILE or, for a plain user, SERVE_NATS_PASSWORD or SERVE_NATS_PASSWORD_FILE",
+    )
+
+
+def _has_secret(environment: Environment, name: str) -> bool:
+    return any(environment.optional(each) for each in (name, f"{name}_FILE"))
+
+
+def _read(path: str, field: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadField(field, f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadField(field, f"{path} is not a text file in UTF-8") from error
+
+
+def read_operations_settings(environment: Environment, port_default: int) -> OperationsSettings:
+    """Where this process serves its operations port."""
+    return OperationsSettings(
+        host=environment.text("SERVE_OPS_HOST", "127.0.0.1"),
+        port=environment.integer("SERVE_OPS_PORT", port_default, 0, 65_535),
+        advertise=_advertised(environment),
+        unhealthy_after_s=environment.seconds("SERVE_UNHEALTHY_AFTER_S", 20.0, 0.1, 3_600),
+    )
+
+
+def _advertised(environment: Environment) -> str:
+    text = environment.optional("SERVE_OPS_ADVERTISE") or ""
+    found = _ADVERTISED.fullmatch(text)
+    if found is None or int((found[2] or ":0")[1:]) > 65_535:
+        raise BadField("SERVE_OPS_ADVERTISE", f"{text[:100]!r} must read host, host:port or :port")
+    return text

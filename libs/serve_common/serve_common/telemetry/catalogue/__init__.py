@@ -1,0 +1,55 @@
+"""Every metric that a process of Muster exports: the one place for its name, type, labels, unit and meaning.
+
+Why one place: exporters, the page METRICS.md, dashboards and alert rules all speak of the same metrics, and tests hold
+each of them against this.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from serve_common.telemetry.catalogue.controllers import AUTOSCALER_METRICS, CONTROLLER_METRICS
+from serve_common.telemetry.catalogue.nats_servers import NATS_METRICS
+from serve_common.telemetry.catalogue.proxies import PROXY_METRICS
+from serve_common.telemetry.catalogue.replicas import REPLICA_METRICS
+from serve_common.telemetry.catalogue.services import EVERYWHERE_METRICS, HOST_METRICS, LIBRARY_GROUPS
+from serve_common.telemetry.catalogue.specs import SECONDS_BUCKETS, Exporter, MetricKind, MetricSpec
+
+__all__ = [
+    "AUTOSCALER_METRICS",
+    "CATALOGUE",
+    "CONTROLLER_METRICS",
+    "EVERYWHERE_METRICS",
+    "HOST_METRICS",
+    "LIBRARY_GROUPS",
+    "NATS_METRICS",
+    "OWN_PREFIX",
+    "PROXY_METRICS",
+    "REPLICA_METRICS",
+    "SECONDS_BUCKETS",
+    "Exporter",
+    "MetricKind",
+    "MetricSpec",
+    "spec_of",
+]
+
+OWN_PREFIX: Final = "serve_"
+"""Users' own metrics must not begin so."""
+
+CATALOGUE: Final[tuple[MetricSpec, ...]] = (
+    *PROXY_METRICS,
+    *REPLICA_METRICS,
+    *HOST_METRICS,
+    *CONTROLLER_METRICS,
+    *AUTOSCALER_METRICS,
+    *NATS_METRICS,
+    *EVERYWHERE_METRICS,
+)
+
+_BY_NAME: Final = {spec.name: spec for spec in CATALOGUE}
+_BY_SERIES: Final = {series: spec for spec in CATALOGUE for series in spec.series}
+
+
+def spec_of(name: str) -> MetricSpec | None:
+    """The metric of that name, which may also be that of a sample (``…_bucket``); None when there is none."""
+    return _BY_NAME.get(name) or _BY_SERIES.get(name)

@@ -1,0 +1,10 @@
+"""``python -m serve_common.telemetry.catalogue``: the page about metrics, on standard output."""
+
+from __future__ import annotations
+
+import sys
+
+from serve_common.telemetry.catalogue.page import page
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

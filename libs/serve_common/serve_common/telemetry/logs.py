@@ -1,0 +1,118 @@
+"""Logs: one JSON event a line, with the same ids as metrics and spans; to standard error, and to the bus.
+
+Why standard error: whoever runs a process keeps it already. What goes over the bus (`publish_by`) is for those who
+follow along, and may have gaps. Both are written by the relay's thread, so that whoever logs waits for neither; a
+process that is killed loses the lines of its last hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final, TextIO, cast, final
+
+import structlog
+
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.request_context import request_context
+from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_lines import StandardError, whole_or_short
+from serve_common.telemetry.tracer import current_trace_id
+
+_LEVELS: Final = {
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
+}
+
+
+def log_level() -> int:
+    """What SERVE_LOG_LEVEL says; INFO when it says nothing that is known."""
+    return _LEVELS.get(os.environ.get("SERVE_LOG_LEVEL", "").upper(), logging.INFO)
+
+
+def configure_logs(service: str, **ids: str) -> LogRelay:
+    """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``.
+
+    What it returns is given an outlet once there is a bus.
+    """
+    lines_ids, clock = {"service": service, **ids}, SystemClock()
+    relay = LogRelay(StandardError(lines_ids, clock).write, lines_ids, clock)
+    atexit.register(relay.flush)
+    _configure(relay, service, ids)
+    return relay
+
+
+def configure_replica_logs(relay: LogRelay, **ids: str) -> None:
+    """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
+    _configure(relay, "replica", ids)
+
+
+def configure_child_logs(service: str, write: Callable[[bytes], None], **ids: str) -> LogRelay:
+    """Send all logs of a process that a service has started to ``write``, which takes whole lines."""
+    relay = LogRelay(write, {"service": service, **ids}, SystemClock())
+    _configure(relay, service, ids)
+    return relay
+
+
+def _configure(relay: LogRelay, service: str, ids: dict[str, str]) -> None:
+    def add_ids(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("service", service)
+        for name, value in ids.items():
+            event.setdefault(name, value)
+        context = request_context.get()
+        if context is not None and context.request_id:
+            event.setdefault("request_id", context.request_id)
+        trace_id = current_trace_id()
+        if trace_id:
+            event.setdefault("trace_id", trace_id)
+        return event
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        add_ids,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
+    level = log_level()
+    # It has what is used of a file.
+    file = cast("TextIO", _RelayFile(relay))
+    structlog.configure(
+        processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        # In one write a line: processes that share the stream would else mix theirs.
+        logger_factory=structlog.WriteLoggerFactory(file=file),
+        cache_logger_on_first_use=True,
+    )
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            structlog.processors.JSONRenderer(ensure_ascii=False),
+        ],
+    )
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(logging.WARNING, level))
+
+
+@final
+class _RelayFile:
+    """Where finished lines are written to; never waits and never raises."""
+
+    def __init__(self, relay: LogRelay) -> None:
+        self._relay = relay
+
+    def write(self, text: str) -> int:
+        self._relay.offer(whole_or_short(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing: the relay's thread is on its way."""

@@ -1,0 +1,363 @@
+"""The controller's JetStream: the bucket that carries snapshots to routers, and the stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    KeyValueConfig,
+    RePublish,
+    StorageType,
+    StreamConfig,
+)
+from nats.js.errors import NotFoundError
+from nats.js.kv import KeyValue
+
+from serve_common.api.views import EventView, GoalView
+from serve_common.errors import BusUnavailable, LimitReached
+from serve_common.nats.bucket_watch import BucketWatch, Entries
+from serve_common.protocol.decoding import UNREADABLE
+from serve_common.protocol.snapshots import Snapshot
+from serve_common.protocol.subjects import Subjects
+from serve_common.runtime.tasks import TaskOwner
+from serve_common.telemetry.log_lines import QuietLog
+
+_log = structlog.get_logger()
+
+BUCKET_BYTES_MAX = 256 * 1024 * 1024
+_TIMEOUT_S = 2.0
+
+
+def bucket_config(subjects: Subjects) -> KeyValueConfig:
+    """The bucket as it is made: routers read it by direct gets, and hear what changes from its republish."""
+    return KeyValueConfig(
+        bucket=subjects.bucket,
+        history=1,
+        max_bytes=BUCKET_BYTES_MAX,
+        storage=StorageType.FILE,
+        direct=True,
+        republish=RePublish(src=f"$KV.{subjects.bucket}.>", dest=subjects.snapshots),
+    )
+
+
+class OnBucket(Protocol):
+    """Who is told what the bucket holds."""
+
+    def __call__(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """Revision and snapshot id by key."""
+        ...
+
+
+class SnapshotBucket:
+    """Implements `serve_controller.ports.Publisher`, and tells what the bucket holds."""
+
+    def __init__(self, client: Client, subjects: Subjects, on_bucket: OnBucket) -> None:
+        """``on_bucket`` is called between `watch` and `end_watch`."""
+        self._client = client
+        self._subjects = subjects
+        self._on_bucket = on_bucket
+        self._bucket: KeyValue | None = None
+        self._watch: BucketWatch | None = None
+
+    def watch(self) -> None:
+        """Open the bucket, make it where it is missing, and begin to tell what it holds."""
+        self._watch = BucketWatch(self._client, self._subjects, self._hear, self._open)
+        self._watch.start()
+
+    async def end_watch(self) -> None:
+        """Tell no more."""
+        if self._watch is not None:
+            await self._watch.close()
+            self._watch = None
+
+    def reopen(self) -> None:
+        """Must be called after every reconnect of the client."""
+        if self._watch is not None:
+            self._watch.reopen()
+
+    async def publish(self, key: str, snapshot: Snapshot) -> int:
+        """See `ports.Publisher.publish`."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._opened().put(key, msgspec.json.encode(snapshot))
+        except MaxPayloadError as error:
+            raise LimitReached(f"the snapshot {key} is larger than NATS' max_payload") from error
+        except (NatsError, OSError, TimeoutError) as error:
+            raise BusUnavailable(f"the snapshot {key} was not published: {error!r}") from error
+
+    async def retract(self, key: str, revision: int) -> None:
+        """See `ports.Publisher.retract`."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._opened().delete(key, last=revision or None)
+        except (NatsError, OSError, TimeoutError) as error:
+            raise BusUnavailable(f"the key {key} was not retracted: {error!r}") from error
+
+    def _opened(self) -> KeyValue:
+        if self._bucket is None or not self._client.is_connected:
+            raise BusUnavailable("NATS is not connected")
+        return self._bucket
+
+    async def _open(self) -> None:
+        stream = self._client.jetstream(timeout=_TIMEOUT_S)
+        try:
+            bucket = await stream.key_value(self._subjects.bucket)
+            await self._let_routers_read()
+        except NotFoundError:
+            bucket = await stream.create_key_value(bucket_config(self._subjects))
+        self._bucket = bucket
+
+    async def _let_routers_read(self) -> None:
+        """Bring the stream of a bucket that was made otherwise up to `bucket_config`, as far as routers need it.
+
+        Not by the library, which would leave out what it does not know of a stream's configuration.
+        """
+        stream = f"KV_{self._subjects.bucket}"
+        answer = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=_TIMEOUT_S)
+        config = msgspec.json.decode(answer.data).get("config")
+        if config is None:
+            raise NotFoundError(description=f"there is no stream {stream}")
+        republish = {"src": f"$KV.{self._subjects.bucket}.>", "dest": self._subjects.snapshots}
+        wanted = config | {"allow_direct": True, "republish": republish}
+        if wanted == config:
+            return
+        request = msgspec.json.encode(wanted)
+        answer = await self._client.request(f"$JS.API.STREAM.UPDATE.{stream}", request, timeout=_TIMEOUT_S)
+        error = msgspec.json.decode(answer.data).get("error")
+        if error is not None:
+            raise BusUnavailable(
+                f"the bucket {self._subjects.bucket} does not tell routers what changes: {error}"
+            )
+        _log.info("bucket_updated", bucket=self._subjects.bucket)
+
+    def _hear(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
+        heard: dict[str, tuple[int, int | None]] = {}
+        for key, (revision, value) in entries.items():
+            heard[key] = (revision, None if value is None else _snapshot_id(key, value))
+        self._on_bucket(heard, whole=whole)
+
+
+def _snapshot_id(key: str, value: bytes) -> int:
+    """The id in a bucket's value; 0 for what cannot be read, so that it is put right."""
+    try:
+        return msgspec.json.decode(value, type=Snapshot).snapshot_id
+    except UNREADABLE as error:
+        _log.warning("snapshot_unreadable", key=key, error=str(error))
+        return 0
+
+
+QUEUE_MAX: Final = 1_000
+"""Events that wait to be sent; beyond it the oldest are dropped."""
+STREAM_CHECK_S: Final = 5.0
+"""A stream that was lost is made anew at the first event after so long; until then no event is kept."""
+READ_TIMEOUT_S: Final = 10.0
+"""What is not read by then is not remembered by this term; nobody waits for it."""
+_STREAM_TIMEOUT_S: Final = 2.0
+_BURST: Final = 100
+"""Events that are sent before others get a turn."""
+_LOG_EVERY_S: Final = 10.0
+
+MESSAGES_MAX: Final = 10_000
+MESSAGES_PER_SUBJECT_MAX: Final = 100
+BYTES_MAX: Final = 64 * 1024 * 1024
+AGE_MAX_S: Final = 7 * 24 * 3600.0
+
+GOAL: Final = "goal"
+"""The kind of events whose payload is a `GoalView`."""
+_TOKEN = r"(?:(?![.*>])[!-~])+"  # noqa: S105 - of a subject
+_SUBJECT: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})+")
+
+
+def stream_config(subjects: Subjects) -> StreamConfig:
+    """The stream as it is made."""
+    return StreamConfig(
+        name=subjects.event_stream,
+        description="What happened lately in this instance of Muster; may be deleted at any time",
+        subjects=[subjects.events],
+        max_msgs=MESSAGES_MAX,
+        max_bytes=BYTES_MAX,
+        max_age=AGE_MAX_S,
+        max_msgs_per_subject=MESSAGES_PER_SUBJECT_MAX,
+        discard=DiscardPolicy.OLD,
+        storage=StorageType.FILE,
+    )
+
+
+class EventStream:
+    """The way out for the events of one term."""
+
+    def __init__(self, client: Client, subjects: Subjects) -> None:
+        self.dropped = 0
+        """Events that were never sent."""
+        self._client = client
+        self._subjects = subjects
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._wake = asyncio.Event()
+        self._tasks = TaskOwner("event_stream")
+        self._is_closed = False
+        self._check_at = 0.0
+        """When to look next whether the stream exists, by the loop's time."""
+        self._drops = QuietLog(_log.warning, _LOG_EVERY_S)
+        self._failures = QuietLog(_log.warning, _LOG_EVERY_S)
+
+    def start(self) -> None:
+        """Begin to send, and make the stream where it is missing."""
+        self._wake.set()
+        self._tasks.start(self._run(), name="send")
+
+    def reopen(self) -> None:
+        """Must be called after every reconnect of the client: the server may have lost the stream."""
+        self._check_at = 0.0
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Send what still waits if that takes little time, and end."""
+        self._is_closed = True
+        await self._tasks.close(timeout_s=1.0)
+        try:
+            async with asyncio.timeout(1.0):
+                await self._send_queued()
+        except (NatsError, OSError, TimeoutError) as error:
+            _log.warning("events_not_sent", error=repr(error), events=len(self._queue))
+        self._queue.clear()
+
+    def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
+        """See `ports.EventSink.publish_event`."""
+        full = self._subjects.event(subject_kind, subject)
+        if self._is_closed:
+            self._drop("the term is over", full)
+        elif _SUBJECT.fullmatch(full) is None:
+            # The server would end the connection over it.
+            self._drop("it has no valid subject", full)
+        else:
+            if len(self._queue) >= QUEUE_MAX:
+                self._drop("too many wait", self._queue.popleft()[0])
+            self._queue.append((full, payload))
+            self._wake.set()
+
+    async def _run(self) -> None:
+        while not self._is_closed:
+            await self._wake.wait()
+            self._wake.clear()
+            if not self._client.is_connected:
+                continue  # `reopen` wakes this again
+            await self._ensure_stream()
+            await self._send_queued()
+
+    async def _send_queued(self) -> None:
+        sent = 0
+        while self._queue and self._client.is_connected:
+            subject, payload = self._queue.popleft()
+            try:
+                await self._client.publish(subject, payload)
+            except MaxPayloadError:
+                self._drop("it is larger than NATS' max_payload", subject)
+            except (NatsError, OSError) as error:
+                self._drop(repr(error), subject)
+            sent += 1
+            if sent % _BURST == 0:
+                await asyncio.sleep(0)
+
+    async def _ensure_stream(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._check_at:
+            return
+        self._check_at = now + STREAM_CHECK_S
+        manager = self._client.jetstream(timeout=_STREAM_TIMEOUT_S)
+        try:
+            async with asyncio.timeout(_STREAM_TIMEOUT_S):
+                try:
+                    await manager.stream_info(self._subjects.event_stream)
+                except NotFoundError:
+                    await manager.add_stream(stream_config(self._subjects))
+                    _log.info("event_stream_created", stream=self._subjects.event_stream)
+        except (NatsError, OSError, TimeoutError) as error:
+            # Events go out all the same, to those who listen now.
+            self._failures.log(now, "event_stream_missing", error=repr(error))
+
+    def _drop(self, reason: str, subject: str) -> None:
+        self.dropped += 1
+        now = asyncio.get_running_loop().time()
+        self._drops.log(now, "event_dropped", reason=reason, subject=subject[:200], dropped=self.dropped)
+
+
+async def recent_events(client: Client, subjects: Subjects, limit: int) -> list[EventView]:
+    """See `ports.EventSink.recent_events`."""
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            messages = await _read(client, subjects, limit)
+    except NotFoundError:
+        return []  # of a new system, or lost
+    except (NatsError, OSError, TimeoutError) as error:
+        _log.warning("events_not_read", error=repr(error))
+        return []
+    views, unreadable = [], 0
+    for message in messages:
+        try:
+            views.append(_view(message, subjects))
+        except UNREADABLE:
+            unreadable += 1
+    if unreadable:
+        _log.warning("events_unreadable", count=unreadable)
+    return views
+
+
+async def _read(client: Client, subjects: Subjects, limit: int) -> deque[Msg]:
+    newest: deque[Msg] = deque(maxlen=limit)
+    context = client.jetstream(timeout=READ_TIMEOUT_S)
+    state = (await context.stream_info(subjects.event_stream)).state
+    if state.messages == 0:
+        return newest
+    is_read = asyncio.Event()
+
+    async def hear(message: Msg) -> None:
+        newest.append(message)
+        if message.metadata.num_pending == 0:
+            is_read.set()
+
+    # A consumer that pushes: the library's pulls cost a task for each message and wait for a full batch.
+    inbox = client.new_inbox()
+    subscription = await client.subscribe(inbox, cb=hear)
+    try:
+        consumer = ConsumerConfig(
+            deliver_subject=inbox,
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            # Sequences have gaps where a subject had more than is kept of it, so it is begun further back.
+            opt_start_seq=max(state.first_seq, state.last_seq - 2 * limit + 1),
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=READ_TIMEOUT_S,
+            mem_storage=True,
+        )
+        await context.add_consumer(subjects.event_stream, consumer)
+        await is_read.wait()
+    finally:
+        await subscription.unsubscribe()
+    return newest
+
+
+def _view(message: Msg, subjects: Subjects) -> EventView:
+    if not message.subject.startswith(subjects.event(GOAL, "")):
+        return msgspec.json.decode(message.data, type=EventView)
+    goal = msgspec.json.decode(message.data, type=GoalView)
+    return EventView(
+        at=message.metadata.timestamp.timestamp(),
+        kind=GOAL,
+        subject=goal.goal_id,
+        message=goal.error or goal.message,
+        state=goal.status.value,
+        goal_id=goal.goal_id,
+    )

@@ -1,0 +1,141 @@
+"""Commands of operators: drain a host, scale or pause, empty the system."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from serve_common.api.commands import (
+    DrainHost,
+    PauseAutoscaling,
+    ResumeAutoscaling,
+    Scale,
+    ShutdownReply,
+    UndrainHost,
+    UpdateBackendConfig,
+)
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import NUM_REPLICAS_MAX
+from serve_common.config.validation import check_between
+from serve_common.errors import Conflict, NotFound
+from serve_common.names import BackendTag, GoalId, HostId, check_name, deployment_tag
+from serve_common.protocol.subjects import endpoint_key
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
+from serve_controller.core.commands.deployments import give_up, update_backend_config
+from serve_controller.core.goals.scope import deployment_owned, end_goal, host_owned
+from serve_controller.core.objects import Backend, GoalKind, HostRecord, Kind, number_of
+from serve_controller.core.scaling import check_within_limits
+
+
+def drain_host(checkpoint: Checkpoint, command: DrainHost, now: float) -> Accepted:
+    """See `DrainHost`. Raises `NotFound` for a host that never reported."""
+    record = _known(checkpoint, command.host_id)
+    if record.draining:
+        return nothing_to_do(record.host_id, record.goal_id)
+    draft = Draft(checkpoint)
+    goal_id = new_goal(draft, GoalKind.DRAIN, record.host_id, [host_owned(record.host_id)], now)
+    draft.put(msgspec.structs.replace(record, draining=True, goal_id=goal_id))
+    return changed(draft, record.host_id, goal_id)
+
+
+def undrain_host(checkpoint: Checkpoint, command: UndrainHost, now: float) -> Accepted:
+    """See `UndrainHost`. Needs no goal of its own: it is done when it is recorded."""
+    record = _known(checkpoint, command.host_id)
+    if not record.draining:
+        return nothing_to_do(record.host_id, None)
+    draft = Draft(checkpoint)
+    goal = draft.pending.get(record.goal_id)
+    if goal is not None:
+        end_goal(draft, goal, GoalStatus.SUPERSEDED, now, "replaced by undrain_host")
+    draft.put(msgspec.structs.replace(record, draining=False, goal_id=GoalId("")))
+    return changed(draft, record.host_id, None)
+
+
+def _known(checkpoint: Checkpoint, name: str) -> HostRecord:
+    record = checkpoint.hosts.get(HostId(check_name(name, "host_id")))
+    if record is None:
+        raise NotFound(f"host_id: there is no host {name!r}")
+    return record
+
+
+_FIELD: Final = "backend_tag"
+
+
+def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
+    """See `Scale`."""
+    existing = checkpoint.backends.get(deployment_tag(command.backend_tag, _FIELD))
+    check_between(command.num_replicas, 0, NUM_REPLICAS_MAX, "num_replicas")
+    if existing is not None and not existing.deleting:
+        config = msgspec.structs.replace(existing.target.backend_config, num_replicas=command.num_replicas)
+        check_within_limits(config, "num_replicas")
+    update = UpdateBackendConfig(
+        backend_tag=command.backend_tag, config={"num_replicas": command.num_replicas}
+    )
+    return update_backend_config(checkpoint, update, now, paused_by="scale")
+
+
+def pause_autoscaling(checkpoint: Checkpoint, command: PauseAutoscaling) -> Accepted:
+    """See `PauseAutoscaling`."""
+    backend = _autoscaled(checkpoint, command.backend_tag)
+    return _set_paused(checkpoint, backend, backend.autoscaling_paused or "pause_autoscaling")
+
+
+def resume_autoscaling(checkpoint: Checkpoint, command: ResumeAutoscaling) -> Accepted:
+    """See `ResumeAutoscaling`."""
+    return _set_paused(checkpoint, _autoscaled(checkpoint, command.backend_tag), "")
+
+
+def _autoscaled(checkpoint: Checkpoint, backend_tag: str) -> Backend:
+    tag = deployment_tag(backend_tag, _FIELD)
+    backend = checkpoint.backends.get(tag)
+    if backend is None or backend.deleting:
+        raise NotFound(f"{_FIELD}: there is no backend {backend_tag[:100]!r}")
+    if backend.target.backend_config.autoscaling_config is None:
+        raise Conflict(f"{_FIELD}: {tag!r} has no autoscaling_config")
+    return backend
+
+
+def _set_paused(checkpoint: Checkpoint, backend: Backend, paused: str) -> Accepted:
+    tag = backend.backend_tag
+    if backend.autoscaling_paused == paused:
+        return nothing_to_do(tag, None)
+    draft = Draft(checkpoint)
+    draft.put(msgspec.structs.replace(backend, autoscaling_paused=paused))
+    return changed(draft, tag, None)
+
+
+SUBJECT = "everything"
+
+
+def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
+    """See `Shutdown`. What is being deleted already is answered with the goal that does it."""
+    draft = Draft(checkpoint)
+    goal_ids: dict[GoalId, None] = {}
+    for name in sorted(draft.applications):
+        draft.delete((Kind.APPLICATION, name))
+    for goal_id in sorted(draft.pending, key=number_of):
+        goal = draft.pending[goal_id]
+        if goal.kind is GoalKind.APPLICATION:
+            # Before its parts go one by one: what is done to a part becomes a goal of the whole while that is pending.
+            end_goal(draft, goal, GoalStatus.SUPERSEDED, now, "replaced by shutdown")
+    for tag in sorted(draft.backends):
+        backend = draft.backends[tag]
+        if backend.deleting and backend.goal_id in draft.pending:
+            goal_ids[backend.goal_id] = None
+            continue
+        goal_id = new_goal(draft, GoalKind.DELETE, tag, deployment_owned(tag), now)
+        give_up(draft, backend, goal_id)
+        goal_ids[goal_id] = None
+    for endpoint_tag in sorted(draft.endpoints):
+        owned = endpoint_key(endpoint_tag)
+        if BackendTag(endpoint_tag) not in draft.backends:
+            goal_ids[new_goal(draft, GoalKind.ROUTE, endpoint_tag, [owned], now)] = None
+        draft.delete((Kind.ENDPOINT, endpoint_tag))
+    return Accepted(
+        changes=draft.changes(),
+        reply=ShutdownReply(goal_ids=list(goal_ids)),
+        subject=SUBJECT,
+        goal_id=next(iter(goal_ids), None),
+    )

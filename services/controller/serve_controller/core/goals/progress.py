@@ -1,0 +1,365 @@
+"""What a pending goal waits for, when it succeeds or fails, and what either leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from serve_common.api.views import GoalStatus
+from serve_common.config.backend import OnFailure
+from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
+from serve_common.protocol.subjects import HTTP_KEY, endpoint_key
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.goals.scope import (
+    ERROR_LENGTH_MAX,
+    application_of,
+    backends_of,
+    end_goal,
+    endpoints_of,
+    goal_at_stake,
+    left_out_by,
+)
+from serve_controller.core.objects import (
+    Application,
+    Backend,
+    BackendVersion,
+    Endpoint,
+    EndpointConfig,
+    Goal,
+    GoalKind,
+    Kind,
+    ReplicaState,
+    Revision,
+)
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.snapshots import move_route
+from serve_controller.core.transitions import ROUTED, WANTED
+
+
+def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
+    """Fail a pending change whose version could not be started as often as is allowed."""
+    goal = goal_at_stake(draft, backend)
+    if goal is None:
+        return
+    if backend.start_failures >= backend.target.backend_config.max_constructor_retry_count:
+        fail(draft, goal, backend.last_error, now, of=backend.backend_tag)
+
+
+def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> None:
+    """End a goal FAILED because of one backend; what last succeeded is wanted again, for all that it decides."""
+    whole = goal.kind is GoalKind.APPLICATION
+    end_goal(draft, goal, GoalStatus.FAILED, now, f"{of}: {error}" if whole else error)
+    had_worked = _undo_application(draft, goal)
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is None or backend.deleting:
+            continue
+        why = error if tag == of else f"undone with {of}, which failed"
+        is_used = any(user != EndpointTag(tag) for user in draft.used_by.get(tag, {}))
+        if backend.last_good is None and whole and had_worked and not is_used:
+            draft.put(msgspec.structs.replace(backend, deleting=True, last_error=why))
+            draft.delete((Kind.ENDPOINT, tag))
+        else:
+            _undo(draft, backend, why[-ERROR_LENGTH_MAX:], is_whole=whole)
+    for endpoint_tag in endpoints_of(goal):
+        _undo_endpoint(draft, endpoint_tag)
+
+
+def _undo_application(draft: Draft, goal: Goal) -> bool:
+    """Put back what an application was; whether it was anything."""
+    application = application_of(draft, goal)
+    if application is None:
+        return False
+    if application.last_good is None:
+        target = msgspec.structs.replace(application.target, takes_over=None)
+        draft.put(msgspec.structs.replace(application, target=target))
+        return False
+    good, parts = application.last_good, backends_of(goal)
+    joined = [t for t in application.target.deployments if t not in good.deployments and t not in parts]
+    target = msgspec.structs.replace(good, deployments=[*good.deployments, *joined])
+    draft.put(msgspec.structs.replace(application, target=target))
+    return True
+
+
+def _undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
+    endpoint = draft.endpoints.get(tag)
+    if endpoint is None or endpoint.last_good is None:
+        return
+    target = endpoint.last_good
+    if endpoint.goal_id in draft.pending:  # some of it was set meanwhile, by a goal of its own
+        target = endpoint.with_set_alone(target)
+    draft.put(msgspec.structs.replace(endpoint, target=target))
+
+
+def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
+    """Make what last succeeded the target again, or halt when nothing ever did."""
+    if backend.last_good is None:
+        draft.put(msgspec.structs.replace(backend, halted=True, last_error=error))
+        return
+    failed, target, newest_config = backend.target, backend.last_good, backend.newest_config_version
+    if failed.config_version == target.config_version and failed == target:
+        draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0, last_error=error))
+        return
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    if any(
+        r.code_version == target.code_version and r.config_version > target.config_version for r in replicas
+    ):
+        # Some took the failed configuration. Hosts apply only what rises, so the way back gets a new number.
+        newest_config += 1
+        target = msgspec.structs.replace(target, config_version=newest_config)
+    keeps = not is_whole and failed.backend_config.on_failure is OnFailure.KEEP
+    serves = any(r.state in ROUTED and r.config_version == failed.config_version for r in replicas)
+    draft.put(
+        msgspec.structs.replace(
+            backend,
+            target=target,
+            last_good=target,
+            kept=failed if keeps and serves else None,
+            others=[*backend.others, failed, backend.last_good],
+            newest_config_version=newest_config,
+            start_failures=0,
+            retry_at=0.0,
+            last_error=error,
+            autoscaling_paused=(
+                "" if target.backend_config.autoscaling_config is None else backend.autoscaling_paused
+            ),
+        )
+    )
+
+
+def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
+    end_goal(draft, goal, GoalStatus.FAILED, now, error)
+    record = draft.http
+    assert record is not None
+    if record.last_good is None:
+        draft.delete((Kind.HTTP, "options"))
+    else:
+        draft.put(msgspec.structs.replace(record, target=record.last_good))
+
+
+def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
+    """What a pending goal still waits for, for people; empty when it is reached."""
+    left_out = left_out_by(draft, goal)
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is None or backend.deleting:
+            left = len(draft.replicas_of(tag))
+            if left:
+                stuck = sorted({r.message for r in draft.replicas_of(tag).values() if r.message})[:1]
+                return "; ".join([f"{left} replicas of {tag} still stop", *stuck])
+        elif tag not in left_out:
+            message = _replicas_missing(draft, backend)
+            if message:
+                return message
+    if goal.kind is GoalKind.DRAIN:
+        message = _not_drained(draft, HostId(goal.subject))
+        if message:
+            return message
+    return _not_applied(draft, observed, goal)
+
+
+def _not_drained(draft: Checkpoint, host_id: HostId) -> str:
+    left = draft.by_host.get(host_id)
+    if not left:
+        return ""
+    backends = {r.backend_tag for r in left.values()}
+    waiting = {r.message for tag in backends for r in draft.replicas_of(tag).values() if r.message}
+    return "; ".join([f"{len(left)} replicas are still on it", *sorted(waiting)[:2]])
+
+
+def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
+    replicas = list(draft.replicas_of(backend.backend_tag).values())
+    wanted, target, kept = backend.num_wanted, backend.target, backend.kept
+    good = {v.config_version for v in (target, kept) if v is not None}
+    ready = [r for r in replicas if r.state is ReplicaState.RUNNING and r.config_version in good]
+    old = [
+        r
+        for r in replicas
+        if r.state in WANTED and r.code_version != target.code_version and r.config_version not in good
+    ]
+    # One that still waits for a host is to take the place of one on a host that is drained: that has its own goal.
+    placed = sum(r.state in WANTED and r.host_id is not None for r in replicas)
+    if len(ready) == wanted and not old and placed == wanted:
+        return ""
+    name = target.version or str(target.code_version)
+    parts = [f"{len(ready)} of {wanted} replicas of {backend.backend_tag} run version {name}"]
+    if old:
+        parts.append(f"{len(old)} of an older version still serve")
+    waiting = sorted({r.message for r in replicas if r.message})
+    parts += waiting[:2]
+    if backend.start_failures and backend.last_error:
+        parts.append(f"{backend.start_failures} starts failed: {backend.last_error.strip().splitlines()[-1]}")
+    return "; ".join(parts)
+
+
+def _not_applied(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
+    records = [draft.snapshots.get(key) for key in goal.owns]
+    needed = max((r.snapshot.snapshot_id for r in records if r is not None), default=0)
+    bucket = observed.bucket
+    if bucket is None:
+        return "waits for the bucket of snapshots"
+    if any(r is not None and bucket.get(r.key, 0) < r.snapshot.snapshot_id for r in records):
+        return f"snapshot {needed} is not published yet"
+    behind = 0
+    for proxy_id in draft.proxies:
+        proxy = observed.proxies.get(proxy_id)
+        behind += proxy is None or proxy.report.applied_snapshot_id < needed
+    if behind:
+        return f"{behind} proxies have not applied snapshot {needed} yet"
+    return ""
+
+
+def http_refusal(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
+    """Why a proxy cannot apply what a goal about the HTTP options asks for."""
+    record = draft.snapshots.get(HTTP_KEY) if goal.kind is GoalKind.HTTP else None
+    if record is None:
+        return ""
+    for proxy_id in sorted(draft.proxies):
+        proxy = observed.proxies.get(proxy_id)
+        report = None if proxy is None else proxy.report
+        if report is not None and report.http_error_snapshot_id == record.snapshot.snapshot_id:
+            return f"the proxy {proxy_id}: {report.http_error}"
+    return ""
+
+
+REVISIONS_MAX = 10
+"""Of each backend; the oldest are forgotten."""
+
+
+def succeed_where_reached(
+    draft: Draft, observed: ObservedState, goal_ids: Iterable[GoalId], now: float
+) -> None:
+    """End those pending goals that are reached, as recorded, published and applied by every live proxy."""
+    for goal_id in goal_ids:
+        goal = draft.pending.get(goal_id)
+        if goal is None:
+            continue
+        refusal = http_refusal(draft, observed, goal)
+        if refusal:
+            fail_http(draft, goal, refusal, now)
+        elif waits_for(draft, observed, goal) == "":
+            # One after the other, each applied by every proxy: what is left out may have had the route.
+            if move_route(draft, application_of(draft, goal)) or _drop_left_out(draft, goal, now):
+                continue
+            end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
+            _settle(draft, goal, now)
+
+
+def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
+    """Delete what an application no longer has, once the rest runs; whether there is such a deployment."""
+    dropped = False
+    for tag in left_out_by(draft, goal):
+        backend = draft.backends.get(tag)
+        if backend is not None and not backend.deleting:
+            draft.put(msgspec.structs.replace(backend, deleting=True))
+            draft.delete((Kind.ENDPOINT, tag))
+            dropped = True
+    if dropped:
+        # From here on there is no way back, for none of it: what is left out cannot come again by a failure.
+        _settle(draft, goal, now)
+    return dropped
+
+
+def _settle(draft: Draft, goal: Goal, now: float) -> None:
+    """Remember what a succeeded goal made as what last succeeded."""
+    application = application_of(draft, goal)
+    if application is not None:
+        _settle_application(draft, application, goal)
+    elif goal.kind is GoalKind.DEPLOY:
+        _settle_part(draft, BackendTag(goal.subject))
+    for endpoint_tag in endpoints_of(goal):
+        endpoint = draft.endpoints.get(endpoint_tag)
+        if endpoint is not None:
+            _settle_endpoint(draft, endpoint, goal)
+    for tag in backends_of(goal):
+        backend = draft.backends.get(tag)
+        if backend is not None and not backend.deleting:
+            _settle_backend(draft, backend, goal, now)
+    if goal.kind is GoalKind.HTTP and draft.http is not None:
+        draft.put(msgspec.structs.replace(draft.http, last_good=draft.http.target))
+
+
+def _settle_application(draft: Draft, application: Application, goal: Goal) -> None:
+    if application.deleting:
+        draft.delete((Kind.APPLICATION, application.name))
+        return
+    target, parts = application.target, backends_of(goal)
+    # What joined by itself meanwhile has a goal of its own.
+    good = msgspec.structs.replace(target, deployments=[t for t in target.deployments if t in parts])
+    draft.put(msgspec.structs.replace(application, last_good=good))
+
+
+def _settle_part(draft: Draft, tag: BackendTag) -> None:
+    """One that joined an application by itself belongs from now on to what the application was with success."""
+    deployment = draft.deployments.get(tag)
+    application = None if deployment is None else draft.applications.get(deployment.application)
+    good = None if application is None else application.last_good
+    if application is None or good is None or tag in good.deployments:
+        return
+    if tag in application.target.deployments:
+        good = msgspec.structs.replace(good, deployments=sorted([*good.deployments, tag]))
+        draft.put(msgspec.structs.replace(application, last_good=good))
+
+
+def _settle_endpoint(draft: Draft, endpoint: Endpoint, goal: Goal) -> None:
+    reached: EndpointConfig | None = endpoint.target
+    if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint.endpoint_tag)):
+        # The rest of it is that of a deploy which may yet fail.
+        last_good = endpoint.last_good
+        reached = None if last_good is None else endpoint.with_set_alone(last_good)
+    if endpoint.last_good != reached:
+        draft.put(msgspec.structs.replace(endpoint, last_good=reached))
+
+
+def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
+    former, others = backend.last_good, backend.others
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    if former is not None and any(r.config_version == former.config_version for r in replicas):
+        # Its last replicas still stop: what they hold of their hosts must not be forgotten.
+        others = [*others, former]
+    endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
+    deployment = draft.deployments.get(backend.backend_tag)
+    is_deployment = deployment is not None and deployment.ended_at is None
+    reached = endpoint.target if endpoint is not None and is_deployment else None
+    revision = backend.newest_revision
+    if not _is_alike(former, backend.target) or _newest_endpoint(draft, backend) != reached:
+        revision += 1
+        _remember(
+            draft,
+            Revision(
+                backend_tag=backend.backend_tag,
+                revision=revision,
+                at=now,
+                goal_id=goal.goal_id,
+                version=backend.target,
+                endpoint=reached,
+            ),
+        )
+    draft.put(
+        msgspec.structs.replace(
+            backend, last_good=backend.target, last_error="", others=others, newest_revision=revision
+        )
+    )
+
+
+def _remember(draft: Draft, revision: Revision) -> None:
+    """Keep one more revision of a backend, and forget its oldest."""
+    draft.put(revision)
+    for old in sorted(draft.revisions[revision.backend_tag])[:-REVISIONS_MAX]:
+        draft.delete((Kind.REVISION, f"{revision.backend_tag}@{old}"))
+
+
+def _is_alike(former: BackendVersion | None, target: BackendVersion) -> bool:
+    """Whether there is nothing between them to go back to: a rollback leaves ``num_replicas`` as it is."""
+    if former is None:
+        return False
+    num_replicas = target.backend_config.num_replicas
+    config = msgspec.structs.replace(former.backend_config, num_replicas=num_replicas)
+    return msgspec.structs.replace(former, backend_config=config) == target
+
+
+def _newest_endpoint(draft: Checkpoint, backend: Backend) -> EndpointConfig | None:
+    revisions = draft.revisions.get(backend.backend_tag)
+    newest = None if revisions is None else revisions.get(backend.newest_revision)
+    return None if newest is None else newest.endpoint

@@ -1,0 +1,368 @@
+"""How a backend gets from what runs to what should run, without taking away what serves."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from serve_common.config.backend import BackendConfig
+from serve_common.names import BackendTag, replica_tag
+from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.objects import Backend, Replica, ReplicaState
+from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
+from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
+from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Event
+
+
+def companions_of(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
+    """Wanted code versions of the other backends of the application that a backend is in; empty for one in none."""
+    deployment = checkpoint.deployments.get(tag)
+    if deployment is None or deployment.ended_at is not None:
+        return {}
+    application = checkpoint.applications.get(deployment.application)
+    if application is None or tag not in application.target.deployments:
+        return {}
+    return {
+        other: backend.target.code_version
+        for other in sorted(application.target.deployments)
+        if other != tag and (backend := checkpoint.backends.get(other)) is not None and not backend.deleting
+    }
+
+
+def _share(num_replicas: int, percent: float) -> int:
+    """So many percent of the replicas, rounded up: at least one unless it is 0 %, as Kubernetes rounds its surge."""
+    return math.ceil(max(num_replicas, 1) * percent / 100.0)
+
+
+def surge_of(config: BackendConfig) -> int:
+    """How many replicas more than wanted may run during an update."""
+    return _share(config.num_replicas, config.max_surge_percent)
+
+
+def unavailable_of(config: BackendConfig) -> int:
+    """How many replicas fewer than wanted may serve during an update where there is no room for more."""
+    return _share(config.num_replicas, config.max_unavailable_percent)
+
+
+def wanted_replicas(draft: Draft, backend: Backend) -> list[Replica]:
+    """Replicas that should go on or come up, the oldest first."""
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    return sorted((r for r in replicas if r.state in WANTED), key=age_rank)
+
+
+def age_rank(replica: Replica) -> tuple[int, str]:
+    """The oldest first: of one backend's tags the longer has the higher ordinal; reading the number costs far more."""
+    return (len(replica.replica_tag), replica.replica_tag)
+
+
+def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
+    """Whether a wanted replica is what the target asks for, where it may be; the others are to be replaced."""
+    host = None if replica.host_id is None else draft.hosts.get(replica.host_id)
+    if host is not None and host.draining:
+        return False
+    if replica.code_version == backend.target.code_version:
+        return True
+    return is_kept(backend, replica)
+
+
+def current_replicas(draft: Draft, backend: Backend) -> list[Replica]:
+    """Those of them that are what the target asks for."""
+    return [r for r in wanted_replicas(draft, backend) if _is_current(draft, backend, r)]
+
+
+def old_replicas(draft: Draft, backend: Backend) -> list[Replica]:
+    """Those of them that are to be replaced."""
+    return [r for r in wanted_replicas(draft, backend) if not _is_current(draft, backend, r)]
+
+
+def is_kept(backend: Backend, replica: Replica) -> bool:
+    """Whether a failed update left the replica with what it has (`OnFailure.KEEP`)."""
+    kept = backend.kept
+    return (
+        kept is not None
+        and replica.config_version == kept.config_version
+        and replica.state is ReplicaState.RUNNING
+    )
+
+
+NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration of this size"
+
+
+def _differs_by_number(backend: Backend, replica: Replica) -> bool:
+    """Whether the replica has the target's configuration already, under a number from before the store was restored."""
+    version, target = backend.version_of(replica.config_version), backend.target
+    if version is None:
+        return False
+    # How many there are to be is nothing that a replica is given, and the autoscaler may have moved it since.
+    num_replicas = target.backend_config.num_replicas
+    config = msgspec.structs.replace(version.backend_config, num_replicas=num_replicas)
+    number = target.config_version
+    return msgspec.structs.replace(version, config_version=number, backend_config=config) == target
+
+
+def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+    """Give the target's configuration to replicas that run its code with an older one, as many as the budget allows."""
+    target = backend.target
+    # Also on a host that is drained: where nothing can replace them, they serve for long.
+    same_code = [r for r in wanted_replicas(draft, backend) if r.code_version == target.code_version]
+    stale = [r for r in same_code if r.config_version != target.config_version and not is_kept(backend, r)]
+    if not stale:
+        return
+    updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
+    room = max(1, unavailable_of(target.backend_config)) - updating
+    is_risky = backend.start_failures > 0 and backend.last_good is not None
+    for replica in stale:
+        if replica.state is ReplicaState.RUNNING and room <= 0:
+            continue
+        if replica.state is ReplicaState.RUNNING and is_risky and not _differs_by_number(backend, replica):
+            continue  # what took it did not live: no more are put at risk
+        if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
+            continue
+        size = goal_bytes_of(target, replica.companions)
+        if not ledger.resize(replica.host_id, size - replica.goal_bytes):
+            if replica.message != NO_ROOM_FOR_CONFIG:
+                draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
+            continue
+        room -= replica.state is ReplicaState.RUNNING
+        told = with_event(draft, replica, Event.RECONFIGURE, now)
+        assert told is not None
+        assert replica.host_id is not None
+        draft.put(
+            msgspec.structs.replace(
+                told,
+                config_version=target.config_version,
+                generation=draft.renew_host_goal(replica.host_id),
+                goal_bytes=size,
+                needs=needs_of(target),
+                message="",
+            )
+        )
+
+
+def start(draft: Draft, backend: Backend, now: float) -> None:
+    """Decide on as many new replicas as are missing, within the surge budget."""
+    wanted, current, old = backend.num_wanted, current_replicas(draft, backend), old_replicas(draft, backend)
+    missing = wanted - len(current)
+    if old:
+        surge = surge_of(backend.target.backend_config)
+        room = wanted + surge - len(current) - len(old)
+        # Where far fewer are wanted than run, all of the old ones wait for a first new one to serve.
+        missing = min(missing, max(room, surge - len(current)))
+    if missing <= 0 or now < backend.retry_at:
+        return
+    for _ in range(missing):
+        draft.put(
+            Replica(
+                replica_tag=replica_tag(backend.backend_tag, draft.next_ordinal()),
+                backend_tag=backend.backend_tag,
+                code_version=backend.target.code_version,
+                config_version=backend.target.config_version,
+                state=ReplicaState.SHOULD_START,
+                since=now,
+            )
+        )
+
+
+def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+    """Give those that wait for a host one that has room, or say why there is none."""
+    if backend.backend_tag not in draft.unplaced:
+        return
+    waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
+    companions = companions_of(draft, backend.backend_tag)
+    placer = ledger.placer(backend.backend_tag, backend.target, companions)
+    for number, replica in enumerate(waiting):
+        host_id = placer.place()
+        if host_id is None:
+            _tell_why_not(draft, ledger, backend, waiting, number)
+            return
+        placed = with_event(draft, replica, Event.PLACED, now)
+        assert placed is not None
+        draft.put(
+            msgspec.structs.replace(
+                placed,
+                host_id=host_id,
+                generation=draft.renew_host_goal(host_id),
+                # It starts with the newest configuration, even if an older one was current when it was decided on.
+                config_version=backend.target.config_version,
+                needs=placer.needs,
+                goal_bytes=placer.goal_bytes,
+                companions=companions,
+            )
+        )
+
+
+def _tell_why_not(
+    draft: Draft, ledger: Ledger, backend: Backend, waiting: list[Replica], placed: int
+) -> None:
+    message = ledger.why_not(backend.backend_tag, backend.target)
+    if len(waiting) > 1:
+        message = f"{placed} of {len(waiting)} more fit: {message}"
+    # One says it for all: else the rows of thousands would be written anew whenever a number in the text changes.
+    for replica in waiting[placed:]:
+        told = message if replica is waiting[placed] else ""
+        if replica.message != told:
+            draft.put(msgspec.structs.replace(replica, message=told))
+
+
+def stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
+    """Scale down: what serves least goes first, then the newest."""
+    current = current_replicas(draft, backend)
+    surplus = len(current) - backend.num_wanted
+    if surplus <= 0:
+        return
+    for replica in sorted(current, key=stop_rank)[:surplus]:
+        with_event(draft, replica, Event.UNWANTED, now)
+
+
+_ORDER = list(ReplicaState)
+
+
+def stop_rank(replica: Replica) -> tuple[bool, int, int]:
+    """The lower, the sooner a replica is stopped when fewer are wanted: what serves least, then the newest."""
+    is_routed = replica.state in ROUTED
+    return (is_routed, -_ORDER.index(replica.state) if is_routed else 0, -replica.ordinal)
+
+
+def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+    """Stop replicas that are to be replaced as far as the target's serve in their place."""
+    old = old_replicas(draft, backend)
+    if not old:
+        return
+    wanted = backend.num_wanted
+    if backend.start_failures and backend.last_good is not None and wanted > 0:
+        return  # the new version does not prove itself: nothing is given up for it
+    serving = sum(r.state in ROUTED for r in wanted_replicas(draft, backend))
+    # With fewer replicas wanted than serve, the surplus still stays until the new version serves at all.
+    is_proven = wanted == 0 or any(r.state in ROUTED for r in current_replicas(draft, backend))
+    floor = wanted
+    if surge_of(backend.target.backend_config) == 0:
+        # None may run beside the old ones, so some of these go first.
+        floor, is_proven = wanted - unavailable_of(backend.target.backend_config), True
+    for replica in old:
+        if replica.state not in ROUTED:
+            with_event(draft, replica, Event.UNWANTED, now)
+        elif serving > floor and is_proven:
+            with_event(draft, replica, Event.UNWANTED, now)
+            serving -= 1
+    _make_room(draft, ledger, backend, now)
+
+
+def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+    """Where no replica of the target can be placed, old ones leave first, within the unavailable budget."""
+    if backend.backend_tag not in draft.unplaced:
+        return
+    waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
+    replicas = draft.replicas_of(backend.backend_tag).values()
+    stopping = any(r.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) for r in replicas)
+    if not waiting or stopping:
+        return
+    lowest = backend.num_wanted - unavailable_of(backend.target.backend_config)
+    serving = sum(r.state in ROUTED for r in wanted_replicas(draft, backend))
+    old, made = old_replicas(draft, backend), 0
+    for host_id in dict.fromkeys(r.host_id for r in old):
+        leaving: list[Replica] = []  # a larger new one may need the room of several
+        for replica in old:
+            if replica.host_id != host_id:
+                continue
+            leaving.append(replica)
+            if made == len(waiting) or serving - len(leaving) < lowest:
+                break
+            if ledger.would_fit_without(backend.backend_tag, host_id, leaving, backend.target):
+                for left in leaving:
+                    with_event(draft, left, Event.UNWANTED, now)
+                serving, made, leaving = serving - len(leaving), made + 1, []
+
+
+def take_out_of_goals(draft: Draft, backend: Backend) -> None:
+    """A replica that should stop leaves its host's goal; one that never had a host is simply gone."""
+    is_forced = backend.deleting and backend.force_kill
+    for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=age_rank):
+        if replica.state is ReplicaState.SHOULD_STOP:
+            if replica.host_id is None:
+                with_event(draft, replica, Event.GONE, replica.since)
+                continue
+            if not _is_taken_out(draft, replica):
+                draft.put(
+                    msgspec.structs.replace(
+                        replica,
+                        generation=draft.renew_host_goal(replica.host_id),
+                        force_kill=replica.force_kill or is_forced,
+                    )
+                )
+                continue
+        is_stopping = replica.state in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING)
+        if is_stopping and is_forced and not replica.force_kill and replica.host_id is not None:
+            generation = draft.renew_host_goal(replica.host_id)
+            draft.put(msgspec.structs.replace(replica, generation=generation, force_kill=True))
+
+
+def _is_taken_out(draft: Draft, replica: Replica) -> bool:
+    """Whether the replica left its host's goal in an earlier decision (its state was recorded then)."""
+    before = draft.base.replicas_of(replica.backend_tag).get(replica.replica_tag)
+    return before is not None and before.state not in IN_HOST_GOAL
+
+
+__all__ = ["look_again_at", "roll"]
+
+
+def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+    """Start, place, reconfigure and stop replicas of one backend, one step nearer to its target."""
+    tag = backend.backend_tag
+    _forgive(draft, backend, now)
+    start(draft, draft.backends[tag], now)
+    place(draft, ledger, draft.backends[tag], now)
+    stop_surplus(draft, draft.backends[tag], now)
+    stop_old(draft, ledger, draft.backends[tag], now)
+    reconfigure(draft, ledger, draft.backends[tag], now)
+    take_out_of_goals(draft, draft.backends[tag])
+    _prune_versions(draft, draft.backends[tag])
+
+
+def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
+    """When time alone makes another step possible, or None."""
+    times = []
+    if backend.retry_at > now and backend.num_wanted > 0:
+        times.append(backend.retry_at)
+    if backend.start_failures > 0:
+        times += [r.since + SHORT_LIFE_S for r in wanted_replicas(draft, backend) if r.state in ROUTED]
+    for replica in draft.replicas_of(backend.backend_tag).values():
+        at = stuck_at(backend, replica)
+        if at is not None:
+            times.append(at)
+    return min((at for at in times if at > now), default=None)
+
+
+def _forgive(draft: Draft, backend: Backend, now: float) -> None:
+    """A replica of the target that came up after the last failure and has served for a while ends the series.
+
+    One that served before it proves nothing: it may run on a better host, or with an older configuration. But where as
+    many as are wanted have served for so long, none is left to start that could prove more.
+    """
+    if not backend.start_failures:
+        return
+    lived = [
+        r
+        for r in current_replicas(draft, backend)
+        if r.state in ROUTED
+        and r.config_version == backend.target.config_version
+        and now >= r.since + SHORT_LIFE_S  # the same sum as in `look_again_at`
+    ]
+    if any(r.since >= backend.retry_at for r in lived) or len(lived) >= backend.num_wanted > 0:
+        draft.put(msgspec.structs.replace(backend, start_failures=0, retry_at=0.0))
+
+
+def _prune_versions(draft: Draft, backend: Backend) -> None:
+    """Forget versions that no replica runs."""
+    if not backend.others and backend.kept is None:
+        return
+    used = {r.config_version for r in draft.replicas_of(backend.backend_tag).values()}
+    kept = backend.kept if backend.kept is not None and backend.kept.config_version in used else None
+    named = {v.config_version for v in (backend.target, backend.last_good, kept) if v is not None}
+    others = []
+    for version in backend.others:
+        if version.config_version in used and version.config_version not in named:
+            named.add(version.config_version)
+            others.append(version)
+    if others != backend.others or kept != backend.kept:
+        draft.put(msgspec.structs.replace(backend, others=others, kept=kept))

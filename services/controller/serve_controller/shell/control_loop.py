@@ -1,0 +1,462 @@
+"""One term of leadership: decide → record → reply, and reconcile → record → perform → publish."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Reversible, Sequence
+from contextlib import ExitStack
+from typing import Final, TypeVar
+
+import msgspec
+import structlog
+
+from serve_common.api.commands import AnyCommand, CommandReply
+from serve_common.api.views import EventView, GoalStatus, HistoryView
+from serve_common.errors import BusUnavailable, FencedOut, LimitReached, NotLeading, StoreUnavailable
+from serve_common.names import BackendTag, GoalId
+from serve_common.ports import Clock
+from serve_common.protocol.reports import HostReport, ProxyReport
+from serve_common.telemetry.request_traces import current_ref, note, operation
+from serve_common.telemetry.spans import SpanRef, Value
+from serve_controller.core.attention import EVERYTHING, Attention, of_changes
+from serve_controller.core.audit import audit_of
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.commands import Accepted, decide
+from serve_controller.core.commands.restoring import RestoreFrom
+from serve_controller.core.events import audit_event, events_of
+from serve_controller.core.host_goals import SendHostGoal
+from serve_controller.core.objects import Changes, Goal
+from serve_controller.core.observed import ObservedState
+from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.restored import (
+    EPOCH_MARGIN,
+    NO_CLAIMS,
+    Claims,
+    claims_of_leader,
+    overtake,
+    restored_event,
+    roll_call_over_at,
+)
+from serve_controller.core.scaling import scaling_events
+from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
+from serve_controller.shell.boundary import Boundary, Telemetry
+from serve_controller.shell.observations import Hearing, Telling
+
+_log = structlog.get_logger()
+
+BUS_RETRY_S: Final = 0.5
+
+
+class Performing:
+    """Performs actions and takes in what became of them."""
+
+    def __init__(
+        self,
+        host_link: HostLink,
+        publisher: Publisher,
+        boundary: Boundary,
+        hearing: Hearing,
+        clock: Clock,
+        *,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``hearing`` learns what was sent and published; ``on_change`` is called when a plan should be made soon."""
+        self._host_link = host_link
+        self._publisher = publisher
+        self._boundary = boundary
+        self._hearing = hearing
+        self._clock = clock
+        self._on_change = on_change
+
+    async def perform_all(self, actions: Sequence[Action]) -> float | None:
+        """Perform a plan's actions in their order. Returns when to look again at the latest, or None."""
+        for number, action in enumerate(actions):
+            try:
+                await self._perform(action)
+            except LimitReached as error:
+                # Trying again cannot help this one, and it must not hold up the others.
+                _log.error("action_impossible", action=type(action).__name__, error=str(error))
+            except BusUnavailable as error:
+                _log.warning("plan_not_performed", error=str(error))
+                self._hearing.attending.add(_of_actions(actions[number:]))
+                return self._clock.now() + BUS_RETRY_S
+        return self._hearing.next_at()
+
+    async def _perform(self, action: Action) -> None:
+        match action:
+            case PublishSnapshot():
+                revision = await self._boundary.cross(
+                    "publish_snapshot", lambda: self._publisher.publish(action.key, action.snapshot)
+                )
+                self._hearing.hear_bucket({action.key: (revision, action.snapshot.snapshot_id)}, whole=False)
+                self._on_change()
+            case RetractSnapshot():
+                revision = self._hearing.revision_of(action.key)
+                await self._boundary.cross(
+                    "retract_snapshot", lambda: self._publisher.retract(action.key, revision)
+                )
+                self._hearing.retracted(action.key)
+            case SendHostGoal():
+                goal = action.goal
+                await self._boundary.cross("send_host_goal", lambda: self._host_link.send_goal(goal))
+                self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
+
+
+def _of_actions(actions: Sequence[Action]) -> Attention:
+    """What to look at again because these were not performed."""
+    return Attention(
+        hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
+        keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
+    )
+
+
+T = TypeVar("T")
+
+STORE_RETRY_S: Final = 0.5
+
+
+class Term:
+    """What a leader knows and does from the moment it leads."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        checkpoint: Checkpoint,
+        store: Store,
+        host_link: HostLink,
+        publisher: Publisher,
+        events: EventSink,
+        clock: Clock,
+        boundary: Boundary,
+        telemetry: Telemetry,
+        regain: Callable[[int], Awaitable[int]],
+        claims: Claims = NO_CLAIMS,
+        is_store_away: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``checkpoint`` was loaded after leadership of ``epoch`` was gained.
+
+        ``regain`` begins a new epoch above a number, ``claims`` are those of this process's former terms.
+        ``is_store_away`` says that the store was asked in vain last, beside this term.
+        """
+        self._is_store_away = is_store_away
+        self.epoch = epoch
+        self.checkpoint = checkpoint
+        self.is_store_available = True
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a plan should be made soon."""
+        self.on_goals: Callable[[Collection[GoalId]], None] = lambda _: None
+        """Called when goals were recorded, for those who wait for them."""
+        self.on_reload: Callable[[], None] = lambda: None
+        """Called when the checkpoint was read anew: any goal may have ended."""
+        self._hearing = Hearing(clock.now(), telemetry.message_refused, claims)
+        self._hearing.hear_round_trip(clock.now(), clock.now())
+        self._store = store
+        self._telling = Telling(events)
+        self._performing = Performing(
+            host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
+        )
+        self._clock = clock
+        self._boundary = boundary
+        self._telemetry = telemetry
+        self._regain = regain
+        self.goals_ended: Counter[GoalStatus] = Counter()
+        """Since this term began."""
+        self.autoscaling: dict[BackendTag, ScalingStatus] = {}
+        """What the autoscaler found last of each backend that it follows; kept by `shell.autoscaler`."""
+        self._scalings: dict[BackendTag, ScalingDecision] = {}
+        """What it decided and no plan has taken in yet."""
+        self._cause: SpanRef | None = None
+        """The span of the first command since the last plan, if it is traced."""
+        self._turn = asyncio.Lock()
+        self._is_checkpoint_certain = True
+        self._is_behind = False
+        """The store lacks what others have seen, and the counters are yet to be raised."""
+        self._is_over = False
+
+    @property
+    def claims(self) -> Claims:
+        """The highest numbers that this term gave or heard of."""
+        return self._hearing.claims.with_those(claims_of_leader(self.checkpoint, self.epoch))
+
+    @property
+    def observed(self) -> ObservedState:
+        """What was last heard."""
+        return self._hearing.observed
+
+    @property
+    def events(self) -> Reversible[EventView]:
+        """What happened lately, the newest last."""
+        return self._telling.events
+
+    def end(self) -> None:
+        """The term is over: a command that still waits for its turn is refused, and no new epoch is begun for it."""
+        self._is_over = True
+
+    # -- hearing -------------------------------------------------------------------------------------------------------
+
+    def hear(self, report: HostReport | ProxyReport) -> None:
+        """Take in a report; it is folded in by the next cycle."""
+        self._hearing.hear(report, self._clock.now())
+        self.on_change()
+
+    def bus_went(self) -> None:
+        """The bus is away: from now on silence says nothing about anybody."""
+        self._hearing.hear_break(None)
+        self.on_change()
+
+    def bus_came(self) -> None:
+        """The bus is back: from now on silence counts again."""
+        self._hearing.hear_break(self._clock.now())
+        self.on_change()
+
+    def hear_round_trip(self, begun_at: float) -> None:
+        """The bus answered what this process asked it at ``begun_at``: silence counts up to then."""
+        if self._hearing.hear_round_trip(begun_at, self._clock.now()):
+            self.on_change()
+
+    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """See `Hearing.hear_bucket`."""
+        self._hearing.hear_bucket(entries, whole=whole)
+        self.on_change()
+
+    def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
+        """The autoscaler's word on some backends, in place of what it said of them before; part of the next plan."""
+        for tag, decision in decisions.items():
+            backend = self.checkpoint.backends.get(tag)
+            if backend is not None and backend.num_wanted != decision.target:
+                self._scalings[tag] = decision
+                self.on_change()
+            else:
+                self._scalings.pop(tag, None)
+
+    # -- commands and plans --------------------------------------------------------------------------------------------
+
+    async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str = "") -> CommandReply:
+        """Decide a command, record it, and only then return the reply.
+
+        ``request`` is the command as it was sent and ``who`` who sent it, for the audit log. Raises a `CommandRefused`
+        (nothing changed), `StoreUnavailable` (it may have been made: the caller tries again) or `FencedOut`.
+        """
+        if self._is_store_away():
+            # In their turn, each would wait until its attempt has failed, and the last one for minutes.
+            raise StoreUnavailable("Postgres does not answer; nothing was changed")
+        async with self._turn:
+            await self._make_certain()
+            if self.observed.bucket is None or self._hears_claims():
+                # Whatever it gave an id now might be told of by the goal that had it before.
+                raise NotLeading("this controller has yet to hear what was done before it led; try again")
+            now = self._clock.now()
+            accepted = decide(self.checkpoint, command, now)
+            if accepted.changes:
+                before, after = self.checkpoint, self.checkpoint.applied(accepted.changes)
+                entry = self._history_entry(command, accepted, request, who, now)
+                told = [
+                    audit_event(
+                        now,
+                        verb=entry.verb,
+                        subject=accepted.subject,
+                        who=who,
+                        goal_id=accepted.goal_id,
+                    )
+                ]
+                note("muster.subject", accepted.subject)
+                await self._record("record_command", accepted.changes, after, [entry], told)
+                self._cause = self._cause or current_ref()
+                self._hearing.attending.add(of_changes(before, after, accepted.changes))
+        self.on_change()
+        return accepted.reply
+
+    def _history_entry(
+        self, command: AnyCommand | RestoreFrom, accepted: Accepted, request: bytes, who: str, now: float
+    ) -> HistoryEntry:
+        old, new = audit_of(self.checkpoint, accepted.changes)
+        return HistoryEntry(
+            at=now,
+            who=who,
+            verb=_verb(command),
+            subject=accepted.subject,
+            goal_id=accepted.goal_id,
+            # Always JSON, or the database would refuse the change with it.
+            request=request.decode("utf-8", "replace") if request.strip() else "{}",
+            old=None if old is None else msgspec.json.encode(old).decode(),
+            new=None if new is None else msgspec.json.encode(new).decode(),
+        )
+
+    async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
+        """See `Store.read_history`."""
+        return await self._tried(self._store.read_history(limit, subject, before))
+
+    async def run_cycle(self) -> float | None:
+        """Make one plan, record it, perform it. Returns when to look again at the latest, or None.
+
+        Raises `FencedOut` when another controller leads; everything transient is logged, and tried again later.
+        """
+        with ExitStack() as traced:
+            return await self._run_cycle(traced)
+
+    def _plan_soon(self) -> None:
+        self.on_change()
+
+    async def _run_cycle(self, traced: ExitStack) -> float | None:
+        scalings: dict[BackendTag, ScalingDecision] = {}
+        try:
+            async with self._turn:
+                await self._make_certain()
+                wait_until = await self._overtake()
+                if wait_until is not None:
+                    return wait_until if wait_until < math.inf else None
+                scalings, self._scalings = self._scalings, {}
+                began = self._clock.now()
+                plan = self._plan(scalings)
+                if plan.changes or plan.actions:  # others are not worth a span
+                    cause, self._cause = self._cause, None
+                    seconds = self._clock.now() - began
+                    traced.enter_context(
+                        operation("reconcile", _counts(plan, self.epoch), after=cause, seconds_ago=seconds)
+                    )
+                if plan.changes:
+                    told = scaling_events(self.checkpoint, plan.checkpoint, scalings, self._clock.now())
+                    await self._record("record_plan", plan.changes, plan.checkpoint, [], told)
+                    self.on_change()
+        except StoreUnavailable as error:
+            self._scalings = {**scalings, **self._scalings}
+            self._hearing.attending.add(EVERYTHING)
+            _log.warning("plan_not_recorded", error=str(error))
+            return self._clock.now() + STORE_RETRY_S
+        self._hearing.attending.add(plan.attention)
+        self._hearing.due(plan.due)
+        if plan.changes or plan.attention.goals:
+            self._telling.tell_progress(self.checkpoint, self.observed)
+        return await self._performing.perform_all(plan.actions)
+
+    def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> Plan:
+        now = self._clock.now()
+        attention = self._hearing.fold(self.checkpoint, now)
+        conflicts = self._hearing.take_conflicts(now)
+        if conflicts:
+            _log.warning("identity_conflict", about=[f"{event.kind} {event.subject}" for event in conflicts])
+            self.tell(conflicts)
+        numbers = {tag: decision.target for tag, decision in scalings.items()}
+        plan = reconcile(self.checkpoint, self.observed, self.epoch, now, attention, scalings=numbers)
+        self._telemetry.plan_made(self._clock.now() - now)
+        for fault in plan.faults:
+            _log.error("not_reconciled", about=fault.about, error=fault.error)
+        return plan
+
+    async def _record(
+        self,
+        effect: str,
+        changes: Changes,
+        after: Checkpoint,
+        history: list[HistoryEntry],
+        told: list[EventView],
+    ) -> None:
+        """Make changes durable, then visible. When it is not known whether they are, read what is before going on."""
+        before = self.checkpoint
+        self._is_checkpoint_certain = False
+        await self._boundary.cross(
+            effect, lambda: self._tried(self._store.record(self.epoch, changes, history))
+        )
+        self.checkpoint = after
+        self._is_checkpoint_certain = True
+        self.tell([*told, *events_of(before, after, changes, self._clock.now())])
+        goals = [value for value in changes.puts if isinstance(value, Goal)]
+        self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
+        self.on_goals([goal.goal_id for goal in goals])
+
+    async def _make_certain(self) -> None:
+        if self._is_over:
+            raise FencedOut(f"the term of epoch {self.epoch} is over")
+        if not self._is_checkpoint_certain:
+            # A write whose answer was lost may still be under way: a new epoch makes it too late for good.
+            await self._begin_epoch(above=0)
+
+    async def _begin_epoch(self, *, above: int) -> None:
+        self._is_checkpoint_certain = False
+        self._hearing.claims = self.claims  # the store may come back as it was before some of that
+        self.epoch = await self._tried(self._regain(above))
+        self.checkpoint = await self._tried(self._store.load())
+        self._is_checkpoint_certain = True
+        self._hearing.attending.add(EVERYTHING)
+        self.on_reload()
+
+    # -- a store that was restored to an earlier state -----------------------------------------------------------------
+
+    def _hears_claims(self) -> bool:
+        """Whether somebody has seen numbers that this leader has yet to give."""
+        self._hearing.given = claims_of_leader(self.checkpoint, self.epoch)
+        self._hearing.take_in(self.checkpoint)
+        return self._hearing.claims.are_ahead_of(self._hearing.given)
+
+    async def _overtake(self) -> float | None:
+        """Raise the counters above all that is claimed. Returns until when to wait before any plan, or None.
+
+        A plan that is made before the bucket is known, or while others know numbers that are yet to be given, would
+        give some of them again.
+        """
+        hears_claims = self._hears_claims()
+        if self.observed.bucket is None:
+            return math.inf
+        if not hears_claims:
+            self._is_behind = False
+            return None
+        if not self._is_behind:
+            # One that leads no more without knowing hears of such numbers too: the store knows.
+            await self._begin_epoch(above=0)
+            if not self._hears_claims():
+                return None
+            self._is_behind = True
+            _log.warning("store_is_behind", given=str(self._hearing.given), claims=str(self._hearing.claims))
+        now = self._clock.now()
+        over_at = roll_call_over_at(self.checkpoint, self.observed, now)
+        if over_at is None or now < over_at:
+            return over_at or math.inf
+        await self._begin_epoch(above=self._hearing.claims.epoch + EPOCH_MARGIN)
+        if self._hears_claims():
+            draft = overtake(self.checkpoint, self.observed, self._hearing.claims, self.epoch, now)
+            told = restored_event(draft, now)
+            await self._record("record_plan", draft.changes(), draft.checkpoint(), [], [told])
+            _log.error("store_was_restored", epoch=self.epoch, reason=told.message)
+        self._is_behind = False
+        return None
+
+    async def _tried(self, call: Awaitable[T]) -> T:
+        try:
+            result = await call
+        except StoreUnavailable:
+            self.is_store_available = False
+            raise
+        self.is_store_available = True
+        return result
+
+    # -- telling -------------------------------------------------------------------------------------------------------
+
+    def tell(self, events: Sequence[EventView]) -> None:
+        """Tell what happened beside what is recorded."""
+        self._telling.tell(events, self.checkpoint, self.observed)
+
+    def remember(self, events: Sequence[EventView]) -> None:
+        """Take over events of earlier terms, the oldest first."""
+        self._telling.remember(events)
+
+
+def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
+    """What a trace says of ``plan``."""
+    actions = plan.actions
+    return {
+        "muster.epoch": epoch,
+        "muster.changes": len(plan.changes.puts) + len(plan.changes.deletes),
+        "muster.snapshots": sum(isinstance(action, PublishSnapshot | RetractSnapshot) for action in actions),
+        "muster.host_goals": sum(isinstance(action, SendHostGoal) for action in actions),
+        "muster.faults": len(plan.faults),
+    }
+
+
+def _verb(command: AnyCommand | RestoreFrom) -> str:
+    if isinstance(command, RestoreFrom):
+        return "restore"
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in type(command).__name__).lstrip("_")

@@ -1,0 +1,404 @@
+"""Soft state of a term: reports, bucket, timers, never persisted; and the events that it publishes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+from immutables import Map
+
+from serve_common.api.views import EventView
+from serve_common.errors import BadField
+from serve_common.names import BackendTag, GoalId, HostId, ProxyId
+from serve_common.protocol.reports import HostReport, ProxyReport
+from serve_controller.core.attention import (
+    EVERYTHING,
+    NOTHING,
+    Agenda,
+    Attending,
+    Attention,
+    Silence,
+    of_host_report,
+    of_proxy_report,
+)
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.events import conflict_event, goal_progress
+from serve_controller.core.host_goals import DueTime
+from serve_controller.core.objects import HostRecord, ProxyRecord
+from serve_controller.core.observed import (
+    HeldByAnother,
+    HostObserved,
+    ObservedState,
+    ProxyObserved,
+    forget_silent,
+    holder_of,
+    is_same_life,
+    observe_break,
+    observe_bucket,
+    observe_host,
+    observe_proxy,
+    observe_round_trip,
+    observe_sent,
+)
+from serve_controller.core.restored import AHEAD_MAX, NO_CLAIMS, Claims, claims_of_report
+from serve_controller.core.views import view_goal
+from serve_controller.ports import EventSink
+
+INBOX_MAX: Final = 50_000
+"""Reports that wait to be folded in; beyond it the oldest are dropped, and the next reports say it again."""
+TIDY_EVERY_S: Final = 60.0
+SWEEP_S: Final = 120.0
+"""Within this time everything is looked at once, whatever was heard."""
+SWEEP_STEP_S: Final = 1.0
+
+
+CONFLICT_TOLD_EVERY_S: Final = 60.0
+"""Of one host or proxy."""
+CONFLICTS_TOLD_MAX: Final = 20
+"""Within that time, of all: more would push out what else happened."""
+
+
+class _Conflicts:
+    """Who reported in another's name, as far as it is worth telling.
+
+    A process that was killed and started again is refused as well, until the life before it counts as silent. So a
+    conflict is one only where both are heard: the holder again after the other one.
+    """
+
+    def __init__(self) -> None:
+        self._refused: set[tuple[str, str]] = set()
+        """Kind and name; of those that are known, so there are as many at most."""
+        self._told_at: dict[tuple[str, str], float] = {}
+        self._found: set[tuple[str, str]] = set()
+
+    def refused(self, report: HostReport | ProxyReport) -> str:
+        """A report was not believed; returns whose name it bears."""
+        kind, name = _sender(report)
+        self._refused.add((kind, name))
+        return f"{kind} {name}"
+
+    def believed(self, report: HostReport | ProxyReport, before: HostObserved | ProxyObserved | None) -> None:
+        """A report was taken in, after what is known by ``before``."""
+        if self._refused and (sender := _sender(report)) in self._refused:
+            self._refused.discard(sender)
+            if before is not None and is_same_life(report, before.report):
+                self._found.add(sender)
+
+    def take(self, now: float) -> list[EventView]:
+        """Events of what was found since the last time."""
+        if not self._found:
+            return []
+        found, self._found = sorted(self._found), set()
+        self.forget(now)
+        new = [sender for sender in found if sender not in self._told_at]
+        new = new[: max(0, CONFLICTS_TOLD_MAX - len(self._told_at))]
+        self._told_at |= dict.fromkeys(new, now)
+        return [conflict_event(now, kind, name) for kind, name in new]
+
+    def forget(self, now: float) -> None:
+        """Let go of what was told long ago."""
+        self._told_at = {
+            sender: at for sender, at in self._told_at.items() if now - at < CONFLICT_TOLD_EVERY_S
+        }
+
+
+def _sender(report: HostReport | ProxyReport) -> tuple[str, str]:
+    if isinstance(report, HostReport):
+        return "host", report.host_id
+    return "proxy", report.proxy_id
+
+
+class Hearing:
+    """Soft knowledge of one term."""
+
+    def __init__(
+        self, now: float, on_refused: Callable[[str, str, Exception], None], claims: Claims = NO_CLAIMS
+    ) -> None:
+        """Begins with a look at everything, for nothing is known but the ``claims`` of this process's former terms.
+
+        ``on_refused`` as `Telemetry.message_refused`.
+        """
+        self._on_refused = on_refused
+        self.observed = ObservedState(since=now)
+        self.attending = Attending()
+        self.attending.add(EVERYTHING)
+        self._agenda = Agenda()
+        self._silence = Silence()
+        self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
+        self._revisions: Map[str, int] = Map()
+        """The bucket's revision of each key, also of those that are gone."""
+        self._tidy_at = now + TIDY_EVERY_S
+        self._sweep_at = now + SWEEP_STEP_S
+        self._to_sweep: deque[Attention] = deque()
+        self._heard_hosts: set[HostId] = set()
+        self._heard_proxies: set[ProxyId] = set()
+        self.claims = claims
+        """The highest numbers that anybody said were given."""
+        self.given = NO_CLAIMS
+        """What this leader has given, about: claims far ahead of it are refused."""
+        self._conflicts = _Conflicts()
+
+    def hear(self, report: HostReport | ProxyReport, now: float) -> None:
+        """Take in a report; it is folded in by `fold`."""
+        self._inbox.append((now, report))
+
+    def hear_break(self, since: float | None) -> None:
+        """The bus went away (None) or came back at ``since``."""
+        self.observed = observe_break(self.observed, since)
+        self.attending.add(EVERYTHING)
+
+    def hear_round_trip(self, begun_at: float, now: float) -> bool:
+        """The bus answered what was asked at ``begun_at``; True when somebody must be looked at for that."""
+        self.observed = observe_round_trip(self.observed, begun_at)
+        doubtful = self._silence.take_doubtful()
+        for subject in doubtful:
+            self._agenda.add(now, subject)
+        return bool(doubtful)
+
+    def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+        """Take in what the bucket holds: revision and snapshot id by key (None: the key is gone).
+
+        ``whole`` says that ``entries`` is all of it; otherwise entries that are older than what is known (the echo of
+        this leader's own writes) change nothing.
+        """
+        bucket: Map[str, int] | None = Map() if whole else self.observed.bucket
+        if bucket is None:
+            return
+        if whole:
+            self._revisions = Map()
+            self.attending.add(EVERYTHING)
+        changed: set[str] = set()
+        for key, (revision, snapshot_id) in entries.items():
+            if not whole and revision <= self._revisions.get(key, 0):
+                continue
+            self._revisions = self._revisions.set(key, revision)
+            if snapshot_id is not None:
+                try:
+                    claims = Claims(snapshot=snapshot_id)
+                    self._check(claims)
+                    self._believe(claims)
+                except BadField as error:
+                    self._on_refused("snapshot", key, error)
+                    snapshot_id = 0  # noqa: PLW2901 - so that it is put right
+                bucket = bucket.set(key, snapshot_id)
+            elif key in bucket:
+                bucket = bucket.delete(key)
+            changed.add(key)
+        self.observed = observe_bucket(self.observed, bucket)
+        self.attending.add(Attention(keys=frozenset(changed), goals=bool(changed)))
+
+    def revision_of(self, key: str) -> int:
+        """The bucket's newest known revision of a key; 0 for none."""
+        revision: int = self._revisions.get(key, 0)
+        return revision
+
+    def retracted(self, key: str) -> None:
+        """A key of the bucket was removed."""
+        bucket = self.observed.bucket
+        if bucket is not None and key in bucket:
+            self.observed = observe_bucket(self.observed, bucket.delete(key))
+
+    def sent(self, host_id: HostId, goal: tuple[int, int], now: float) -> None:
+        """A goal was sent to a host."""
+        self.observed = observe_sent(self.observed, host_id, goal, now)
+
+    def due(self, times: Iterable[DueTime]) -> None:
+        """Look again at these times."""
+        for time in times:
+            self._agenda.add(time.at, time.subject)
+
+    def next_at(self) -> float:
+        """When to look at the latest."""
+        at = self._agenda.next_at()
+        return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
+
+    def take_in(self, checkpoint: Checkpoint) -> None:
+        """Fold in every report that came.
+
+        First of those whom the ids belong to: whether these are silent is not known before all they said is taken in,
+        and this process may have stood still.
+        """
+        others: deque[tuple[float, HostReport | ProxyReport]] = deque()
+        while self._inbox:
+            heard_at, report = self._inbox.popleft()
+            if self._is_of_holder(report, checkpoint):
+                self._take(report, heard_at, checkpoint)
+            else:
+                others.append((heard_at, report))
+        for heard_at, report in others:
+            self._take(report, heard_at, checkpoint)
+
+    def _is_of_holder(self, report: HostReport | ProxyReport, checkpoint: Checkpoint) -> bool:
+        known: HostObserved | ProxyObserved | None
+        record: HostRecord | ProxyRecord | None
+        match report:
+            case HostReport():
+                known, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
+            case ProxyReport():
+                known = self.observed.proxies.get(report.proxy_id)
+                record = checkpoint.proxies.get(report.proxy_id)
+        if known is not None:
+            return is_same_life(report, known.report)
+        return record is not None and record.holder == holder_of(report)
+
+    def _take(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        try:
+            match report:
+                case HostReport():
+                    claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
+                    self._check(claims)
+                    self._fold_host(report, heard_at, checkpoint)
+                    self._heard_hosts.add(report.host_id)
+                case ProxyReport():
+                    claims = claims_of_report(report)
+                    self._check(claims)
+                    self._fold_proxy(report, heard_at, checkpoint)
+                    self._heard_proxies.add(report.proxy_id)
+            self._believe(claims)
+        except HeldByAnother as error:
+            self._on_refused("identity", self._conflicts.refused(report), error)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
+            kind, sender = _sender(report)
+            self._on_refused(f"{kind}_report", sender, error)
+
+    def _check(self, claims: Claims) -> None:
+        """Raises `BadField` for what cannot be claimed: then nothing of that message counts."""
+        if claims.are_ahead_of(self.given, AHEAD_MAX):
+            raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
+
+    def _believe(self, claims: Claims) -> None:
+        """Remember what is claimed."""
+        if claims.are_ahead_of(self.claims):
+            self.claims = self.claims.with_those(claims)
+
+    def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
+        """Fold in everything that came, and say what to look at now."""
+        self.take_in(checkpoint)
+        hosts, self._heard_hosts = self._heard_hosts, set()
+        proxies, self._heard_proxies = self._heard_proxies, set()
+        self._take_due(hosts, proxies, now)
+        if now >= self._tidy_at:
+            self._tidy(checkpoint, now)
+        if now >= self._sweep_at:
+            self._sweep(checkpoint, now)
+        attention = self.attending.take()
+        if attention.is_everything:
+            hosts.update(checkpoint.hosts, self.observed.hosts)
+            proxies.update(checkpoint.proxies, self.observed.proxies)
+        for host_id in hosts:
+            self.attending.add(self._silence.of_host(self.observed, host_id, now, self._agenda))
+        for proxy_id in proxies:
+            self.attending.add(self._silence.of_proxy(self.observed, proxy_id, now, self._agenda))
+        if self.attending.is_empty:
+            return attention
+        self.attending.add(attention)
+        return self.attending.take()
+
+    def take_conflicts(self, now: float) -> list[EventView]:
+        """What to tell of processes that reported in others' names; begins anew."""
+        return self._conflicts.take(now)
+
+    def _fold_host(self, report: HostReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        before, record = self.observed.hosts.get(report.host_id), checkpoint.hosts.get(report.host_id)
+        holder = "" if record is None else record.holder
+        observed = observe_host(self.observed, report, heard_at, holder)
+        self._conflicts.believed(report, before)
+        after = observed.hosts[report.host_id]
+        attention = NOTHING if after is before else of_host_report(before, after)
+        self.observed = observed
+        self.attending.add(attention)
+
+    def _fold_proxy(self, report: ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+        before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
+        holder = "" if record is None else record.holder
+        observed = observe_proxy(self.observed, report, heard_at, holder)
+        self._conflicts.believed(report, before)
+        after = observed.proxies[report.proxy_id]
+        attention = NOTHING if after is before else of_proxy_report(before, after)
+        self.observed = observed
+        self.attending.add(attention)
+
+    def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
+        for kind, name in self._agenda.pop_due(now):
+            match kind:
+                case "backend":
+                    self.attending.add(Attention(backends=frozenset({BackendTag(name)})))
+                case "host_goal":
+                    self.attending.add(Attention(hosts=frozenset({HostId(name)})))
+                case "host":
+                    hosts.add(HostId(name))
+                case "proxy":
+                    proxies.add(ProxyId(name))
+                case _:
+                    raise AssertionError(f"nothing is known of {kind}")
+
+    def _tidy(self, checkpoint: Checkpoint, now: float) -> None:
+        self._tidy_at = now + TIDY_EVERY_S
+        self.observed = forget_silent(self.observed, now)
+        self._conflicts.forget(now)
+        self._silence.forget(
+            {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
+        )
+        self.attending.add(Attention(tidy=True))
+
+    def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
+        """Look at one more slice of everything; the last slices of a round may hold what is gone by now."""
+        self._sweep_at = now + SWEEP_STEP_S
+        if not self._to_sweep:
+            slices = int(SWEEP_S / SWEEP_STEP_S)
+            backends, endpoints = sorted(checkpoint.backends), sorted(checkpoint.endpoints)
+            hosts, keys = sorted(checkpoint.hosts), sorted(checkpoint.snapshots)
+            proxies = sorted({*checkpoint.proxies, *self.observed.proxies})
+            self._to_sweep.extend(
+                Attention(
+                    backends=frozenset(backends[n::slices]),
+                    endpoints=frozenset(endpoints[n::slices]),
+                    hosts=frozenset(hosts[n::slices]),
+                    proxies=frozenset(proxies[n::slices]),
+                    keys=frozenset(keys[n::slices]),
+                )
+                for n in range(slices)
+            )
+        self.attending.add(self._to_sweep.popleft())
+
+
+EVENTS_MAX: Final = 5_000
+"""Events that are remembered for `get_events`."""
+PROGRESS_MAX: Final = 50
+"""Goals whose progress is told after one plan; of more, the rest is told later or never."""
+
+
+class Telling:
+    """The events of one term."""
+
+    def __init__(self, sink: EventSink) -> None:
+        """``sink``: where they are published."""
+        self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
+        """What happened lately, the newest last."""
+        self._sink = sink
+        self._progress: dict[GoalId, str] = {}
+        """What was last told of each pending goal."""
+
+    def remember(self, events: Sequence[EventView]) -> None:
+        """Take over events of earlier terms, the oldest first."""
+        self.events.extendleft(reversed(events))
+
+    def tell(self, events: Sequence[EventView], checkpoint: Checkpoint, observed: ObservedState) -> None:
+        """Publish and remember events. Of a goal, its view is published: as it is in ``checkpoint``."""
+        self.events.extend(events)
+        for event in events:
+            if event.kind == "goal" and event.goal_id is not None:
+                view = view_goal(checkpoint, observed, event.goal_id)
+                self._progress.pop(event.goal_id, None)
+                self._sink.publish_event("goal", event.goal_id, msgspec.json.encode(view))
+            else:
+                self._sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
+
+    def tell_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
+        """Publish what pending goals wait for, where that changed."""
+        goal_ids = sorted(checkpoint.pending)[:PROGRESS_MAX]
+        for view in goal_progress(checkpoint, observed, goal_ids, self._progress):
+            self._progress[view.goal_id] = view.message
+            self._sink.publish_event("goal", view.goal_id, msgspec.json.encode(view))

@@ -1,0 +1,66 @@
+"""What is decided about the processes of one container: names, when a dead one is replaced, one page of metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from serve_common.names import NAME_LENGTH_MAX, ProxyId
+
+PROCESSES_MAX: Final = 64
+PARENT_FD: Final = "SERVE_PROXY_PARENT_FD"
+"""The variable that names a child's end of the socket to its parent; set by the parent only."""
+LONG_LIFE_S: Final = 10.0
+"""Who lived for so long did not die of its start."""
+_WAIT_MIN_S: Final = 0.1
+_WAIT_MAX_S: Final = 5.0
+
+
+def child_id(proxy_id: ProxyId, number: int) -> ProxyId:
+    """``<id>-<number>``; of an id that is too long for that, the end is kept, where names of containers differ."""
+    suffix = f"-{number}"
+    return ProxyId(proxy_id[-(NAME_LENGTH_MAX - len(suffix)) :].lstrip("-_") + suffix)
+
+
+def restart_wait_s(short_lives: int) -> float:
+    """How long to wait before the next start, after so many short lives in a row."""
+    if short_lives == 0:
+        return 0.0
+    return min(_WAIT_MAX_S, _WAIT_MIN_S * 2.0 ** min(short_lives - 1, 30))
+
+
+LABEL = "process"
+
+
+def merge_metrics(pages: Mapping[str, str]) -> str:
+    """One page in Prometheus' text format; each sample gets the label ``process`` with the key of its page.
+
+    The format wants all samples of a family in one group, so they are gathered; its help and type come once.
+    """
+    families: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for process, page in pages.items():
+        label = f'{LABEL}="{process}"'
+        family = ""
+        for line in page.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                comments = families.setdefault(family, [])
+                if line not in comments:
+                    comments.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(family, []).append(_labelled(line, label))
+    lines: list[str] = []
+    for family, comments in families.items():
+        lines += comments
+        lines += samples.get(family, [])
+    lines += samples.get("", [])
+    return "\n".join([*lines, ""])
+
+
+def _labelled(line: str, label: str) -> str:
+    name_end = line.find(" ")
+    brace = line.find("{", 0, name_end)
+    if brace < 0:
+        return f"{line[:name_end]}{{{label}}}{line[name_end:]}"
+    return f"{line[: brace + 1]}{label},{line[brace + 1 :]}"

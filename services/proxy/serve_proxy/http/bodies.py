@@ -1,0 +1,289 @@
+"""Request bodies: never more read than allowed or used at once, their memory given back, slow clients cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final, final
+
+import structlog
+from aiohttp import HttpVersion11, web
+from aiohttp.streams import StreamReader
+
+from serve_common.config.endpoint import HttpOptions
+from serve_common.dispatch.request_body import UPLOAD_BYTES, RequestBody, UploadRoom
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES
+from serve_proxy.core.problems import BadRequest, BodyTooLarge, BodyTooSlow
+
+_log = structlog.get_logger(__name__)
+
+LOOK_EVERY_S: Final = 5.0
+GROWN_BYTES_MIN: Final = 16 * 1024 * 1024
+"""By so much must the process have grown: giving back less is not worth the look at the whole heap."""
+_TRIES_MAX: Final = 6
+"""After so many looks what is still there counts as needed."""
+_STATM: Final = Path("/proc/self/statm")
+
+
+async def give_back_memory(room: UploadRoom) -> None:
+    """Look every `LOOK_EVERY_S` whether the process has grown while few bodies are held; for ever.
+
+    Ends at once where the C library offers no way.
+    """
+    trim = _find_trim()
+    if trim is None:
+        return
+    least_bytes = resident_bytes()
+    tries = 0
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        now_bytes = resident_bytes()
+        least_bytes = min(least_bytes, now_bytes)
+        if now_bytes - least_bytes < GROWN_BYTES_MIN:
+            tries = 0
+            continue
+        if room.admitted_bytes > GROWN_BYTES_MIN:
+            continue
+        await asyncio.to_thread(trim, 0)
+        kept_bytes = resident_bytes()
+        _log.debug("memory_given_back", given_back_bytes=now_bytes - kept_bytes, kept_bytes=kept_bytes)
+        # Connections of clients that were refused may still hold some of it: that goes with a later look.
+        tries += 1
+        if tries >= _TRIES_MAX:
+            least_bytes, tries = kept_bytes, 0
+
+
+def resident_bytes() -> int:
+    """What this process has in memory."""
+    return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def _find_trim() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL("libc.so.6").malloc_trim
+    except (OSError, AttributeError):
+        return None
+    return trim if _STATM.exists() else None
+
+
+PERIOD_S: Final = 10.0
+
+
+@final
+class Pace:
+    """Watches one body on its way, for as long as it is entered."""
+
+    __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_timer")
+
+    def __init__(
+        self, rate_min: int, progress: Callable[[], int | None], on_slow: Callable[[], None]
+    ) -> None:
+        """``rate_min`` is in bytes a second, 0 allows any. ``progress`` tells how many bytes the client has sent or
+        taken in all; None while it is not the client that is waited for. ``on_slow`` is called once."""
+        self._loop = asyncio.get_running_loop()
+        self._least_bytes = rate_min * PERIOD_S
+        self._progress = progress
+        self._on_slow = on_slow
+        self._last: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        if self._least_bytes > 0:
+            self._last = self._progress()
+            self._timer = self._loop.call_later(PERIOD_S, self._look)
+
+    def __exit__(
+        self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now = self._progress()
+        if now is not None and self._last is not None and now - self._last < self._least_bytes:
+            self._timer = None
+            self._on_slow()
+            return
+        self._last = now
+        self._timer = self._loop.call_later(PERIOD_S, self._look)
+
+
+COLLECTED_BYTES_MAX: Final = 256 * 1024
+"""A body that is announced to be no larger is sent on when it is whole: its client then holds no replica's slot while
+it sends, and it can be sent again."""
+COPIED_BYTES_MAX: Final = 4 * 1024 * 1024
+"""A body for an endpoint that has shadows is collected up to here: one that is still arriving cannot be copied."""
+_LOOK_FOR_CLIENT_S: Final = 0.25
+UNREAD_BYTES_MAX: Final = 64 * 1024
+"""What is read and dropped of a body whose request is answered already, for the connection to be kept."""
+
+
+def check_announced(request: web.BaseRequest, bytes_max: int) -> None:
+    """Raise `BodyTooLarge` when the client says that it would send more."""
+    announced = request.content_length
+    if announced is not None and announced > bytes_max:
+        raise BodyTooLarge(f"the body has {announced} bytes; at most {bytes_max} are allowed")
+
+
+def body_need(content: StreamReader, announced: int | None, *, is_copied: bool) -> int:
+    """How much memory a body may need at once; ``content`` is what has come of it, ``announced`` its length if known.
+
+    ``is_copied`` as for `receive_body`.
+    """
+    if content.is_eof():
+        return content.total_bytes
+    most = COPIED_BYTES_MAX if is_copied else UPLOAD_BYTES
+    return most if announced is None else min(announced, most)
+
+
+async def receive_body(
+    request: web.BaseRequest,
+    options: HttpOptions,
+    deadline: float,
+    room: UploadRoom,
+    *,
+    is_welcomed: bool,
+    is_copied: bool,
+) -> bytes | RequestBody:
+    """The whole body when it is small or has come already, otherwise its beginning; `feed_body` brings the rest.
+
+    ``is_welcomed`` says that an `Expect` was answered already, ``is_copied`` that shadows may get it too, for
+    which the body must be whole. Raises `BodyTooLarge`, `BodyTooSlow` after ``deadline``
+    (the loop's time) and for a client that is slower than allowed, `BadRequest`.
+    """
+    check_announced(request, options.body_bytes_max)
+    content = request.content
+    announced = request.content_length
+    try:
+        if content.is_eof():
+            # A middleware may have read it; then it is kept in the request.
+            whole = await request.read() if is_welcomed else content.read_nowait()
+            return _within(whole, options.body_bytes_max)
+        if not is_welcomed:
+            await let_continue(request)
+        if is_copied:
+            wanted_bytes = COPIED_BYTES_MAX
+        elif announced is None or announced > COLLECTED_BYTES_MAX:
+            wanted_bytes = 1
+        else:
+            wanted_bytes = announced
+        first = await _collect(content, options, deadline, room, wanted_bytes)
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes") from error
+    except web.RequestPayloadError as error:
+        raise _malformed(error) from error
+    if content.is_eof():
+        rest = content.read_nowait()
+        return _within(first + rest if rest else first, options.body_bytes_max)
+    _within(first, options.body_bytes_max)
+    return RequestBody(first, room, UNKNOWN_BYTES if announced is None else announced)
+
+
+async def _collect(
+    content: StreamReader, options: HttpOptions, deadline: float, room: UploadRoom, wanted_bytes: int
+) -> bytes:
+    """The next so many bytes or a few more; fewer at the body's end, and when all uploads together hold too much."""
+    pieces: list[bytes] = []
+    size = 0
+
+    def give_up() -> None:
+        scope.reschedule(asyncio.get_running_loop().time())
+
+    scope = asyncio.timeout_at(deadline)
+    try:
+        async with scope:
+            with Pace(options.body_rate_min, lambda: size, give_up):
+                while size < wanted_bytes and (piece := await content.readany()):
+                    size += len(piece)
+                    room.change(len(piece))
+                    pieces.append(piece)
+                    if size >= COLLECTED_BYTES_MAX and room.is_full:
+                        break
+    except TimeoutError as error:
+        raise BodyTooSlow("the body did not come in time") from error
+    finally:
+        room.change(-size)
+    return b"".join(pieces)
+
+
+async def feed_body(
+    request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadRoom
+) -> None:
+    """Bring the rest of a body, as fast as it is taken; what is wrong with it fails its request."""
+    content = request.content
+    is_waiting = False
+
+    def give_up() -> None:
+        body.fail(BodyTooSlow(f"the body comes at less than {options.body_rate_min} bytes a second"))
+
+    try:
+        with Pace(options.body_rate_min, lambda: body.received_bytes if is_waiting else None, give_up):
+            while not body.is_closed:
+                is_waiting = True
+                data = await (content.read(FRAME_BODY_BYTES_MAX) if room.is_crowded else content.readany())
+                is_waiting = False
+                if not data:
+                    body.end()
+                    return
+                if body.received_bytes + len(data) > options.body_bytes_max:
+                    body.fail(BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes"))
+                    return
+                body.add(data)
+                if not body.has_room:
+                    await _wait_for_room(request, body)
+    except web.RequestPayloadError as error:
+        body.fail(_malformed(error))
+    except ConnectionError:
+        return  # the client is gone, and its request is given up where it is waited for
+
+
+async def _wait_for_room(request: web.BaseRequest, body: RequestBody) -> None:
+    """Nothing is read meanwhile, and so nobody would be told that the client is gone: it is looked for."""
+    while True:
+        try:
+            async with asyncio.timeout(_LOOK_FOR_CLIENT_S):
+                await body.wait_for_room()
+        except TimeoutError:
+            transport = request.transport
+            if transport is not None and _has_left(transport):
+                transport.abort()  # which cancels whoever waits for the answer
+                return
+        else:
+            return
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def is_mostly_unread(request: web.BaseRequest) -> bool:
+    """True when a client would go on sending much of a body that nobody wants, or nobody knows how much."""
+    content = request.content
+    if content.is_eof():
+        return False
+    announced = request.content_length
+    return announced is None or announced - content.total_bytes > UNREAD_BYTES_MAX
+
+
+def _malformed(error: web.RequestPayloadError) -> BadRequest:
+    return BadRequest("body", str(error).partition("\n")[0][:200] or "is not what its headers say")
+
+
+def _within(body: bytes, bytes_max: int) -> bytes:
+    if len(body) > bytes_max:
+        raise BodyTooLarge(f"the body has {len(body)} bytes; at most {bytes_max} are allowed")
+    return body
+
+
+async def let_continue(request: web.BaseRequest) -> None:
+    """Tell a client that asked first that its body is welcome."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer itself has not begun

@@ -1,0 +1,310 @@
+"""The response of an endpoint to one HTTP request: what is asked of it, and the long way to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from serve_common.config.endpoint import EndpointOptions, HttpOptions
+from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, EndpointTally, can_repeat
+from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.request_body import RequestBody
+from serve_common.dispatch.responses import ACCEPTED as SWITCHED
+from serve_common.errors import ServeError
+from serve_common.protocol.frames import CallHead, Kind
+from serve_common.runtime.clock import SystemClock
+from serve_common.runtime.tasks import TaskOwner
+from serve_proxy.core.callers import earliest_deadline, forward
+from serve_proxy.core.headers import (
+    RequestHeaders,
+    read_checked_headers,
+    read_request_headers,
+    use_host,
+    value_of,
+)
+from serve_proxy.core.problems import BodiesFull, Problem, problem_of
+from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
+from serve_proxy.http.middlewares import Exchange
+from serve_proxy.http.request_heads import authority_of, is_socket_wanted, peer_of, scheme_of
+from serve_proxy.http.responses import problem_response, respond, whole_bytes
+from serve_proxy.http.websockets import HttpSockets
+from serve_proxy.shell.access_log import AccessLog
+from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_traces import RequestTraces
+
+_WEBSOCKET: Final = Kind.WEBSOCKET
+_DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
+_CLOCK: Final = SystemClock()
+
+
+def ask_of(
+    endpoint: Endpoint,
+    headers: RequestHeaders,
+    *,
+    method: str,
+    path: str,
+    query: str,
+    body: bytes | RequestBody,
+    request_id: str,
+    now: float,
+    deadline: float,
+    peer: str,
+    scheme: str = "http",
+    kind: Kind = Kind.HTTP,
+) -> Ask:
+    """What a request asks of ``endpoint``.
+
+    ``now`` and ``deadline``, the latest that the options allow, are by the loop's clock. ``headers`` are used up: call
+    it once. ``scheme`` is http or https. Raises `BadField` naming a header that cannot be understood,
+    `DeadlineExceeded` when the client's own deadline has passed.
+    """
+    options = endpoint.options
+    if headers.has_slo or options.relative_slo_ms is not None:
+        deadline = earliest_deadline(
+            headers, deadline, options.relative_slo_ms, now=now, wall_now=_CLOCK.now()
+        )
+    if options.shard_key_header == _DEFAULT_SHARD_KEY:
+        shard_key = headers.shard_key
+    else:
+        shard_key = value_of(headers, options.shard_key_header)
+    backend = value_of(headers, options.backend_header) if options.backend_header else b""
+    client, scheme = forward(headers, peer, scheme)
+    if kind is _WEBSOCKET:
+        scheme = "wss" if scheme == "https" else "ws"
+    model_id = headers.model_id
+    upload = None
+    if isinstance(body, RequestBody):
+        upload, body = body, b""
+    ask = Ask(
+        endpoint=endpoint,
+        kind=kind,
+        method=method,
+        path=path,
+        route=endpoint.route,
+        query=query,
+        headers=headers.forwarded,
+        body=body,
+        upload=upload,
+        request_id=request_id,
+        traceparent=headers.traceparent,
+        client=client,
+        scheme=scheme,
+        call=CallHead(model_id=model_id.decode("utf-8", "replace")) if model_id else None,
+        shard_key=shard_key.decode("latin-1") if shard_key else "",
+        backend_tag=endpoint.backend_named(backend) if backend else None,
+        is_repeatable=can_repeat(method, has_idempotency_key=headers.has_idempotency_key),
+        deadline=deadline,
+    )
+    follower = headers.follower
+    if follower is None:
+        return ask
+    follower.asks(ask)
+    return msgspec.structs.replace(ask, trace=follower)
+
+
+_log = structlog.get_logger(__name__)
+
+
+@final
+class _Visit:
+    """One request on its way to the endpoint and back, and what is to be counted of it."""
+
+    __slots__ = (
+        "deadline",
+        "ended",
+        "exchange",
+        "options",
+        "path",
+        "problem",
+        "query",
+        "request_id",
+        "status",
+        "tally",
+    )
+
+    def __init__(
+        self, path: str, query: str, options: HttpOptions, exchange: Exchange | None, tally: EndpointTally
+    ) -> None:
+        self.path = path
+        self.query = query
+        self.options = options
+        self.exchange = exchange
+        self.request_id = ""
+        self.deadline = 0.0
+        self.tally = tally
+        self.status = CLIENT_GONE
+        self.ended = 0.0
+        """When it counts as ended, if that is before its end; by time.perf_counter."""
+        self.problem: Problem | None = None
+        """What it is answered with, when this process has failed it."""
+
+
+@final
+class EndpointAnswers:
+    """Asks endpoints, and writes what they answer."""
+
+    def __init__(self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int) -> None:
+        self.sockets: Final = HttpSockets(ingress)
+        self._ingress = ingress
+        self._new_request_id = new_request_id
+        self._forwarded_hops = forwarded_hops
+        self._now = asyncio.get_running_loop().time
+        self._room = ingress.room
+        self._tasks = TaskOwner("uploads")
+
+    async def close(self, timeout_s: float) -> None:
+        """End what is left of uploads and sockets."""
+        await self.sockets.close(timeout_s)
+        await self._tasks.close(timeout_s)
+
+    async def answer(
+        self,
+        request: web.BaseRequest,
+        path: str,
+        query: str,
+        options: HttpOptions,
+        *,
+        following: RequestTraces | AccessLog | None,
+        exchange: Exchange | None,
+    ) -> web.StreamResponse:
+        """The answer of the endpoint for ``path``.
+
+        With an ``exchange``, whoever made that counts the request and has it followed; otherwise ``following`` does.
+        """
+        began = time.perf_counter()  # the loop's own time stands still within an iteration
+        headers = self._read_headers(request, is_checked=exchange is not None)
+        visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
+        if exchange is None:
+            visit.request_id = headers.request_id or self._new_request_id()
+            visit.deadline = self._now() + options.request_timeout_s
+            if following is not None:
+                scheme, peer = scheme_of(request), peer_of(request)
+                following.begin(
+                    headers,
+                    request.method,
+                    path,
+                    scheme,
+                    visit.request_id,
+                    peer=peer,
+                    body=request.content,
+                )
+        else:
+            visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
+            headers.follower = exchange.follower
+            headers.traceparent = exchange.traceparent or headers.traceparent
+        response: web.StreamResponse | None = None
+        try:
+            response = await self._answer_endpoint(request, headers, visit)
+        except ServeError as error:
+            problem = visit.problem = problem_of(error)
+            visit.status = problem.status
+            response = problem_response(problem, visit.request_id)
+        except (asyncio.CancelledError, ConnectionError):
+            if visit.status != SWITCHED:
+                visit.status = CLIENT_GONE
+            raise
+        except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
+            _log.exception("request_failed", request_id=visit.request_id, path=path[:200])
+            visit.status = 500
+            problem = visit.problem = Problem(
+                status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
+            )
+            response = problem_response(problem, visit.request_id)
+        finally:
+            if exchange is None:
+                ended = visit.ended or time.perf_counter()
+                visit.tally.add(request.method, visit.status, ended - began)
+                if headers.follower is not None:
+                    headers.follower.ended(visit.status, visit.problem, whole_bytes(request, response))
+            else:
+                exchange.tally = visit.tally
+                exchange.problem = visit.problem
+        return response
+
+    def _read_headers(self, request: web.BaseRequest, *, is_checked: bool) -> RequestHeaders:
+        if is_checked:
+            headers = read_checked_headers(request.raw_headers)
+        else:
+            headers = read_request_headers(request.raw_headers, self._forwarded_hops)
+        authority = authority_of(request)
+        if authority:
+            use_host(headers, authority)
+        return headers
+
+    async def _answer_endpoint(
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit
+    ) -> web.StreamResponse:
+        method, options = request.method, visit.options
+        endpoint = self._ingress.admit(method, visit.path)
+        visit.tally = endpoint.tally
+        if not request.body_exists:
+            return await self._answer_admitted(request, headers, visit, endpoint)
+        check_announced(request, options.body_bytes_max)
+        need_bytes = body_need(request.content, request.content_length, is_copied=bool(endpoint.shadows))
+        if not self._room.admit(need_bytes):
+            raise BodiesFull
+        try:
+            return await self._answer_admitted(request, headers, visit, endpoint)
+        finally:
+            self._room.leave(need_bytes)
+
+    async def _answer_admitted(
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit, endpoint: Endpoint
+    ) -> web.StreamResponse:
+        """There is room for the request's body, if it has one."""
+        method, options = request.method, visit.options
+        is_socket = is_socket_wanted(request, headers.upgrade)
+        body: bytes | RequestBody = b""
+        if is_socket:
+            self.sockets.check(request)
+        elif request.body_exists:
+            body = await receive_body(
+                request,
+                options,
+                visit.deadline,
+                self._room,
+                is_welcomed=visit.exchange is not None,
+                is_copied=bool(endpoint.shadows),
+            )
+        ask = ask_of(
+            endpoint,
+            headers,
+            method=method,
+            path=visit.path,
+            query=visit.query,
+            body=body,
+            request_id=visit.request_id,
+            now=self._now(),
+            deadline=visit.deadline,
+            peer=peer_of(request),
+            scheme=scheme_of(request),
+            kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
+        )
+        if ask.upload is None:
+            return await self._pass_on(request, ask, visit)
+        feeding = self._tasks.start(feed_body(request, ask.upload, options, self._room), name="upload")
+        try:
+            return await self._pass_on(request, ask, visit)
+        finally:
+            feeding.cancel()
+
+    async def _pass_on(self, request: web.BaseRequest, ask: Ask, visit: _Visit) -> web.StreamResponse:
+        """Ask, and write the answer."""
+        call, answer = await self._ingress.ask(ask)
+        visit.status = answer.status
+        if visit.exchange is not None:
+            visit.exchange.begun()
+        rate_min = visit.options.body_rate_min
+        if answer.socket is None:
+            return await respond(self._ingress, request, call, answer, ask.request_id, rate_min=rate_min)
+        visit.ended = time.perf_counter()  # how long a socket lasts is no request's duration
+        try:
+            return await self.sockets.serve(request, ask, answer, answer.socket, rate_min)
+        finally:
+            self._ingress.abandon(call)

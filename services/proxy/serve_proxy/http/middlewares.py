@@ -1,0 +1,193 @@
+"""Middlewares of users: imported by name, checked, and put around a handler that only their requests pass."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, final
+
+import structlog
+from aiohttp import web
+
+from serve_common.config.endpoint import HttpOptions
+from serve_common.dispatch.admission import EndpointTally
+from serve_common.errors import ServeError
+from serve_proxy.core.headers import FollowedRequest, checked_headers
+from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.http.bodies import check_announced, let_continue
+from serve_proxy.http.request_heads import replace_headers
+from serve_proxy.http.responses import as_response, problem_response
+from serve_proxy.shell.ingress import MiddlewareRefused
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.BaseRequest, Handler], Awaitable[web.StreamResponse]]
+Middlewares = tuple[Middleware, ...]
+
+NO_MIDDLEWARES: Final[Middlewares] = ()
+
+
+def add_directory(directory: str) -> None:
+    """Let modules in ``directory`` be imported, after all others."""
+    if directory not in sys.path:
+        sys.path.append(directory)
+
+
+def compose(middlewares: Sequence[Middleware], handler: Handler) -> Handler:
+    """``handler`` with ``middlewares`` around it, the first outermost."""
+    for middleware in reversed(middlewares):
+        handler = _around(middleware, handler)
+    return handler
+
+
+def _around(middleware: Middleware, handler: Handler) -> Handler:
+    return lambda request: middleware(request, handler)
+
+
+async def load_middlewares(paths: Sequence[str]) -> Middlewares:
+    """Import what ``paths`` (``module:attribute``) name, in a thread. Raises `MiddlewareRefused` naming the path."""
+    loop = asyncio.get_running_loop()
+    loaded: asyncio.Future[Middlewares] = loop.create_future()
+
+    def deliver(outcome: Middlewares | MiddlewareRefused) -> None:
+        if loaded.done():
+            return
+        if isinstance(outcome, MiddlewareRefused):
+            loaded.set_exception(outcome)
+        else:
+            loaded.set_result(outcome)
+
+    def work() -> None:
+        outcome: Middlewares | MiddlewareRefused
+        try:
+            importlib.invalidate_caches()  # files may have come since the last import
+            outcome = tuple(_import(path) for path in paths)
+        except MiddlewareRefused as error:
+            outcome = error
+        except Exception as error:  # noqa: BLE001 - whoever waits is told
+            outcome = MiddlewareRefused(f"{', '.join(paths)}: {type(error).__name__}: {error}")
+        # The loop may have ended in the meantime; then nobody wants to know.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(deliver, outcome)
+
+    threading.Thread(target=work, name="import_middlewares", daemon=True).start()
+    return await loaded
+
+
+def _import(path: str) -> Middleware:
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except BaseException as error:
+        # User code runs here, and what it raises, SystemExit included, is an answer like any other.
+        raise MiddlewareRefused(f"{path}: {type(error).__name__}: {error}") from error
+    reason = _why_none(found)
+    if reason:
+        raise MiddlewareRefused(f"{path}: {reason}; it must be `async def middleware(request, handler)`")
+    middleware: Middleware = found
+    return middleware
+
+
+def _why_none(found: Any) -> str | None:
+    """Why ``found`` cannot be a middleware; None when it can."""
+    if inspect.isclass(found) or not callable(found):
+        return "is a class" if inspect.isclass(found) else f"is of type {type(found).__name__}"
+    if not inspect.iscoroutinefunction(found) and not inspect.iscoroutinefunction(type(found).__call__):
+        return "is not async"
+    try:
+        inspect.signature(found).bind(None, None)
+    except (TypeError, ValueError) as error:
+        return f"cannot be called with a request and a handler ({error})"
+    return None
+
+
+_log = structlog.get_logger(__name__)
+
+_MIDDLEWARE_GRACE_S: Final = 0.5
+"""What middlewares get beyond the deadline, so that a late answer is told by what waited for it."""
+
+
+@final
+class Exchange:
+    """What a request with middlewares carries through them."""
+
+    __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
+
+    def __init__(self, request_id: str, deadline: float, tally: EndpointTally, client: str) -> None:
+        self.request_id = request_id
+        self.deadline = deadline
+        self.tally = tally
+        """Where it counts; its endpoint's once that is known."""
+        self.client: Final = client
+        """Who asks as ``host:port``, as far as the proxies in front are believed."""
+        self.problem: Problem | None = None
+        """What it is answered with, when this process has failed it."""
+        self.follower: FollowedRequest | None = None
+        """Of a request that is followed."""
+        self.traceparent = ""
+        """What goes on to replicas, where it was decided here whether the request is traced."""
+        self._scope = asyncio.timeout_at(deadline + _MIDDLEWARE_GRACE_S)
+
+    def begun(self) -> None:
+        """The answer begins: from now on no deadline holds."""
+        if not self._scope.expired():
+            self._scope.reschedule(None)
+
+    async def run(
+        self, chain: Handler, request: web.BaseRequest, options: HttpOptions, forwarded_hops: int
+    ) -> web.StreamResponse:
+        """The answer of the ``chain``, or what is told instead of it."""
+        given = request.clone(client_max_size=options.body_bytes_max)
+        checked = checked_headers(request.raw_headers, forwarded_hops)
+        if checked != request.raw_headers:
+            replace_headers(given, checked)
+        given[EXCHANGE] = self
+        try:
+            check_announced(request, options.body_bytes_max)
+        except ServeError as error:
+            self.problem = problem_of(error)
+            return problem_response(self.problem, self.request_id)
+        await let_continue(request)  # a middleware may want the body
+        try:
+            async with self._scope:
+                response = await chain(given)
+            if not isinstance(response, web.StreamResponse):
+                raise TypeError(f"a middleware returned {type(response).__name__}, no response")  # noqa: TRY301 - a failure like what it raises
+            if request.writer.output_size > 0 and not response.prepared:
+                raise RuntimeError("a middleware returned a response after another one had begun")  # noqa: TRY301 - as above
+        except web.HTTPException as answer:
+            if request.writer.output_size == 0:
+                return as_response(answer)
+            return self._fail(request, answer, is_late=False)
+        except Exception as error:
+            transport = request.transport
+            if isinstance(error, ConnectionError) and (transport is None or transport.is_closing()):
+                raise  # the client's own connection, not one that a middleware made
+            return self._fail(request, error, is_late=self._scope.expired())
+        return response
+
+    def _fail(self, request: web.BaseRequest, error: Exception, *, is_late: bool) -> web.Response:
+        _log.error(
+            "middleware_failed", request_id=self.request_id, path=request.raw_path[:200], exc_info=error
+        )
+        if request.writer.output_size > 0:
+            # What was written still goes out, and then the connection is closed.
+            raise ConnectionResetError("a middleware failed after the answer had begun") from error
+        if is_late:
+            problem = Problem(
+                status=504, code="deadline_exceeded", message="the middlewares did not answer in time"
+            )
+        else:
+            message = f"a middleware failed: {type(error).__name__}"
+            problem = Problem(status=500, code="middleware_failed", message=message)
+        self.problem = problem
+        return problem_response(problem, self.request_id)
+
+
+EXCHANGE: Final = web.RequestKey("muster.exchange", Exchange)

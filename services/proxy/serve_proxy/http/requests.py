@@ -1,0 +1,181 @@
+"""What holds for HTTP requests that arrive now, and the few paths that the proxy answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+import msgspec
+from aiohttp import web
+
+from serve_common.config.endpoint import HttpOptions
+from serve_common.dispatch.admission import CLIENT_GONE
+from serve_common.dispatch.errors import MethodNotAllowed
+from serve_common.errors import NotFound, ServeError
+from serve_proxy.core.access_line import AccessLine
+from serve_proxy.core.callers import client_of
+from serve_proxy.core.headers import REQUEST_ID, read_request_headers
+from serve_proxy.core.problems import Problem, problem_of
+from serve_proxy.http.bodies import is_mostly_unread
+from serve_proxy.http.endpoint import EndpointAnswers
+from serve_proxy.http.middlewares import EXCHANGE, Exchange, Handler, Middleware, compose
+from serve_proxy.http.request_heads import check_head, peer_of, scheme_of, target_of
+from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
+from serve_proxy.shell.access_log import AccessLog
+from serve_proxy.shell.ingress import Ingress
+from serve_proxy.shell.request_traces import RequestTraces
+
+OWN_PREFIX: Final = "/-/"
+ROUTES_PATH: Final = "/-/routes"
+"""Who asks for it meets the middlewares, as every other client does; a health check does not."""
+
+
+def answer_own_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
+    """``/-/healthz`` and ``/-/routes``; everything else below the prefix is 404."""
+    if path not in ("/-/healthz", ROUTES_PATH):
+        problem = problem_of(NotFound(f"{path[:200]} is none of the proxy's paths"))
+        return problem_response(problem, request_id)
+    if method not in ("GET", "HEAD"):
+        return problem_response(problem_of(MethodNotAllowed(method, "GET, HEAD")), request_id)
+    if path == ROUTES_PATH:
+        body = msgspec.json.encode(ingress.routes.table.routes())
+        return web.Response(body=body, content_type="application/json")
+    reason = ingress.why_not_routing()
+    if reason is None:
+        return web.Response(text="ok\n")
+    return web.Response(status=503, text=f"{reason}\n", headers={"Retry-After": "1"})
+
+
+@final
+class HttpRequests:
+    """Turns each HTTP request into a call, and the call's answer into the HTTP answer."""
+
+    def __init__(
+        self,
+        ingress: Ingress,
+        options: HttpOptions,
+        *,
+        new_request_id: Callable[[], str],
+        forwarded_hops: int = 0,
+        traces: RequestTraces | None = None,
+        log_request: Callable[[AccessLine], None] | None = None,
+    ) -> None:
+        """``traces`` is None where nothing is traced; ``log_request`` takes the access log's lines, if there is one."""
+        self.options = options
+        """In force for requests that arrive now."""
+        self.following: RequestTraces | AccessLog | None = None
+        """Who follows requests that arrive now, if anybody does."""
+        self.new_request_id: Final = new_request_id
+        self.now: Final = asyncio.get_running_loop().time
+        self._ingress = ingress
+        self._chain: Handler | None = None
+        """All middlewares around the way to the endpoint; None when there are none."""
+        self._traces = traces
+        self._access_log = None if log_request is None else AccessLog(log_request, traces)
+        self.forwarded_hops: Final = forwarded_hops
+        """See `ProxySettings`."""
+        self._endpoints = EndpointAnswers(ingress, new_request_id, forwarded_hops)
+        self.sockets: Final = self._endpoints.sockets
+        self.use(options, ())
+
+    async def close(self, timeout_s: float) -> None:
+        """End what is left of uploads and sockets."""
+        await self._endpoints.close(timeout_s)
+
+    @property
+    def has_middlewares(self) -> bool:
+        """True when requests that arrive now meet any."""
+        return self._chain is not None
+
+    def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
+        """Treat requests that arrive from now on so; the first middleware is the outermost."""
+
+        async def innermost(request: web.BaseRequest) -> web.StreamResponse:
+            # A middleware may hand on another request than it was given.
+            path, _, query = target_of(request).partition("?")
+            exchange = request.get(EXCHANGE)
+            if path.startswith(OWN_PREFIX):
+                request_id = self.new_request_id() if exchange is None else exchange.request_id
+                return answer_own_path(self._ingress, request.method, path, request_id)
+            return await self._endpoints.answer(
+                request, path, query, options, following=self.following, exchange=exchange
+            )
+
+        self.options = options
+        self._chain = compose(middlewares, innermost) if middlewares else None
+        self.following = self._traces
+        if options.access_log and self._access_log is not None:
+            self.following = self._access_log
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            check_head(request)
+        except ServeError as error:
+            return self._refuse(request, problem_of(error))
+        path, _, query = target_of(request).partition("?")
+        if path.startswith(OWN_PREFIX) and (path != ROUTES_PATH or self._chain is None):
+            request_id = read_request_headers(request.raw_headers).request_id or self.new_request_id()
+            response: web.StreamResponse = answer_own_path(self._ingress, request.method, path, request_id)
+            response.headers[REQUEST_ID] = request_id
+        else:
+            if not self._ingress.is_open:
+                await self._ingress.wait_open()
+            options, chain = self.options, self._chain
+            if chain is None:
+                response = await self._endpoints.answer(
+                    request, path, query, options, following=self.following, exchange=None
+                )
+            else:
+                response = await self._answer_through(chain, request, options)
+        if not response.prepared:
+            response.headers["Server"] = SERVER_NAME
+            if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
+                response.force_close()
+        return response
+
+    def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
+        """Answer a request whose bytes cannot be trusted, and the connection with it."""
+        self._ingress.routes.unmatched.add(request.method, problem.status, 0.0)
+        request_id = self.new_request_id()
+        if isinstance(self.following, AccessLog):
+            path = target_of(request).partition("?")[0]
+            self.following.refused(request.method, path, request_id, peer_of(request), problem)
+        response = problem_response(problem, request_id)
+        response.headers["Server"] = SERVER_NAME
+        response.force_close()
+        return response
+
+    # -- with middlewares --
+
+    async def _answer_through(
+        self, chain: Handler, request: web.BaseRequest, options: HttpOptions
+    ) -> web.StreamResponse:
+        began = time.perf_counter()
+        read = read_request_headers(request.raw_headers, self.forwarded_hops)
+        request_id = read.request_id or self.new_request_id()
+        deadline = self.now() + options.request_timeout_s
+        client = client_of(read.forwarded_for, peer_of(request))
+        exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched, client)
+        if self.following is not None:
+            path = target_of(request).partition("?")[0]
+            scheme, peer = scheme_of(request), peer_of(request)
+            self.following.begin(
+                read, request.method, path, scheme, request_id, peer=peer, body=request.content
+            )
+            exchange.follower, exchange.traceparent = read.follower, read.traceparent
+        status, sent_bytes = CLIENT_GONE, 0
+        try:
+            response = await exchange.run(chain, request, options, self.forwarded_hops)
+            if not response.prepared:
+                response.headers[REQUEST_ID] = request_id
+            status = response.status
+            if exchange.follower is not None:
+                sent_bytes = whole_bytes(request, response)
+            return response
+        finally:
+            exchange.tally.add(request.method, status, time.perf_counter() - began)
+            if exchange.follower is not None:
+                exchange.follower.ended(status, exchange.problem, sent_bytes)

@@ -1,0 +1,211 @@
+"""Replicas' answers as HTTP: whole, in pieces, or an error.
+
+Why streams are written here and not by the library: an answer that breaks off must close the connection, for nothing
+else can tell a client in the middle of a body.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final, NoReturn
+
+import structlog
+from aiohttp import web
+from aiohttp.hdrs import CONTENT_TYPE
+from aiohttp.http_writer import StreamWriter
+from multidict import CIMultiDict
+
+from serve_common.dispatch.calls import Answer, AnswerBody, Call
+from serve_common.dispatch.errors import AnswerUnusable, error_type_of
+from serve_common.errors import ServeError
+from serve_proxy.core.headers import REQUEST_ID, as_bytes, as_exact_text, read_response_head
+from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
+from serve_proxy.core.problems import Problem, encode_problem
+from serve_proxy.http.bodies import Pace
+from serve_proxy.shell.access_log import LoggedRequest
+from serve_proxy.shell.ingress import Ingress
+
+_log = structlog.get_logger(__name__)
+
+SERVER_NAME: Final = "muster"
+READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
+"""In the access log, why an answer was not taken to its end."""
+
+WATCHED_BYTES_MIN: Final = 64 * 1024
+"""A whole answer up to this size is left to the system; a larger one must be taken at a pace."""
+
+
+class _AsGiven(web.StreamResponse):
+    """An answer as the replica gave it: no type is added to one that has none, and no byte of a header is changed."""
+
+    _send_headers_immediately = False  # not before they are what they must be
+
+    async def _prepare_headers(self) -> None:
+        is_typed = CONTENT_TYPE in self.headers
+        await super()._prepare_headers()
+        if not is_typed:
+            self.headers.popall(CONTENT_TYPE, None)
+
+    async def _write_headers(self) -> None:
+        """The library drops what is not UTF-8, so a head that may have some is put together here."""
+        await super()._write_headers()
+        if "".join(self.headers.values()).isascii():
+            return
+        writer = self._payload_writer
+        assert isinstance(writer, StreamWriter)
+        head = writer._headers_buf  # noqa: SLF001 - the library offers no place where the head is bytes
+        assert head is not None, "it waits until something is written"
+        lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        head = b"%b\r\n%b\r\n" % (head.partition(b"\r\n")[0], as_bytes(lines))
+        writer._headers_buf = head  # noqa: SLF001 - as above
+
+
+class _Stream(_AsGiven):
+    """An answer that is written as it comes."""
+
+    async def _write_headers(self) -> None:
+        await super()._write_headers()
+        if self._payload_writer is not None:
+            self._payload_writer.send_headers()  # the first piece may be long in coming
+
+
+class _Whole(_AsGiven, web.Response):
+    """An answer that is all here."""
+
+
+async def respond(
+    ingress: Ingress,
+    request: web.BaseRequest,
+    call: Call,
+    answer: Answer,
+    request_id: str,
+    *,
+    rate_min: int = 0,
+) -> web.StreamResponse:
+    """The HTTP answer; one that comes in pieces, or is large, is written to its end.
+
+    A client that takes less than ``rate_min`` bytes a second of it is cut off. Raises `AnswerUnusable` before anything
+    is written.
+    """
+    try:
+        forwarded, content_length = read_response_head(answer.status, answer.headers)
+    except ValueError as error:
+        ingress.abandon(call)
+        raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
+    headers = CIMultiDict(as_exact_text(forwarded))
+    headers[REQUEST_ID] = request_id
+    if request.method == "HEAD" or answer.status in (204, 304):
+        ingress.abandon(call)
+        if request.method == "HEAD" and content_length is None and answer.stream is None and answer.body:
+            content_length = len(answer.body)
+        if content_length is not None and answer.status != 204:
+            headers["Content-Length"] = str(content_length)
+        return _Whole(status=answer.status, headers=headers)
+    if answer.stream is None and len(answer.body) <= WATCHED_BYTES_MIN:
+        return _Whole(status=answer.status, headers=headers, body=bytes(answer.body))
+    response = _Stream(status=answer.status, headers=headers)
+    response.content_length = content_length if answer.stream is not None else len(answer.body)
+    response.headers["Server"] = SERVER_NAME
+    if ingress.is_draining:
+        response.force_close()
+    try:
+        await response.prepare(request)
+        progress = _Progress(request)
+        follower = call.ask.trace
+        if isinstance(follower, LoggedRequest):
+            follower.sends(progress, is_stream=answer.stream is not None)
+        with Pace(rate_min, progress.taken_bytes, partial(_cut_off, request, request_id, progress)):
+            if answer.stream is None:
+                progress.written_bytes = len(answer.body)
+                await response.write(answer.body)
+            else:
+                await _stream(request, response, answer.stream, response.content_length, progress)
+            await response.write_eof()
+    finally:
+        ingress.abandon(call)
+    return response
+
+
+class _Progress:
+    """How far a client is in taking an answer; a `SentAnswer`."""
+
+    __slots__ = ("_transport", "failure", "written_bytes")
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self.written_bytes = 0
+        self.failure = ""
+        self._transport = request.transport
+
+    def taken_bytes(self) -> int | None:
+        """None while it has taken all that there was."""
+        unsent_bytes = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return self.written_bytes - unsent_bytes if unsent_bytes else None
+
+
+def _cut_off(request: web.BaseRequest, request_id: str, progress: _Progress) -> None:
+    _log.warning("client_reads_too_slowly", request_id=request_id)
+    progress.failure = READS_TOO_SLOWLY
+    if request.transport is not None:
+        request.transport.abort()
+
+
+async def _stream(
+    request: web.BaseRequest,
+    response: web.StreamResponse,
+    body: AnswerBody,
+    content_length: int | None,
+    progress: _Progress,
+) -> None:
+    """Write pieces as they come. An answer that breaks off closes the connection: nothing else can tell."""
+    try:
+        while (piece := await body.read()) is not None:
+            if piece:
+                progress.written_bytes += len(piece)
+                await response.write(piece)
+        if content_length is not None and progress.written_bytes != content_length:
+            raise AnswerUnusable(
+                f"the replica promised {content_length} bytes and sent {progress.written_bytes}"
+            )
+    except ServeError as error:
+        _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
+        progress.failure = error_type_of(error)
+        _break_off(request, error)
+
+
+def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
+    """Close the connection in the middle of an answer."""
+    if request.transport is not None:
+        request.transport.abort()
+    raise ConnectionResetError("the answer broke off") from cause
+
+
+def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -> int:
+    """How many bytes the body of an answer has that is all here."""
+    if not isinstance(response, web.Response) or request.method == "HEAD":
+        return 0
+    return len(response.body) if isinstance(response.body, bytes | bytearray) else 0
+
+
+def problem_response(problem: Problem, request_id: str) -> web.Response:
+    """An error as HTTP."""
+    headers = CIMultiDict(problem.headers)
+    headers[CONTENT_TYPE] = PROBLEM_TYPE
+    headers[REQUEST_ID] = request_id
+    return web.Response(status=problem.status, headers=headers, body=encode_problem(problem, request_id))
+
+
+def problem_lines(problem: Problem, request_id: str) -> tuple[bytes, bytes]:
+    """An error as the lines of its headers, each with its end, and its body."""
+    lines = "".join(f"{name}: {value}\r\n" for name, value in problem.headers)
+    return f"{lines}content-type: {PROBLEM_TYPE}\r\n".encode(), encode_problem(problem, request_id)
+
+
+def as_response(answer: web.HTTPException) -> web.Response:
+    """The answer that a middleware raised, as one that is returned."""
+    headers = CIMultiDict(answer.headers)
+    headers.popall("Content-Length", None)
+    response = web.Response(
+        status=answer.status, reason=answer.reason, headers=headers, body=answer.body or answer.text
+    )
+    response.cookies.update(answer.cookies)
+    return response

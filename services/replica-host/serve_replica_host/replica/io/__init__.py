@@ -1,0 +1,1 @@
+"""A replica's NATS connection: frames in, frames out, slots."""

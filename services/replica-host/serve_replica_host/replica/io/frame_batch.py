@@ -1,0 +1,104 @@
+"""The frames that a replica sends, in one order whichever of its threads sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+
+from serve_common.nats.connection import BusConnection
+from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
+from serve_common.nats.protocol import CRLF, encode_pub, encode_pub_line
+from serve_common.protocol.frames import Head, encode_frame
+from serve_common.telemetry.log_lines import QuietLog
+
+_log = structlog.get_logger(__name__)
+
+_BATCH_BYTES_MAX: Final = 256 * 1024
+_SMALL_BYTES_MAX: Final = 4 * 1024
+"""Frames up to this become one piece with their line."""
+
+
+@final
+class FrameBatch:
+    """For both threads; all methods but `flush` are called under the lock."""
+
+    def __init__(self, connection: BusConnection, lock: threading.RLock) -> None:
+        """To be made on the loop of ``connection``."""
+        self._connection = connection
+        self._lock = lock
+        self._bus_loop = asyncio.get_running_loop()
+        self._bus_thread = threading.get_ident()
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._lost_frames = QuietLog(_log.warning)
+
+    def publish(self, subject: bytes, frame: bytes) -> None:
+        """Send ``frame`` with the next `flush`, which comes by itself on the bus loop; else its caller sees to it.
+
+        Raises as `BusConnection.publish`.
+        """
+        connection = self._connection
+        if not connection.can_write_shared:
+            connection.publish(subject, frame)
+            return
+        size_bytes = len(frame)
+        if size_bytes > connection.max_payload:
+            raise PayloadTooLarge(
+                f"message of {size_bytes} bytes: the server takes at most {connection.max_payload}"
+            )
+        if not self._pieces and threading.get_ident() == self._bus_thread:
+            self._bus_loop.call_soon(self.flush)
+        if size_bytes <= _SMALL_BYTES_MAX:
+            self._pieces.append(encode_pub(subject, b"", frame))
+        else:
+            self._pieces += (encode_pub_line(subject, b"", size_bytes), frame, CRLF)
+        self._bytes += size_bytes
+        if self._bytes >= _BATCH_BYTES_MAX:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was published."""
+        with self._lock:
+            pieces = self._pieces
+            if not pieces:
+                return
+            self._pieces, self._bytes = [], 0
+            if not self._connection.write_shared(pieces):
+                # Routers ask for what they miss when the bus is back, as after every lost connection.
+                self._lost_frames.log(time.monotonic(), "frames_lost", pieces=len(pieces))
+
+
+Publish = Callable[[bytes, bytes], None]
+"""(subject, frame); raises as `BusConnection.publish`."""
+
+
+@final
+class FrameSender:
+    """Publishes frames to reply subjects."""
+
+    def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
+        """``now`` is `time.monotonic` or a stand-in."""
+        self.publish = publish
+        self._now = now
+        self._lost_answers = QuietLog(_log.warning)
+
+    def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
+        """The frame that was sent.
+
+        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; what the bus cannot take now is lost.
+        """
+        frame = encode_frame(head, body)
+        self.send_again(reply, frame, type(head).__name__)
+        return frame
+
+    def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
+        """Send a frame that is made already; errors as `send`."""
+        try:
+            self.publish(reply, frame)
+        except (NotConnected, OutboundFull, InvalidSubject) as error:
+            self._lost_answers.log(self._now(), "answer_lost", kind=kind, error=str(error))

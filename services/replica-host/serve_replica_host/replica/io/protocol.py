@@ -1,0 +1,421 @@
+"""The NATS side of a replica: frames in, frames out, the count of what is in flight, the rest of bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, final
+
+import structlog
+
+from serve_common.errors import DeadlineExceeded, LimitReached, RequestFailed
+from serve_common.protocol.frames import (
+    WINDOW_FRAMES,
+    WINDOW_MESSAGES,
+    AliveHead,
+    BodyHead,
+    CancelHead,
+    CloseHead,
+    CreditHead,
+    ErrorHead,
+    FrameUnreadable,
+    Head,
+    Kind,
+    MessageHead,
+    ProbeHead,
+    RefusedHead,
+    RequestHead,
+    ResponseHead,
+    decode_frame,
+)
+from serve_common.protocol.subjects import is_inbox
+from serve_common.telemetry.log_lines import QuietLog
+from serve_replica_host.ports import Occupancy, RequestMetrics
+from serve_replica_host.replica.io.flow import IncomingFrames, Order, OutgoingMessages
+from serve_replica_host.replica.io.frame_batch import FrameSender, Publish
+from serve_replica_host.replica.io.request import BodyPiece, Exchange, Heard, Phase, Taken, ToBus, ToUser
+from serve_replica_host.replica.io.response_frames import AnswerFrames
+from serve_replica_host.replica.io.slots import SERVICE_RESTART, WHY_CLOSED, QuietSockets, Slots
+
+_log = structlog.get_logger(__name__)
+
+REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of a body that the user's code gets whole; a replica's own limit, proxies refuse far less."""
+
+
+@final
+class BodyFrames:
+    """Takes frames for requests in flight; all methods are called under the lock of its `BusSide`."""
+
+    def __init__(
+        self,
+        answers: AnswerFrames,
+        frames: FrameSender,
+        to_user: Callable[[ToUser], object],
+        now: Callable[[], float],
+        *,
+        streams_bodies: bool,
+    ) -> None:
+        """``streams_bodies``: what answers HTTP may begin before a body is whole. ``now`` is `time.monotonic`."""
+        self._answers = answers
+        self._frames = frames
+        self._to_user = to_user
+        self._now = now
+        self._streams_bodies = streams_bodies
+        self._credits = 0
+        """Given so far."""
+        self._bad_frames = QuietLog(_log.warning)
+
+    def begin(self, exchange: Exchange, first: memoryview) -> None:
+        """A request came whose body is not whole; ``first`` is what came with its head."""
+        incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
+        incoming.first()
+        if self._streams_bodies and exchange.head.kind is Kind.HTTP:
+            exchange.is_body_streamed = True
+            self._work_on(exchange)
+        self._add_piece(exchange, incoming, first, last=False)
+
+    def take_body(self, exchange: Exchange, head: BodyHead, body: memoryview) -> None:
+        """More of a body came."""
+        incoming = exchange.incoming
+        if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
+            return  # it was whole, or nobody reads it any more
+        order = incoming.take(head.sequence)
+        if order is Order.NEXT:
+            self._add_piece(exchange, incoming, body, last=head.last)
+        elif order is Order.LOST:
+            self._refuse(exchange, "a part of the body was lost")
+        elif order is Order.TOO_MANY:
+            self._refuse(exchange, "the router sends more of the body than it was allowed to")
+
+    def _add_piece(
+        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, last: bool
+    ) -> None:
+        incoming.add(len(piece))
+        is_whole = incoming.is_whole(last=last)
+        if is_whole is None:
+            expected_bytes = incoming.expected_bytes
+            self._refuse(
+                exchange, f"the body has {incoming.received_bytes} bytes instead of {expected_bytes}"
+            )
+        elif exchange.is_body_streamed:
+            if is_whole:
+                exchange.incoming = None
+            if piece or is_whole:
+                self._to_user(BodyPiece(exchange, bytes(piece), is_whole))
+            else:
+                self.give_credit(exchange, incoming, 1)
+        else:
+            self._gather(exchange, incoming, piece, is_whole=is_whole)
+
+    def _gather(
+        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
+    ) -> None:
+        """Keep a piece for code that wants its body whole."""
+        body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
+        if body_bytes > REQUEST_BODY_BYTES_MAX:
+            message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
+            self._answers.fail(exchange, LimitReached.error_code, 413, message)
+            return
+        incoming.pieces.append(bytes(piece))
+        if is_whole:
+            exchange.incoming = None
+            exchange.body = b"".join(incoming.pieces)
+            self._work_on(exchange)
+        else:
+            self.give_credit(exchange, incoming, 1)
+
+    def take_message(self, exchange: Exchange, head: MessageHead, body: memoryview) -> None:
+        """A message for a WebSocket, or a piece of one, came."""
+        incoming = exchange.incoming
+        if incoming is None or exchange.head.kind is not Kind.WEBSOCKET:
+            self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
+            return
+        if exchange.is_dropped or exchange.phase is Phase.SENDING:
+            return
+        order = incoming.take(head.sequence)
+        if order is Order.NEXT:
+            outgoing = exchange.outgoing
+            exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
+            self._to_user(Heard(exchange, bytes(body), head.is_text, head.last))
+        elif order is not Order.DOUBLED:
+            self._refuse(exchange, "a message was lost")
+
+    def _refuse(self, exchange: Exchange, message: str) -> None:
+        self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
+
+    def give_credit(self, exchange: Exchange, incoming: IncomingFrames, frames: int) -> None:
+        """The user's code has taken so many frames: the router may send as many more."""
+        credit = incoming.release(frames)
+        if credit:
+            self._credits += 1
+            self._frames.send(exchange.reply, CreditHead(credit, self._credits))
+
+    def _work_on(self, exchange: Exchange) -> None:
+        exchange.phase = Phase.WORKING
+        self._to_user(exchange)
+
+
+ROUTER_SILENT_S: Final = 30.0
+"""A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
+_ROUTERS_ASK_WITHIN_S: Final = 2.0
+"""After a reconnect: routers were likely cut off too, come back a little later and then ask."""
+_LINGER_S: Final = 0.15
+"""After the last answer, and after a drain began: so long does a router need that was cut off in that moment."""
+_IN_USE_S: Final = 5.0
+"""A replica that has answered nothing for so long has hardly been sent what it did not get."""
+_TRAVEL_S: Final = 0.5
+"""How long a frame is under way at most, when it is asked whether something ended before it was sent."""
+STATUS_CANCELLED: Final = 499
+"""In metrics only: the caller went away."""
+
+
+@final
+class BusSide:
+    """Hears routers. All methods but `wait_idle` are called under one lock, by either thread."""
+
+    def __init__(
+        self,
+        *,
+        publish: Publish,
+        to_user: Callable[[ToUser], object],
+        now: Callable[[], float],
+        metrics: RequestMetrics,
+        max_concurrent_queries: int,
+        streams_bodies: bool = False,
+    ) -> None:
+        """``now`` is `time.monotonic`; ``streams_bodies``: what answers HTTP may begin before a body is whole."""
+        self.max_concurrent_queries = max_concurrent_queries
+        self.is_draining = False
+        self._to_user = to_user
+        self._now = now
+        self._metrics = metrics
+        self._slots = Slots(now, metrics, self._begin_waiting)
+        self._waiting = self._slots.waiting
+        self._exchanges = self._slots.held
+        self._frames = FrameSender(publish, now)
+        self._answers = AnswerFrames(self._slots, self._frames, to_user)
+        self._bodies = BodyFrames(self._answers, self._frames, to_user, now, streams_bodies=streams_bodies)
+        self._quiet_sockets = QuietSockets()
+        self._bad_frames = QuietLog(_log.warning)
+        self._is_cut_off = False
+        self._reconnects = 0
+        self._drains_since = float("-inf")
+        self._joined_at = float("-inf")
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._exchanges)
+
+    def occupancy(self) -> Occupancy:
+        """What is here now, as far as this side knows."""
+        begun = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
+        sockets = sum(exchange.head.kind is Kind.WEBSOCKET for exchange in begun)
+        return Occupancy(
+            ongoing_s=self._slots.ongoing_seconds(self._now()),
+            in_flight=len(self._exchanges),
+            limit=0 if self.is_draining else self.max_concurrent_queries,
+            waiting=len(self._waiting),
+            streams=len(begun) - sockets,
+            sockets=sockets,
+        )
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing is in flight."""
+        await self._slots.wait_idle()
+
+    def bus_lost(self) -> None:
+        """The bus is away: no router can be heard."""
+        self._is_cut_off = True
+        self._reconnects += 1
+
+    def bus_joined(self) -> None:
+        """The bus is there (again)."""
+        self._is_cut_off = False
+        self._joined_at = self._now()
+
+    def seconds_until_asked(self) -> float:
+        """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours.
+
+        Longer when the connection is lost meanwhile: to be asked again.
+        """
+        now = self._now()
+        if self._is_cut_off:
+            return _ROUTERS_ASK_WITHIN_S  # from when it is back
+        until = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
+        last_at = self._slots.recent.last_at
+        if now - last_at < _IN_USE_S:
+            until = max(until, last_at + _LINGER_S, self._drains_since + _LINGER_S)
+        return max(0.0, until - now)
+
+    # -- frames from routers --------------------------------------------------------------------------------------
+
+    def take_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+        """A message on the replica's subject."""
+        try:
+            head, body = decode_frame(payload)
+        except FrameUnreadable as error:
+            self._bad_frames.log(self._now(), "frame_unreadable", error=str(error))
+            return
+        if not is_inbox(reply):
+            self._metrics.count_refused("reply_subject")
+            text = reply[:200].decode("utf-8", "replace")
+            self._bad_frames.log(self._now(), "frame_without_inbox", kind=type(head).__name__, reply=text)
+            return
+        if type(head) is RequestHead:
+            self._begin(reply, head, body)
+            return
+        exchange = self._exchanges.get(reply)
+        if exchange is not None:
+            exchange.heard_at = self._now()
+            self._take_more(exchange, head, body)
+        elif reply in self._waiting:
+            if type(head) is CancelHead:
+                self._forget_waiting(reply)
+            elif type(head) is ProbeHead and head.wants_sign:
+                self._frames.send(reply, AliveHead())
+        elif type(head) is ProbeHead:
+            self._take_probe(reply, head.age_s)
+
+    def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
+        match head:
+            case BodyHead():
+                self._bodies.take_body(exchange, head, body)
+            case MessageHead():
+                self._bodies.take_message(exchange, head, body)
+            case CreditHead(frames):
+                self._answers.allow(exchange, frames)
+            case CancelHead():
+                self._answers.drop(exchange, STATUS_CANCELLED)
+            case CloseHead(code, reason):
+                self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
+            case ProbeHead(_, wants_sign):
+                if exchange.last_frame:  # it was said, and the work that nobody wants any more goes on
+                    self._frames.send_again(exchange.reply, exchange.last_frame)
+                elif wants_sign:
+                    self._frames.send(exchange.reply, AliveHead())
+                # Otherwise silence says that the request is known.
+            case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
+                self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
+
+    def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
+        exchanges = self._exchanges
+        if reply in exchanges or reply in self._slots.recent or reply in self._waiting:
+            return  # the same request again: it must not run twice
+        if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
+            if self._may_wait(head, body):
+                exchange = Exchange(reply, head, self._now())
+                exchange.body = bytes(body)
+                self._waiting.add(exchange)
+                return
+            reason = "draining" if self.is_draining else "busy"
+            self._metrics.count_refused(reason)
+            self._frames.send(reply, RefusedHead(reason, self.in_flight))
+            return
+        exchange = Exchange(reply, head, self._now())
+        self._slots.take(exchange)
+        if head.kind is Kind.WEBSOCKET:
+            exchange.incoming = IncomingFrames(0, WINDOW_MESSAGES)
+            self._work_on(exchange)
+        elif len(body) == head.body_bytes:
+            exchange.body = bytes(body)
+            self._work_on(exchange)
+        else:
+            self._bodies.begin(exchange, body)
+
+    # -- requests that wait for a slot --
+
+    def _may_wait(self, head: RequestHead, body: memoryview) -> bool:
+        return (
+            head.patient
+            and not self.is_draining
+            and not self._waiting.is_full
+            and head.kind is not Kind.WEBSOCKET
+            and len(body) == head.body_bytes
+        )
+
+    def _begin_waiting(self) -> None:
+        """Slots are free."""
+        while self._waiting and len(self._exchanges) < self.max_concurrent_queries:
+            exchange = self._waiting.take_first()
+            if self._now() >= exchange.deadline:
+                self._refuse_late(exchange)
+            else:
+                self._slots.take(exchange)
+                self._work_on(exchange)
+
+    def _forget_waiting(self, reply: bytes) -> None:
+        exchange = self._waiting.discard(reply)
+        if exchange is not None:
+            self._slots.leave_waiting(exchange)
+
+    def _refuse_late(self, exchange: Exchange) -> None:
+        self._slots.leave_waiting(exchange)
+        message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
+        head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
+        self._slots.recent.add(exchange.reply, self._frames.send(exchange.reply, head), self._now())
+
+    def begin_drain(self) -> None:
+        """Refuse everything that has not begun."""
+        self.is_draining = True
+        self._drains_since = self._now()
+        for exchange in self._waiting.take_all():
+            self._slots.leave_waiting(exchange)
+            self._metrics.count_refused("draining")
+            self._frames.send(exchange.reply, RefusedHead("draining", self.in_flight))
+
+    # -- probes --
+
+    def _take_probe(self, reply: bytes, age_s: float) -> None:
+        """A router asks after a request that is not in flight (any more)."""
+        recent = self._slots.recent
+        answer = recent.answer(reply)
+        if answer:
+            self._frames.send_again(reply, answer)
+        elif age_s and reply not in recent and recent.covers(self._now() - age_s - _TRAVEL_S):
+            # Should it still come, it is not begun.
+            frame = self._frames.send(reply, RefusedHead("never_begun", self.in_flight))
+            recent.add(reply, frame, self._now())
+        else:
+            self._frames.send(reply, RefusedHead("unknown", self.in_flight))
+
+    def _work_on(self, exchange: Exchange) -> None:
+        exchange.phase = Phase.WORKING
+        self._to_user(exchange)
+
+    # -- time -----------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Fail what is past its deadline; called several times a second while anything is in flight."""
+        now = self._now()
+        if self._waiting:
+            for exchange in self._waiting.take_late(now):
+                self._refuse_late(exchange)
+            self._begin_waiting()  # there may be more slots than before
+        for exchange in list(self._exchanges.values()):
+            if exchange.is_dropped:
+                continue
+            if now >= exchange.deadline and not exchange.has_answer_begun:
+                message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
+                self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
+            elif not self._is_cut_off and now - max(exchange.heard_at, self._joined_at) >= ROUTER_SILENT_S:
+                self._answers.drop(exchange, STATUS_CANCELLED)
+        if self.is_draining:
+            watched = () if self._is_cut_off else self._exchanges.values()
+            for exchange in self._quiet_sockets.find(watched, now):
+                # For a router that misses it and asks.
+                exchange.last_frame = self._frames.send(
+                    exchange.reply, CloseHead(SERVICE_RESTART, WHY_CLOSED)
+                )
+                self._answers.drop(exchange, exchange.answer_status, SERVICE_RESTART, WHY_CLOSED)
+
+    # -- what the user's side says --------------------------------------------------------------------------------
+
+    def take_outcome(self, outcome: ToBus) -> None:
+        """Something from the user's side; for a dropped exchange it only says when the work has ended."""
+        if type(outcome) is not Taken:
+            self._answers.take(outcome)
+            return
+        exchange = outcome.exchange
+        if exchange.incoming is not None and not exchange.is_dropped:
+            self._bodies.give_credit(exchange, exchange.incoming, outcome.frames)

@@ -1,0 +1,259 @@
+"""What user code returns, as an HTTP response, whole or streamed; the rules are Ray Serve's."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator
+from typing import Any, Final, final
+
+import msgspec
+from starlette.responses import FileResponse, Response, StreamingResponse
+
+from serve_common.errors import UserCodeRaised
+from serve_common.protocol.frames import Headers
+from serve_replica_host.replica.io.request import (
+    UNSENT_BYTES_MAX,
+    UNSENT_PIECES_MAX,
+    Answered,
+    Ended,
+    Exchange,
+    Failed,
+    Flow,
+    Opened,
+    Piece,
+    ToBus,
+)
+
+_JSON: Final[Headers] = [(b"content-type", b"application/json")]
+TEXT: Final[Headers] = [(b"content-type", b"text/plain; charset=utf-8")]
+_BYTES: Final[Headers] = [(b"content-type", b"text/plain")]
+
+
+class NotAnAnswer(TypeError):
+    """The user's code returned something that cannot be sent; the message says what."""
+
+
+class WholeAnswer(msgspec.Struct, frozen=True, gc=False):
+    """An answer that is all there."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+def _as_json(value: Any) -> Any:
+    if hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump()
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
+        return value.tolist()
+    raise NotImplementedError(type(value).__name__)
+
+
+class PlainStream(msgspec.Struct, frozen=True, gc=False):
+    """A plain generator: it is run in a thread, for it may block."""
+
+    iterator: Iterator[Any]
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_as_json)
+
+
+def to_answer(result: Any) -> WholeAnswer | PlainStream | Response:
+    """``result`` as an answer; a `Response` stands for one that is streamed by running it as an ASGI application.
+
+    Raises `NotAnAnswer`.
+    """
+    if type(result) is bytes:
+        return WholeAnswer(200, _BYTES, result)
+    if isinstance(result, bytes | bytearray | memoryview):
+        return WholeAnswer(200, _BYTES, bytes(result))
+    if isinstance(result, str):
+        return WholeAnswer(200, TEXT, result.encode())
+    if isinstance(result, Response):
+        if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
+            return result
+        return WholeAnswer(result.status_code, result.raw_headers, bytes(result.body))
+    if inspect.isgenerator(result):
+        return PlainStream(result)
+    if inspect.isasyncgen(result):
+        pieces: Any = result
+        return StreamingResponse(pieces, media_type="text/plain")
+    return WholeAnswer(200, _JSON, encode_json(result))
+
+
+def encode_json(value: Any) -> bytes:
+    """``value`` as JSON; numpy and pydantic values too. Raises `NotAnAnswer`."""
+    try:
+        return _encoder.encode(value)
+    except NotImplementedError as error:
+        raise NotAnAnswer(
+            f"the returned value holds a {error}, which is not JSON; "
+            "return JSON values, str, bytes or a starlette Response"
+        ) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotAnAnswer(f"the returned {type(value).__name__} cannot be sent as JSON: {error}") from error
+
+
+_BURST: Final = 256
+"""Pieces in a row after which others get their turn: a generator that never waits must not stop the loop."""
+
+
+async def room(exchange: Exchange, written_bytes: int) -> None:
+    """Wait while the network is slower than the writer of an answer, who has written so much in all."""
+    try:
+        while is_full(exchange, written_bytes):
+            event = asyncio.Event()
+            exchange.room = event  # first this, then the look: who sends sees one or the other
+            if is_full(exchange, written_bytes):
+                await event.wait()
+    finally:
+        exchange.room = None
+
+
+def is_full(exchange: Exchange, written_bytes: int) -> bool:
+    """Whether the writer should wait."""
+    return (
+        written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX
+        or len(exchange.pieces or ()) > UNSENT_PIECES_MAX
+    ) and not exchange.is_dropped
+
+
+@final
+class AnswerStream:
+    """Writes one streamed answer; all methods run on the user loop, except `run_plain`."""
+
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+        self.is_ended = False
+        """The answer is whole."""
+        self._exchange = exchange
+        self._to_bus = to_bus
+        self._flow = Flow(exchange)
+        self._pieces: deque[bytes] = deque()
+        exchange.pieces = self._pieces
+        self._written_bytes = 0
+        self._count = 0
+        self._opening: Opened | None = None
+        self._opening_soon: asyncio.Handle | None = None
+        self._is_open = False
+
+    def open(self, status: int, headers: Headers, *, soon: bool = True) -> None:
+        """Begin the answer. Its head leaves with the first piece, or, ``soon``, when the loop turns before that."""
+        if self._is_open or self._opening is not None:
+            raise RuntimeError("the answer was begun already")
+        self._opening = Opened(self._exchange, status, headers)
+        if soon:
+            self._opening_soon = asyncio.get_running_loop().call_soon(self._open_now)
+
+    def put(self, data: bytes) -> bool:
+        """Append to the answer; True when the writer should `wait` before it goes on."""
+        self._pieces.append(data)
+        self._written_bytes += len(data)
+        self._count += 1
+        if not self._exchange.is_told:
+            self._tell()
+        return not self._count % _BURST or self._written_bytes - self._exchange.sent_bytes > UNSENT_BYTES_MAX
+
+    async def wait(self) -> None:
+        """Let others have a turn, and wait while the network is slower."""
+        if is_full(self._exchange, self._written_bytes):
+            await room(self._exchange, self._written_bytes)
+        else:
+            await asyncio.sleep(0)
+
+    async def run(self, iterator: AsyncIterable[Any], charset: str) -> None:
+        """Append all that an async iterator gives. This loop is what a token costs."""
+        exchange, append = self._exchange, self._pieces.append
+        count = 0
+        async for piece in iterator:
+            data = piece if type(piece) is bytes else as_bytes(piece, charset)
+            append(data)
+            self._written_bytes += len(data)
+            count += 1
+            if not exchange.is_told:
+                self._tell()
+            if not count % _BURST or self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX:
+                await self.wait()
+
+    def run_plain(self, iterator: Iterable[Any], charset: str) -> None:
+        """Append all that a plain iterator gives; runs in a thread, and ends early when nobody wants more."""
+        exchange = self._exchange
+        try:
+            for piece in iterator:
+                if exchange.is_dropped:
+                    return
+                self._pieces.append(data := as_bytes(piece, charset))
+                self._written_bytes += len(data)
+                if not exchange.is_told:
+                    self._tell()
+                if self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX or (
+                    len(self._pieces) > UNSENT_PIECES_MAX
+                ):
+                    self._wait_in_thread()
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    def end(self, data: bytes = b"") -> None:
+        """The answer is whole, with ``data`` as its last piece."""
+        if self.is_ended:
+            return
+        self.is_ended = True
+        if self._opening is None:
+            self._to_bus(Piece(self._exchange, data, last=True))
+            return
+        # Nothing has left yet, so all of it can leave as one.
+        opening = self._take_opening()
+        self._to_bus(Answered(self._exchange, opening.status, opening.headers, data))
+
+    def outcome(self) -> ToBus:
+        """What ends the work: nothing is left to say when the answer was whole."""
+        if self.is_ended:
+            return Ended(self._exchange)
+        if self._opening is not None:
+            self._open_now()
+        message = "the returned Response ended without a whole answer"
+        return Failed(self._exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, message)
+
+    def _tell(self) -> None:
+        self._exchange.is_told = True  # before telling: the other thread takes it back before it looks
+        if self._opening is not None:
+            self._open_now()
+        elif self._is_open:
+            self._to_bus(self._flow)
+
+    def _open_now(self) -> None:
+        if self._opening is not None:
+            self._to_bus(self._take_opening())
+
+    def _take_opening(self) -> Opened:
+        opening, self._opening = self._opening, None
+        assert opening is not None, "the answer was begun"
+        self._is_open = True
+        if self._opening_soon is not None:
+            self._opening_soon.cancel()
+            self._opening_soon = None
+        return opening
+
+    def _wait_in_thread(self) -> None:
+        event = threading.Event()
+        try:
+            while is_full(self._exchange, self._written_bytes):
+                self._exchange.room = event
+                if is_full(self._exchange, self._written_bytes):
+                    event.wait()
+                event.clear()
+        finally:
+            self._exchange.room = None
+
+
+def as_bytes(piece: Any, charset: str) -> bytes:
+    """A piece of a stream as what is sent. Raises `NotAnAnswer`."""
+    if isinstance(piece, str):
+        return piece.encode(charset)
+    if isinstance(piece, bytes | bytearray | memoryview):
+        return bytes(piece)
+    raise NotAnAnswer(f"a stream gave a {type(piece).__name__}; it must give str or bytes")

@@ -1,0 +1,1 @@
+"""The user's code and what calls it."""

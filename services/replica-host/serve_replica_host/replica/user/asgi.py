@@ -1,0 +1,331 @@
+"""HTTP requests and WebSockets as an ASGI application sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+from urllib.parse import unquote
+
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
+
+from serve_common.errors import UserCodeRaised
+from serve_common.protocol.frames import WINDOW_MESSAGES, Headers, RequestHead
+from serve_replica_host.replica.io.flow import CREDIT_PARTS, MESSAGE_COST_BYTES, BodyReader
+from serve_replica_host.replica.io.request import (
+    Answered,
+    Closed,
+    Ended,
+    Exchange,
+    Failed,
+    Heard,
+    Opened,
+    Said,
+    Taken,
+    ToBus,
+)
+from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
+from serve_replica_host.replica.io.response_stream import AnswerStream, is_full, room
+from serve_replica_host.replica.user.contexts import answer_begun
+
+
+class CallerGone(OSError):
+    """Nobody takes the answer any more; frameworks know it by its base."""
+
+
+@final
+class HttpSender:
+    """Sends what an ASGI application says; runs on the user loop."""
+
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object], reader: BodyReader) -> None:
+        self._exchange = exchange
+        self._to_bus = to_bus
+        self._reader = reader
+        self._stream: AnswerStream | None = None
+        self._is_ended = False
+
+    @property
+    def has_begun(self) -> bool:
+        """The application has said how its answer begins."""
+        return self._stream is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """The application has sent all of its answer."""
+        return self._is_ended
+
+    async def __call__(self, message: Message) -> None:
+        """Raises `CallerGone`, and RuntimeError for what ASGI does not allow."""
+        if self._exchange.is_dropped:
+            raise CallerGone("the caller is gone")
+        kind = message["type"].removeprefix("websocket.")
+        if kind == "http.response.start":
+            if self._stream is not None:
+                raise RuntimeError("the answer was begun already")
+            self._stream = AnswerStream(self._exchange, self._to_bus)
+            self._stream.open(message["status"], as_headers(message.get("headers", ())))
+            answer_begun()
+        elif kind == "http.response.body":
+            await self._take_body(message)
+
+    async def _take_body(self, message: Message) -> None:
+        stream = self._stream
+        if stream is None:
+            raise RuntimeError("a body was sent before the head of the answer")
+        if self._is_ended:
+            raise RuntimeError("a body was sent after the end of the answer")
+        data = message.get("body", b"")
+        if type(data) is not bytes:
+            data = bytes(data)
+        if message.get("more_body", False):
+            if data and stream.put(data):
+                await stream.wait()
+            return
+        self._is_ended = True
+        stream.end(data)
+        self._reader.leave()
+
+    def outcome(self) -> ToBus:
+        """What ends the work: nothing is left to say when the answer was whole."""
+        if self._is_ended:
+            return Ended(self._exchange)
+        if self._stream is not None:
+            return self._stream.outcome()
+        message = "the application returned without an answer"
+        return Failed(self._exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, message)
+
+
+def as_headers(given: Any) -> Headers:
+    """What an application gives as headers, as frames have them: its names may be in any case."""
+    return [(bytes(name).lower(), bytes(value)) for name, value in given]
+
+
+_ASGI: Final = {"version": "3.0", "spec_version": "2.4"}
+_NO_STATE: Final[Mapping[str, Any]] = {}
+
+
+def http_scope(head: RequestHead, state: Mapping[str, Any] = _NO_STATE) -> Scope:
+    """ASGI's scope of an HTTP request; ``state`` is what the lifespan left."""
+    scope = _scope("http", head, state)
+    scope["method"] = head.method
+    return scope
+
+
+def websocket_scope(head: RequestHead, state: Mapping[str, Any] = _NO_STATE) -> Scope:
+    """ASGI's scope of a WebSocket."""
+    scope = _scope("websocket", head, state)
+    scope["scheme"] = {"http": "ws", "https": "wss"}.get(head.scheme, head.scheme)
+    offered = b",".join(value for name, value in head.headers if name == b"sec-websocket-protocol")
+    scope["subprotocols"] = [word.strip() for word in offered.decode("latin-1").split(",") if word.strip()]
+    scope["extensions"] = {"websocket.http.response": {}}
+    return scope
+
+
+def _scope(kind: str, head: RequestHead, state: Mapping[str, Any]) -> dict[str, Any]:
+    path = head.path
+    return {
+        "type": kind,
+        "asgi": _ASGI.copy(),
+        "http_version": "1.1",
+        "scheme": head.scheme,
+        "path": unquote(path) if "%" in path else path,
+        "raw_path": path.encode("latin-1", "replace"),
+        # By ASGI the path is the whole one, and root_path the part of it that routing has used up.
+        "root_path": "" if head.route == "/" else head.route,
+        "query_string": head.query.encode("latin-1", "replace"),
+        "headers": head.headers,
+        "client": _address(head.client),
+        "server": _server(head),
+        "state": dict(state),
+    }
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    host, _, port = text.rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdigit() else None
+
+
+def _server(head: RequestHead) -> tuple[str, int] | None:
+    """Who the client believes to talk to: the proxy's own address says nothing to user code."""
+    for name, value in head.headers:
+        if name == b"host":
+            text = value.decode("latin-1")
+            default = 443 if head.scheme in ("https", "wss") else 80
+            return _address(text) or (text.strip("[]"), default)
+    return None
+
+
+class LazyRequest(Request):
+    """A Starlette `Request` that is made when something of it is looked at: many handlers look at nothing."""
+
+    def __init__(self, head: RequestHead, receive: Receive) -> None:
+        """As `Request` of `http_scope`."""
+        self._made_of = (head, receive)
+
+    def __getattr__(self, name: str) -> Any:
+        # Comes only for what is not there (yet).
+        if "scope" in self.__dict__:
+            raise AttributeError(name)
+        head, receive = self._made_of
+        super().__init__(http_scope(head), receive)
+        return getattr(self, name)
+
+
+MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
+"""Of one message of a client."""
+LEAVE_S: Final = 5.0
+"""How long an application may go on after its client has left."""
+_CREDIT_EVERY: Final = WINDOW_MESSAGES // CREDIT_PARTS
+_NORMAL: Final = 1000
+_TOO_BIG: Final = 1009
+_INTERNAL: Final = 1011
+_FORBIDDEN: Final = 403
+
+
+@final
+class Socket:
+    """One WebSocket; all methods run on the user loop. `receive` and `send` are ASGI's."""
+
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+        self._exchange = exchange
+        exchange.pieces = deque()  # `room` is told of what leaves only when someone waits for it
+        self._to_bus = to_bus
+        self._came: deque[tuple[Message, int]] = deque([({"type": "websocket.connect"}, 0)])
+        self._goodbye: Message | None = None
+        self._changed = asyncio.Event()
+        self._partial: list[bytes] = []
+        self._partial_bytes = 0
+        self._taken_frames = 0
+        self._written_bytes = 0
+        self._is_accepted = False
+        self._is_ended = False
+        """Nothing can be said any more."""
+        self._denial: HttpSender | None = None
+
+    # -- from the bus side ----------------------------------------------------------------------------------------
+
+    def hear(self, heard: Heard) -> None:
+        """A message, or a piece of one, came."""
+        if self._goodbye is not None:
+            return
+        self._partial.append(heard.data)
+        self._partial_bytes += len(heard.data)
+        if self._partial_bytes > MESSAGE_BYTES_MAX:
+            self._close(_TOO_BIG, f"a message may have {MESSAGE_BYTES_MAX} bytes")
+            self.leave(_TOO_BIG, "")
+        elif heard.last:
+            data = b"".join(self._partial) if len(self._partial) > 1 else heard.data
+            self._partial.clear()
+            self._partial_bytes = 0
+            self._add(data, is_text=heard.is_text)
+        else:
+            self._give_credit(1)
+
+    def leave(self, close_code: int, reason: str) -> None:
+        """The client is gone; what it said before can still be read."""
+        if self._goodbye is None:
+            self._goodbye = {"type": "websocket.disconnect", "code": close_code, "reason": reason}
+            self._is_ended = True
+            self._changed.set()
+
+    def _add(self, data: bytes, *, is_text: bool) -> None:
+        if not is_text:
+            self._came.append(({"type": "websocket.receive", "bytes": data}, 1))
+        else:
+            try:
+                text = data.decode()
+            except UnicodeDecodeError:
+                self._close(1007, "a text message is not UTF-8")
+                self.leave(1007, "")
+                return
+            self._came.append(({"type": "websocket.receive", "text": text}, 1))
+        self._changed.set()
+
+    # -- ASGI -----------------------------------------------------------------------------------------------------
+
+    async def receive(self) -> Message:
+        """The next message; ``websocket.disconnect`` at the end, however often it is asked for."""
+        while not self._came:
+            if self._goodbye is not None:
+                return self._goodbye
+            self._changed.clear()
+            await self._changed.wait()
+        message, frames = self._came.popleft()
+        if frames:
+            self._give_credit(frames)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Raises `CallerGone` when the client is gone, RuntimeError for what ASGI does not allow now."""
+        kind = message["type"]
+        if kind.startswith("websocket.http.response."):
+            await self._deny(message)
+        elif self._is_ended:
+            if self._goodbye is not None or self._exchange.is_dropped:
+                raise CallerGone("the client is gone")
+            raise RuntimeError(f"{kind} after the close of the WebSocket")
+        elif kind == "websocket.accept" and not self._is_accepted:
+            self._accept(message)
+        elif kind == "websocket.close":
+            self._close(message.get("code") or _NORMAL, message.get("reason") or "")
+        elif kind == "websocket.send" and self._is_accepted:
+            await self._say(message)
+        else:
+            raise RuntimeError(f"{kind} is not allowed now")
+
+    def end(self, *, has_raised: bool) -> ToBus | None:
+        """The application has returned; None when it leaves a WebSocket that nobody has answered."""
+        if self._denial is not None:
+            return self._denial.outcome()
+        if self._is_ended:
+            return Ended(self._exchange)
+        if not self._is_accepted:
+            return None
+        self._close(_INTERNAL if has_raised else _NORMAL, "")
+        return Ended(self._exchange)
+
+    def _accept(self, message: Message) -> None:
+        headers = as_headers(message.get("headers") or ())
+        subprotocol: Any = message.get("subprotocol")
+        if subprotocol:
+            headers.append((b"sec-websocket-protocol", subprotocol.encode("latin-1")))
+        self._is_accepted = True
+        answer_begun()
+        self._to_bus(Opened(self._exchange, STATUS_SWITCHING, headers))
+
+    async def _say(self, message: Message) -> None:
+        text = message.get("text")
+        data: bytes = bytes(message["bytes"]) if text is None else text.encode()
+        self._written_bytes += len(data) + MESSAGE_COST_BYTES
+        self._to_bus(Said(self._exchange, data, text is not None))
+        if is_full(self._exchange, self._written_bytes):
+            await room(self._exchange, self._written_bytes)
+
+    def _close(self, code: int, reason: str) -> None:
+        if self._is_ended:
+            return
+        self._is_ended = True
+        if self._is_accepted:
+            self._to_bus(Closed(self._exchange, code, reason))
+        else:
+            self._to_bus(Answered(self._exchange, _FORBIDDEN, [], b""))
+        if self._goodbye is None:
+            self._goodbye = {"type": "websocket.disconnect", "code": code, "reason": reason}
+            self._changed.set()
+
+    async def _deny(self, message: Message) -> None:
+        """An answer as of HTTP in place of an accept."""
+        if self._is_accepted or (self._is_ended and self._denial is None):
+            raise RuntimeError(f"{message['type']} is not allowed now")
+        if self._denial is None:
+            self._denial = HttpSender(self._exchange, self._to_bus, BodyReader(b""))
+            self._is_ended = True
+        await self._denial(message)
+
+    def _give_credit(self, frames: int) -> None:
+        self._taken_frames += frames
+        if self._taken_frames >= _CREDIT_EVERY:
+            self._to_bus(Taken(self._exchange, self._taken_frames))
+            self._taken_frames = 0

@@ -1,0 +1,271 @@
+"""The user side of a replica: a task for each request, on a loop where user code may do what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, Final, final
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import PlainTextResponse
+
+from serve_common.errors import (
+    BadField,
+    LimitReached,
+    RequestFailed,
+    ServeError,
+    TransientError,
+    UserCodeRaised,
+)
+from serve_common.protocol.frames import Kind
+from serve_common.runtime.request_context import departures
+from serve_replica_host.replica.io.request import (
+    Answered,
+    BodyPiece,
+    Drop,
+    Ended,
+    Exchange,
+    Failed,
+    Heard,
+    Room,
+    ToBus,
+    ToUser,
+    is_cancellation,
+)
+from serve_replica_host.replica.io.response_frames import DirectAnswers
+from serve_replica_host.replica.telemetry.traces import Traces, error_line
+from serve_replica_host.replica.user.asgi import LEAVE_S, CallerGone, Socket
+from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.contexts import enter_request, enter_trace
+from serve_replica_host.replica.user.request_kinds import RequestKinds, log_raised, make_reader
+
+_log = structlog.get_logger(__name__)
+
+
+def is_passed_on(error: ServeError) -> bool:
+    """Whether the caller is told of ``error`` as of a failure of its own request.
+
+    A missing deployment, or arguments that do not fit, are for whoever wrote the code.
+    """
+    return error.is_of_call and isinstance(error, RequestFailed | LimitReached | TransientError)
+
+
+def failed_by(exchange: Exchange, error: ServeError, body: bytes = b"") -> Failed:
+    """What ends a request by an error that `is_passed_on`; ``body`` as in `Failed`."""
+    _log.warning(
+        "call_failed",
+        request_id=exchange.head.request_id,
+        error_code=error.error_code,
+        error=error_line(error),
+    )
+    status: int = getattr(error, "status", error.status_hint)
+    return Failed(exchange, error.error_code, status, str(error), body)
+
+
+_TASK_NAME: Final = "request"
+
+
+@final
+class RequestTasks:
+    """Holds the tasks that are not done, reports those that die of an exception. For one loop, on its thread."""
+
+    def __init__(self) -> None:
+        self._held: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._first_step: tuple[Callable[..., object], Context | None] | None = None
+
+    def start(self, coro: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+        """Run ``coro`` until it first waits; None when it has ended by then."""
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()
+        if asyncio.current_task(loop) is not None:
+            # A task cannot step inside another one's step.
+            task = asyncio.Task(coro, loop=loop, name=_TASK_NAME)
+            return self._hold(task)
+        # A new task hands its first step to `call_soon`; here it is taken and made.
+        loop.__dict__["call_soon"] = self._catch
+        try:
+            task = asyncio.Task(coro, loop=loop, name=_TASK_NAME)
+        finally:
+            del loop.__dict__["call_soon"]
+        assert self._first_step is not None, "a task schedules its first step"
+        step, context = self._first_step
+        self._first_step = None
+        if context is None:
+            step()
+        else:
+            context.run(step)
+        if task.done():
+            self._report(task)
+            return None
+        return self._hold(task)
+
+    async def close(self, timeout_s: float) -> None:
+        """Cancel all tasks and wait at most ``timeout_s`` until they ended; what outlives it is logged."""
+        held = list(self._held)
+        for task in held:
+            task.cancel()
+        if not held:
+            return
+        _, running = await asyncio.wait(held, timeout=timeout_s)
+        if running:
+            _log.error("requests_did_not_stop", count=len(running), timeout_s=timeout_s)
+
+    def _catch(self, step: Callable[..., object], *_: Any, context: Context | None = None) -> None:
+        self._first_step = (step, context)
+
+    def _hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._held.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._held.discard(task)
+        self._report(task)
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        failure = task.exception()
+        if failure is not None:
+            _log.error("task_failed", task=_TASK_NAME, exc_info=failure)
+
+
+_CLOSE_TIMEOUT_S: Final = 1.0
+
+
+@final
+class UserSide:
+    """Runs the user's code for each exchange; all methods run on the user loop."""
+
+    def __init__(
+        self,
+        code: UserCode,
+        to_bus: Callable[[ToBus], object],
+        direct: DirectAnswers | None = None,
+        traces: Traces | None = None,
+    ) -> None:
+        """``direct``: whole answers leave by it, instead of ``to_bus``. ``traces`` is None where nothing is traced."""
+        self._traces = traces
+        self._to_bus = to_bus
+        self._direct = direct
+        self._kinds = RequestKinds(code, to_bus)
+        self._tasks = RequestTasks()
+        self._at_work = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def take(self, item: ToUser) -> None:
+        """Something from the bus side."""
+        if type(item) is Exchange:
+            self._begin(item)
+        elif type(item) is BodyPiece:
+            make_reader(item.exchange, self._to_bus).add(item.data, last=item.last)
+        elif type(item) is Heard:
+            if item.exchange.socket is not None:
+                item.exchange.socket.hear(item)
+        elif type(item) is Room:
+            if item.exchange.room is not None:
+                item.exchange.room.set()
+        elif type(item) is Drop:
+            self._drop(item)
+
+    async def wait_idle(self) -> None:
+        """Wait until no user code runs for a request, not even after its answer has left."""
+        await self._idle.wait()
+        if self._direct is not None:
+            self._direct.flush()
+
+    async def close(self) -> None:
+        """Cancel what still runs."""
+        await self._tasks.close(_CLOSE_TIMEOUT_S)
+
+    def _begin(self, exchange: Exchange) -> None:
+        if not self._at_work:
+            self._idle.clear()
+        self._at_work += 1
+        if exchange.is_dropped:  # its caller is gone, or its time is over: it never reaches the user's code
+            self._end(Ended(exchange))
+            return
+        if exchange.head.kind is Kind.WEBSOCKET:
+            exchange.socket = Socket(exchange, self._to_bus)
+        exchange.work = self._tasks.start(self._serve(exchange))
+
+    def _drop(self, drop: Drop) -> None:
+        exchange = drop.exchange
+        if exchange.room is not None:
+            exchange.room.set()
+        if exchange.reader is not None:
+            exchange.reader.leave()
+        work = exchange.work
+        if work is None or work.done():
+            return
+        if isinstance(exchange.socket, Socket) and exchange.has_begun:
+            # An application hears of it as ASGI has it, and then has some time to end by itself.
+            exchange.socket.leave(drop.close_code, drop.reason)
+            asyncio.get_running_loop().call_later(LEAVE_S, _cancel, exchange.reply, work)
+            return
+        _cancel(exchange.reply, work)
+        if not exchange.has_begun:  # then `_serve` never runs, and cannot say that it ended
+            self._end(Ended(exchange))
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Exactly one outcome that ends the work reaches the bus side, whatever happens."""
+        exchange.has_begun = True
+        outcome: ToBus = Ended(exchange)
+        try:
+            enter_request(exchange)
+            if self._traces is not None:
+                enter_trace(exchange, self._traces)
+            outcome = await self._kinds.answer(exchange)
+        except HTTPException as error:
+            answer = PlainTextResponse(error.detail, error.status_code, dict(error.headers or {}))
+            outcome = Answered(exchange, error.status_code, answer.raw_headers, bytes(answer.body))
+        except BadField as error:
+            outcome = Failed(exchange, error.error_code, error.status_hint, str(error))
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
+            if isinstance(error, ServeError) and is_passed_on(error):
+                outcome = failed_by(exchange, error)
+            else:
+                if not (exchange.is_dropped and isinstance(error, CallerGone | ClientDisconnect)):
+                    log_raised(exchange, error)
+                outcome = _raised(exchange, error)
+        finally:
+            if exchange.trace is not None:
+                exchange.trace.code_ended(*_failure_of(outcome))
+            self._end(outcome)
+
+    def _end(self, outcome: ToBus) -> None:
+        self._at_work -= 1
+        if not self._at_work:
+            self._idle.set()
+        if type(outcome) is Answered and self._direct is not None:
+            self._direct.send(outcome)
+        else:
+            self._to_bus(outcome)
+
+
+def _raised(exchange: Exchange, error: BaseException) -> Failed:
+    return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error))
+
+
+def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
+    """The status of an answer, 0 for none yet; and of a failure its code and text, empty where there is no more."""
+    if isinstance(outcome, Answered):
+        return outcome.status, "", ""
+    if isinstance(outcome, Failed):
+        return outcome.status, outcome.error_code, outcome.message
+    return 0, "", ""
+
+
+def _cancel(key: bytes, work: asyncio.Task[Any]) -> None:
+    """End the work on a request: its task, and what its threads wait for."""
+    if not work.done():
+        departures.leave(key)
+        work.cancel()

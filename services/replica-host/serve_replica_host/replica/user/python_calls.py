@@ -1,0 +1,218 @@
+"""Calls from deployment handles: pickled arguments in, a pickled value or a stream of them out."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from typing import Any, Final
+
+import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
+import msgspec
+import structlog
+
+from serve_common.errors import BadField, ServeError, UserCodeRaised
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
+from serve_replica_host.replica.io.request import Answered, Exchange, Failed, ToBus, is_cancellation
+from serve_replica_host.replica.io.response_stream import AnswerStream
+from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
+from serve_replica_host.replica.user.code import UserCode
+from serve_replica_host.replica.user.contexts import answer_begun
+from serve_replica_host.replica.user.executor import failed_by, is_passed_on
+
+LENGTH_BYTES: Final = 4
+_CHARSET: Final = "utf-8"  # asked for by the writer, which here gets bytes only
+
+Encode = Callable[[Any], bytes]
+
+
+async def send_items(
+    code: UserCode, result: Any, exchange: Exchange, to_bus: Callable[[ToBus], object], encode: Encode
+) -> ToBus:
+    """Send all items of a generator, async or plain; returned is what ends the exchange.
+
+    A plain one may block, so it runs in a thread. Raises what the generator or ``encode`` raises, TypeError for what is
+    no generator.
+    """
+    is_async = inspect.isasyncgen(result)
+    if not is_async and not inspect.isgenerator(result):
+        raise TypeError(
+            f"a stream was asked for, but a {type(result).__name__} was returned and no generator"
+        )
+    stream = AnswerStream(exchange, to_bus)
+    # Its head leaves with the first item: until then a failure is the whole answer, and the deadline holds.
+    stream.open(200, [], soon=False)
+    if is_async:
+        items = _items(result, encode)
+        try:
+            await stream.run(items, _CHARSET)
+        finally:
+            await items.aclose()
+    else:
+        await code.run_plain(stream.run_plain, _plain_items(result, encode), _CHARSET)
+    stream.end()
+    return stream.outcome()
+
+
+async def _items(generator: AsyncGenerator[Any, None], encode: Encode) -> AsyncGenerator[bytes, None]:
+    has_begun = False
+    try:
+        async for item in generator:
+            data = encode(item)
+            yield len(data).to_bytes(LENGTH_BYTES, "big") + data
+            if not has_begun:
+                has_begun = True
+                answer_begun()  # what the generator calls from here on has no deadline
+    finally:
+        await generator.aclose()
+
+
+def _plain_items(generator: Generator[Any, None, None], encode: Encode) -> Iterator[bytes]:
+    has_begun = False
+    try:
+        for item in generator:
+            data = encode(item)
+            yield len(data).to_bytes(LENGTH_BYTES, "big") + data
+            if not has_begun:
+                has_begun = True
+                answer_begun()
+    finally:
+        generator.close()
+
+
+_log = structlog.get_logger(__name__)
+
+ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
+"""Of one value; as much as a request's body may have."""
+_RAISED_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX // 2
+"""Of a pickled exception: with its traceback it travels in one frame."""
+_PLAIN_CALL: Final = CallHead()
+_KEPT: Final = ("status", "retry_after_s")
+"""Of an error whose own kind cannot travel: how callers are told."""
+_SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
+"""Where cloudpickle could do no better than pickle, which is several times faster."""
+
+
+class AnswerUnfit(TypeError):
+    """What the user's code returned cannot be sent to the handle; the message says why."""
+
+
+async def answer_call(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> ToBus:
+    """Call the user's code for a request of kind PYTHON, and return what ends the exchange.
+
+    Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
+    """
+    head = exchange.head.call or _PLAIN_CALL
+    try:
+        args, kwargs = _arguments(exchange.body, head)
+    except BadField as error:
+        return Failed(exchange, error.error_code, error.status_hint, str(error))
+    try:
+        result = await code.call(*args, method_name=head.method_name, **kwargs)
+        if not head.stream:
+            return Answered(exchange, 200, [], _encoded(result, head))
+        return await send_items(code, result, exchange, to_bus, lambda item: _encode(item, head))
+    except BadField as error:  # there is no such method
+        return Failed(exchange, error.error_code, error.status_hint, str(error))
+    except BaseException as error:
+        if is_cancellation(exchange, error):
+            raise
+        return _raised(exchange, head, error)
+
+
+def _arguments(body: bytes, head: CallHead) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named arguments. Raises `BadField`."""
+    if not head.is_pickled:
+        try:
+            named: tuple[tuple[Any, ...], dict[str, Any]] = msgspec.msgpack.decode(
+                body, type=tuple[tuple[Any, ...], dict[str, Any]]
+            )
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise BadField("arguments", f"are not msgpack of [args, kwargs]: {error}") from error
+        return named
+    try:
+        args, kwargs = pickle.loads(body)  # noqa: S301 - see the module's text
+        return tuple(args), dict(kwargs)
+    except Exception as error:  # unpickling runs any code
+        raise BadField("arguments", f"cannot be unpickled in the replica: {error_line(error)}") from error
+
+
+def _encoded(result: Any, head: CallHead) -> bytes:
+    if inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.isgenerator(result):
+            result.close()
+        name = head.method_name or "__call__"
+        raise AnswerUnfit(f"{name} returned a generator; call it with handle.options(stream=True)")
+    return _encode(result, head)
+
+
+def _encode(value: Any, head: CallHead) -> bytes:
+    """Raises `AnswerUnfit`."""
+    try:
+        if not head.is_pickled:
+            data = _msgpack.encode(value)
+        elif type(value) in _SCALARS:
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        else:
+            data = cloudpickle.dumps(value)
+    except Exception as error:  # pickling runs the value's own code
+        how = "pickled" if head.is_pickled else "written as msgpack"
+        raise AnswerUnfit(
+            f"the returned {type(value).__name__} cannot be {how}: {error_line(error)}"
+        ) from error
+    if len(data) > ANSWER_BYTES_MAX:
+        raise AnswerUnfit(f"the returned value has {len(data)} bytes; at most {ANSWER_BYTES_MAX} can be sent")
+    return data
+
+
+def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
+    is_ours = isinstance(error, AnswerUnfit)
+    line = str(error) if is_ours else error_line(error)
+    told = user_traceback(error)
+    pickled = _pickled(error) if head.is_pickled and not is_ours else b""
+    body = msgspec.msgpack.encode(Raised(pickled, told))
+    if exchange.trace is not None:
+        exchange.trace.code_raised(error, line)
+    if isinstance(error, ServeError) and is_passed_on(error):
+        return failed_by(exchange, error, body)
+    _log.error(
+        "user_code_raised",
+        request_id=exchange.head.request_id,
+        method=head.method_name,
+        error=line,
+        traceback=told,
+    )
+    return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """Empty when it cannot be brought back: many exceptions can be pickled and then not be made of what was kept."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        restored = pickle.loads(data)  # noqa: S301 - our own bytes
+    except BaseException as failure:  # noqa: BLE001 - the exception's own code; its text still travels
+        if isinstance(error, ServeError):
+            return pickle.dumps(_plainer(error))
+        _log.warning("exception_not_pickled", exception=type(error).__name__, reason=error_line(failure))
+        return b""
+    return data if isinstance(restored, type(error)) and len(data) <= _RAISED_BYTES_MAX else b""
+
+
+def _plainer(error: ServeError) -> ServeError:
+    """The same as the nearest of its kinds that is made of a message alone: a caller may still tell what it was."""
+    kinds = (kind for kind in type(error).__mro__ if issubclass(kind, ServeError))
+    plainer = next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
+    kept = {name: value for name, value in vars(error).items() if name in _KEPT}
+    vars(plainer).update(kept)
+    return plainer
+
+
+def _as_plain(value: Any) -> Any:
+    if hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump()
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers, torch's tensors
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+_msgpack = msgspec.msgpack.Encoder(enc_hook=_as_plain)

@@ -1,0 +1,236 @@
+"""Gets the answer of each kind of request from the user's code.
+
+Why apart from `UserSide`: that one begins and ends requests, whatever they are; this one knows what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import msgspec
+import structlog
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.websockets import WebSocketDisconnect
+
+from serve_common.errors import BadField, UserCodeRaised
+from serve_common.protocol.frames import Kind
+from serve_replica_host.replica.io.flow import BodyReader
+from serve_replica_host.replica.io.request import (
+    Answered,
+    Ended,
+    Exchange,
+    Failed,
+    Taken,
+    ToBus,
+    is_cancellation,
+)
+from serve_replica_host.replica.io.response_stream import (
+    TEXT,
+    AnswerStream,
+    NotAnAnswer,
+    PlainStream,
+    WholeAnswer,
+    to_answer,
+)
+from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
+from serve_replica_host.replica.user.asgi import (
+    CallerGone,
+    HttpSender,
+    LazyRequest,
+    http_scope,
+    websocket_scope,
+)
+from serve_replica_host.replica.user.code import Lifespan, UserCode
+from serve_replica_host.replica.user.contexts import answer_begun
+
+_log = structlog.get_logger(__name__)
+
+_FORBIDDEN: Final = 403
+_SERVER_ERROR: Final = (500, [(b"content-type", b"text/plain; charset=utf-8")], b"Internal Server Error")
+"""What ASGI servers say for an application that says nothing."""
+_GONE: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
+"""What frameworks raise when the caller has left."""
+
+
+@final
+class RequestKinds:
+    """Calls the user's code; all methods run on the user loop, in the task of their request."""
+
+    def __init__(self, code: UserCode, to_bus: Callable[[ToBus], object]) -> None:
+        self._code = code
+        self._to_bus = to_bus
+
+    async def answer(self, exchange: Exchange) -> ToBus:
+        """What ends the work; raises what the user's code raises, and `BadField`."""
+        code = self._code
+        kind = exchange.head.kind
+        if kind is Kind.HTTP:
+            if code.asgi is not None:
+                return await self._run_asgi(exchange, code.asgi)
+            method = code.method("")
+            request: LazyRequest | None = None
+            arguments: tuple[LazyRequest, ...] = ()
+            if method.takes_argument:
+                request = LazyRequest(exchange.head, _Receive(exchange, self._to_bus))
+                arguments = (request,)
+            if method.is_async:
+                result = await method.function(*arguments)
+            elif method.blocks:
+                result = await code.run_plain(method.function, *arguments)
+            else:
+                result = method.function(*arguments)
+            answer = to_answer(result)
+            if type(answer) is WholeAnswer:
+                return Answered(exchange, answer.status, answer.headers, answer.body)
+            return await self._stream(exchange, answer, request)
+        if kind is Kind.PYTHON:
+            # Here, because it needs cloudpickle, which a replica without handles need not load.
+            from serve_replica_host.replica.user.python_calls import answer_call  # noqa: PLC0415
+
+            return await answer_call(code, exchange, self._to_bus)
+        if kind is Kind.CALL:
+            return await self._call(exchange)
+        return await self._run_websocket(exchange)
+
+    # -- HTTP -----------------------------------------------------------------------------------------------------
+
+    async def _stream(self, exchange: Exchange, answer: Any, request: LazyRequest | None) -> ToBus:
+        if type(answer) is PlainStream:
+            stream = AnswerStream(exchange, self._to_bus)
+            stream.open(200, TEXT, soon=False)
+            answer_begun()
+            await self._code.run_plain(stream.run_plain, answer.iterator, "utf-8")
+            stream.end()
+            return stream.outcome()
+        if _streams_plainly(answer):
+            stream = AnswerStream(exchange, self._to_bus)
+            stream.open(answer.status_code, answer.raw_headers)
+            answer_begun()
+            await stream.run(answer.body_iterator, answer.charset)
+            stream.end()
+            if exchange.reader is not None:
+                exchange.reader.leave()
+            if answer.background is not None:
+                await answer.background()
+            return stream.outcome()
+        if request is None:
+            request = LazyRequest(exchange.head, _Receive(exchange, self._to_bus))
+        sender = HttpSender(exchange, self._to_bus, make_reader(exchange, self._to_bus))
+        await answer(request.scope, request.receive, sender)
+        return sender.outcome()
+
+    async def _run_asgi(self, exchange: Exchange, asgi: Lifespan) -> ToBus:
+        reader = make_reader(exchange, self._to_bus)
+        sender = HttpSender(exchange, self._to_bus, reader)
+        try:
+            await asgi.application(http_scope(exchange.head, asgi.state), reader, sender)
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
+            if _has_left(exchange, error):
+                return Ended(exchange)
+            log_raised(exchange, error)
+            if not sender.has_begun:
+                return Answered(exchange, *_SERVER_ERROR)
+            if not sender.is_whole:
+                line = error_line(error)
+                return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line)
+        return sender.outcome()
+
+    async def _run_websocket(self, exchange: Exchange) -> ToBus:
+        asgi, socket = self._code.asgi, exchange.socket
+        if asgi is None:
+            return Answered(exchange, _FORBIDDEN, [], b"this deployment takes no WebSockets")
+        has_raised = False
+        try:
+            await asgi.application(websocket_scope(exchange.head, asgi.state), socket.receive, socket.send)
+        except BaseException as error:
+            if is_cancellation(exchange, error):
+                raise
+            has_raised = True
+            if not _has_left(exchange, error):
+                log_raised(exchange, error)
+        ended: ToBus | None = socket.end(has_raised=has_raised)
+        return Answered(exchange, *_SERVER_ERROR) if ended is None else ended
+
+    # -- plain calls ----------------------------------------------------------------------------------------------
+
+    async def _call(self, exchange: Exchange) -> ToBus:
+        call = exchange.head.call
+        name = "" if call is None else call.method_name
+        answer = to_answer(await self._code.call(_argument(exchange), method_name=name))
+        if isinstance(answer, WholeAnswer):
+            return Answered(exchange, answer.status, answer.headers, answer.body)
+        raise NotAnAnswer("a plain call cannot be answered by a stream")
+
+
+def log_raised(exchange: Exchange, error: BaseException) -> None:
+    """Say what the user's code raised, to whoever looks after it."""
+    if exchange.trace is not None:
+        exchange.trace.code_raised(error, error_line(error))
+    _log.error(
+        "user_code_raised",
+        request_id=exchange.head.request_id,
+        method=exchange.head.method,
+        path=exchange.head.path,
+        error=error_line(error),
+        traceback=user_traceback(error),
+    )
+
+
+def _has_left(exchange: Exchange, error: BaseException) -> bool:
+    """Whether ``error`` says no more than that the caller has left, which is nobody's fault."""
+    has_ended = exchange.is_dropped or exchange.head.kind is Kind.WEBSOCKET
+    return has_ended and isinstance(error, _GONE)
+
+
+@final
+class _Receive:
+    """ASGI's ``receive``, of a reader that is made when it is first used."""
+
+    __slots__ = ("_exchange", "_to_bus")
+
+    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+        self._exchange = exchange
+        self._to_bus = to_bus
+
+    async def __call__(self) -> Any:
+        return await make_reader(self._exchange, self._to_bus)()
+
+
+def make_reader(exchange: Exchange, to_bus: Callable[[ToBus], object]) -> BodyReader:
+    """The reader of the request's body; the same one each time."""
+    reader = exchange.reader
+    if reader is None:
+        if exchange.is_body_streamed:
+            reader = BodyReader(None, lambda frames: to_bus(Taken(exchange, frames)))
+        else:
+            reader = BodyReader(exchange.body)
+        exchange.reader = reader
+    return reader
+
+
+def _streams_plainly(answer: Response) -> bool:
+    """Whether sending ``answer`` is nothing but sending what its iterator gives."""
+    kind: Any = type(answer)
+    return kind is StreamingResponse or (
+        isinstance(answer, StreamingResponse)
+        and kind.__call__ is StreamingResponse.__call__
+        and kind.stream_response is StreamingResponse.stream_response
+    )
+
+
+def _argument(exchange: Exchange) -> Any:
+    """The argument of a plain call: None for an empty body, bytes where it says so. Raises `BadField`."""
+    body = exchange.body
+    if not body:
+        return None
+    for name, value in exchange.head.headers:
+        if name == b"content-type" and b"json" not in value.lower():
+            return body
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadField("body", f"is not JSON: {error}") from error
