@@ -22,7 +22,7 @@ from serve_common.names import GoalId
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.tasks import TaskOwner
-from serve_replica_host.core.events import Placed, StartFailed
+from serve_replica_host.core.events import Placed, ReplicaStartFailed
 from tests.integration.control_plane import ControlPlane, NatsServer, SimulatedHost
 from tests.integration.postgres_server import PostgresServer
 
@@ -177,6 +177,6 @@ def _fail_bad_code(host: SimulatedHost) -> None:
             start(goal)
             return
         host.shell.take_event(Placed(goal.replica_tag, 1))
-        host.shell.take_event(StartFailed(goal.replica_tag, TRACEBACK))
+        host.shell.take_event(ReplicaStartFailed(goal.replica_tag, TRACEBACK))
 
     runtime.start = start_or_fail  # type: ignore[method-assign]  # a broken model on an otherwise good host

@@ -32,7 +32,7 @@ from serve_common.telemetry.tracer import read_tracing_settings
 from serve_proxy.settings import ProxySettings
 from serve_proxy.wiring import Proxy
 from serve_replica_host.adapters.replica_metrics import make_replica_metrics
-from serve_replica_host.replica.process import ReplicaProcess, StartOrder
+from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 
 
 class RunOrder(msgspec.Struct, kw_only=True):
@@ -67,7 +67,7 @@ def proxy_settings(url: str, proxy_id: str, order: RunOrder) -> ProxySettings:
     )
 
 
-def start_order(url: str, replica_tag: str, order: RunOrder) -> StartOrder:
+def start_order(url: str, replica_tag: str, order: RunOrder) -> StartReplicaRequest:
     goal = ReplicaGoal(
         replica_tag=ReplicaTag(replica_tag),
         backend_tag=BackendTag(replica_tag.partition("#")[0]),
@@ -82,7 +82,7 @@ def start_order(url: str, replica_tag: str, order: RunOrder) -> StartOrder:
         health_check_timeout_s=10.0,
         start_timeout_s=30.0,
     )
-    return StartOrder(goal=goal, bus=bus_settings(url, "replica"), app_dir=order.app_dir)
+    return StartReplicaRequest(goal=goal, bus=bus_settings(url, "replica"), app_dir=order.app_dir)
 
 
 def tell(content: dict[str, Any]) -> None:

@@ -22,11 +22,11 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Head,
-    Kind,
     MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -145,7 +145,7 @@ class FakeReplica:
             return
         self.held[held.reply] = held
         self.seen.append(held.head)
-        if held.head.kind is Kind.WEBSOCKET:
+        if held.head.kind is RequestKind.WEBSOCKET:
             self._open_socket(held)
         else:
             self._receive(held, body, last=len(body) == held.head.body_bytes)
@@ -267,7 +267,7 @@ class FakeReplica:
         while held.to_send and held.credit > 0:
             held.credit -= 1
             piece = held.to_send.pop(0)
-            if held.head.kind is Kind.WEBSOCKET:
+            if held.head.kind is RequestKind.WEBSOCKET:
                 is_text, data, last = piece
                 self.send(held, MessageHead(held.sequence, is_text, last), data)
                 held.sequence += 1

@@ -25,7 +25,7 @@ from serve_common.protocol.snapshots import BackendSnapshot, EndpointSnapshot, S
 from serve_common.protocol.subjects import Subjects, backend_key, endpoint_key, tokens
 from serve_common.runtime.settings import BusSettings
 from serve_controller.adapters.jetstream import bucket_config
-from serve_replica_host.replica.process import StartOrder, encode
+from serve_replica_host.replica.process import StartReplicaRequest, encode
 from tests.identities import bus_settings, lay_out_nats
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ class HandleStack:
         """What the replicas' processes count."""
         self.metrics_dir.mkdir()
 
-    def start(self, *orders: StartOrder) -> None:
+    def start(self, *orders: StartReplicaRequest) -> None:
         """Start a process with these replicas; see `wait_ready`."""
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).parent / "replica_runner.py")],
@@ -91,7 +91,7 @@ class HandleStack:
         *,
         code_version: int = 1,
         companions: Mapping[BackendTag, int] | None = None,
-    ) -> StartOrder:
+    ) -> StartReplicaRequest:
         """For one replica of the class ``name``; a `Leaf` is told its tag."""
         backend_tag = backend_tag_of(ReplicaTag(tag))
         goal = ReplicaGoal(
@@ -111,7 +111,7 @@ class HandleStack:
         )
         tags = call_tags(goal.backend_tag, goal.may_call)
         bus = self.nats.settings(Role.REPLICA, name=tokens(goal.replica_tag), tags=tags)
-        return StartOrder(goal=goal, bus=bus, app_dir=str(APP_DIR))
+        return StartReplicaRequest(goal=goal, bus=bus, app_dir=str(APP_DIR))
 
     def wait_ready(self) -> None:
         """Until all replicas serve."""

@@ -26,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
-from serve_common.protocol.frames import Head, Kind, RequestHead, decode_frame, encode_frame
+from serve_common.protocol.frames import Head, RequestHead, RequestKind, decode_frame, encode_frame
 from serve_common.protocol.reports import HostGoal, HostReport, ReplicaGoal, ReplicaReport, ReplicaStatus
 from serve_common.protocol.subjects import Subjects
 from tests.integration.nats_server import NatsServer
@@ -192,7 +192,7 @@ class HostOnCluster:
     async def call(self, tag: ReplicaTag, path: str = "/", query: str = "") -> tuple[Head, bytes]:
         """A request whose answer is one frame."""
         head = RequestHead(
-            kind=Kind.HTTP,
+            kind=RequestKind.HTTP,
             method="POST",
             path=path,
             route="/",

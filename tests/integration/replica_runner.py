@@ -1,4 +1,4 @@
-"""Replicas in a process without Ray: takes a `StartOrder` on each line of input up to an empty one.
+"""Replicas in a process without Ray: takes a `StartReplicaRequest` on each line of input up to an empty one.
 
 Lives as long as its input. What belongs to the process, such as the replica's context, is the last one's.
 """

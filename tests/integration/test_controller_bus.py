@@ -550,7 +550,7 @@ async def test_a_flood_of_wakes_is_not_listened_to_and_holds_up_no_backend_that_
     subjects = Subjects(f"t{uuid.uuid4().hex[:10]}")
     client, sender = [await connected(shared_server, subjects) for _ in range(2)]
     refused, heard = RefusedMessages(time.monotonic), asyncio.Queue[str]()
-    hearing = wake_hearing.WakeHearing(
+    hearing = wake_hearing.WakeSubscription(
         client,
         subjects,
         refused,

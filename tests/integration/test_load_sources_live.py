@@ -20,7 +20,7 @@ from serve_controller.adapters.load_scrape import LoadScrape, LoadSources
 from serve_controller.adapters.load_windows import LoadWindows
 from serve_controller.adapters.prometheus_api import PrometheusApi
 from serve_controller.adapters.prometheus_source import PrometheusSource
-from serve_controller.core.autoscaling.values import Reading
+from serve_controller.core.autoscaling.values import LoadSample
 from serve_controller.ports import LoadAsk, Targets
 from tests.integration.prometheus_server import PrometheusServer, scrape_config
 
@@ -130,14 +130,14 @@ now = SystemClock().now
 NOBODY = Targets(urls=frozenset())
 
 
-async def read(source: PrometheusSource, *asks: LoadAsk) -> list[Reading]:
+async def read(source: PrometheusSource, *asks: LoadAsk) -> list[LoadSample]:
     readings = await source.read(asks, NOBODY, now())
     return list(readings.values())
 
 
 async def read_right(
-    source: PrometheusSource, is_right: Callable[[Reading], bool], *asks: LoadAsk
-) -> list[Reading]:
+    source: PrometheusSource, is_right: Callable[[LoadSample], bool], *asks: LoadAsk
+) -> list[LoadSample]:
     """Readings, the first of which is right.
 
     A scrape that a busy machine holds up gives the counters of a later moment than Prometheus thinks, which spoils all
@@ -153,7 +153,7 @@ async def read_right(
 
 
 async def test_prometheus_tells_the_mean_of_what_is_worked_on_and_waits(source: PrometheusSource) -> None:
-    def is_right(busy: Reading) -> bool:
+    def is_right(busy: LoadSample) -> bool:
         return (
             busy.missing == ""
             and busy.seen == pytest.approx(ONGOING + QUEUED, rel=0.1)
@@ -172,7 +172,7 @@ async def test_prometheus_tells_the_mean_of_what_is_worked_on_and_waits(source: 
 async def test_the_extremes_of_a_steady_load_are_its_mean(
     source: PrometheusSource, aggregation: AggregationFunction
 ) -> None:
-    def is_right(reading: Reading) -> bool:
+    def is_right(reading: LoadSample) -> bool:
         return reading.seen == pytest.approx(ONGOING + QUEUED, rel=0.3)
 
     (reading,) = await read_right(source, is_right, ask(aggregation=aggregation))
@@ -182,7 +182,7 @@ async def test_the_extremes_of_a_steady_load_are_its_mean(
 async def test_a_look_back_before_prometheus_began_is_as_long_as_it_has_seen(
     source: PrometheusSource,
 ) -> None:
-    def is_right(reading: Reading) -> bool:
+    def is_right(reading: LoadSample) -> bool:
         return reading.seen == pytest.approx(ONGOING + QUEUED, rel=0.1)
 
     (reading,) = await read_right(source, is_right, ask(look_back_s=120.0))
@@ -222,7 +222,7 @@ async def test_a_query_may_give_a_scalar_or_a_vector_of_one_and_knows_its_backen
 ) -> None:
     rate = 'sum(rate(serve_replica_ongoing_seconds_total{backend_tag="$backend_tag"}[$look_back]))'
 
-    def is_right(reading: Reading) -> bool:
+    def is_right(reading: LoadSample) -> bool:
         return reading.seen == pytest.approx(ONGOING, rel=0.1)
 
     _, other = await read_right(source, is_right, ask(promql=rate), ask(IDLE, promql="2.5 * 2"))
@@ -253,7 +253,7 @@ async def test_loads_go_on_from_the_services_while_prometheus_is_away_and_return
     targets = Targets(urls=frozenset(service.url for service in services.values()))
     sources = LoadSources(source, LoadScrape(time.monotonic, period_s=PERIOD_S))
 
-    async def look() -> Reading:
+    async def look() -> LoadSample:
         return (await sources.read([ask()], targets, now()))[BUSY]
 
     async with asyncio.timeout(60):
@@ -263,7 +263,7 @@ async def test_loads_go_on_from_the_services_while_prometheus_is_away_and_return
     prometheus.kill()
     during = reading = await look()
     await asyncio.to_thread(prometheus.start)
-    seen: list[Reading] = []
+    seen: list[LoadSample] = []
     async with asyncio.timeout(120):
         while True:
             if not strays.spoil(reading):
@@ -293,7 +293,7 @@ class Strays:
 
         monkeypatch.setattr(LoadWindows, "add", noted)
 
-    def spoil(self, reading: Reading) -> bool:
+    def spoil(self, reading: LoadSample) -> bool:
         """Whether a page was held up in the window of ``reading``, which was made just now."""
         if reading.source != "scrape":
             return False

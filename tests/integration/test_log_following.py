@@ -20,7 +20,7 @@ from serve_common.nats.options import BusOptions
 from serve_common.protocol.logs import LogFilter, RecallLogs
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
-from serve_common.telemetry.log_forwarder import BusLogOutlet, LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import encode_line
 from tests.integration.nats_server import NatsServer, connected, until_known
 
@@ -38,12 +38,12 @@ def nats(tmp_path: Path) -> Iterator[NatsServer]:
 
 
 @pytest.fixture
-async def relays(nats: NatsServer) -> AsyncIterator[dict[str, LogRelay]]:
+async def relays(nats: NatsServer) -> AsyncIterator[dict[str, LogForwarder]]:
     """Of a replica over the data plane's connection, and of a host over nats-py."""
-    relays = {kind: LogRelay(None, {"service": kind}, SystemClock()) for kind in ("replica", "host")}
+    relays = {kind: LogForwarder(None, {"service": kind}, SystemClock()) for kind in ("replica", "host")}
     bus = BusConnection(BusOptions(servers=[nats.url]), random.Random(1))
     await bus.connect(20)
-    replica = BusLogOutlet(relays["replica"], bus, SUBJECTS, "replica", "default/a#1")
+    replica = NatsLogSink(relays["replica"], bus, SUBJECTS, "replica", "default/a#1")
     client = await connected(nats, SUBJECTS)
     host = NatsLogOutlet(relays["host"], SUBJECTS, "host", "h1")
     await host.join(client)
@@ -56,7 +56,7 @@ async def relays(nats: NatsServer) -> AsyncIterator[dict[str, LogRelay]]:
     await close_nats(client)
 
 
-def say(relay: LogRelay, message: str, **fields: Any) -> None:
+def say(relay: LogForwarder, message: str, **fields: Any) -> None:
     relay.offer(encode_line({"message": message, "level": "info", **fields}))
 
 
@@ -72,7 +72,7 @@ async def hear(feed: Feed, is_enough: Callable[[set[tuple[str, str]]], bool]) ->
 
 
 async def test_lines_are_followed_over_a_restart_of_nats(
-    nats: NatsServer, relays: dict[str, LogRelay]
+    nats: NatsServer, relays: dict[str, LogForwarder]
 ) -> None:
     wanted = {("serve.log.replica.default.a.1", "before"), ("serve.log.host.h1", "before")}
     async with listen_to_stack(StackAddress(urls=(nats.url,)), [SUBJECTS.logs()]) as feed:
@@ -98,7 +98,7 @@ async def test_lines_are_followed_over_a_restart_of_nats(
 
 
 async def test_what_was_said_before_is_told_to_who_asks_and_to_nobody_else(
-    nats: NatsServer, relays: dict[str, LogRelay]
+    nats: NatsServer, relays: dict[str, LogForwarder]
 ) -> None:
     for kind, relay in relays.items():
         for number in range(300):

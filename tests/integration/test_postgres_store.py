@@ -15,7 +15,7 @@ from serve_common.names import ControllerId, HostId
 from serve_controller.adapters import postgres_pool, postgres_store
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.adapters.sql import MIGRATIONS, Migration
-from serve_controller.core.objects import Changes, HostRecord
+from serve_controller.core.objects import HostRecord, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from tests.integration.postgres_server import PostgresServer
 
@@ -26,8 +26,8 @@ NAME = "store-under-test"
 PATIENCE_S = 30.0
 
 
-def host(generation: int, name: str = "h1") -> Changes:
-    return Changes(puts=(HostRecord(host_id=HostId(name), generation=generation),))
+def host(generation: int, name: str = "h1") -> ObjectChanges:
+    return ObjectChanges(puts=(HostRecord(host_id=HostId(name), generation=generation),))
 
 
 async def generation(store: PostgresStore) -> int:
@@ -212,7 +212,7 @@ async def test_only_the_newest_history_is_kept(
     epoch = await store.acquire_leadership(A, 60)
     for number in range(20):
         note = HistoryEntry(at=1.0, verb=f"v{number}", subject="s", goal_id=None, request="{}")
-        await store.record(epoch, Changes(), [note])
+        await store.record(epoch, ObjectChanges(), [note])
     kept = [verb for (verb,) in await observer.fetch("SELECT verb FROM history ORDER BY id")]
     assert kept[-5:] == ["v15", "v16", "v17", "v18", "v19"]
     assert len(kept) <= 5 + 3
@@ -236,7 +236,7 @@ async def test_a_record_that_is_blocked_gives_up_in_time_and_has_written_nothing
         assert await generation(store) == 2
 
 
-async def is_recorded(store: PostgresStore, epoch: int | None, changes: Changes) -> bool:
+async def is_recorded(store: PostgresStore, epoch: int | None, changes: ObjectChanges) -> bool:
     assert epoch is not None
     try:
         await store.record(epoch, changes)

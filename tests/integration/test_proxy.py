@@ -20,7 +20,7 @@ import pytest
 from serve_common.errors import BusUnavailable
 from serve_common.names import EndpointTag
 from serve_common.nats.bucket_watch import BucketWatch
-from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, Kind
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, RequestKind
 from serve_common.protocol.subjects import endpoint_key
 from serve_proxy.shell import reports
 from tests.integration.proxy_stack import MIB, R0, R1, TAG, NatsServer, Stack, running_stack
@@ -317,7 +317,7 @@ async def test_any_nats_client_can_call_an_endpoint(stack: Stack) -> None:
     reply = await stack.client.request("serve.call.default.echo", b'{"a":1}', timeout=20)
     assert (reply.data, reply.headers["Content-Type"]) == (b'{"a":1}', "text/plain")
     head = replica.seen[-1]
-    assert (head.method, head.path, head.route, head.kind) == ("POST", "/", "", Kind.HTTP)
+    assert (head.method, head.path, head.route, head.kind) == ("POST", "/", "", RequestKind.HTTP)
     assert (b"content-type", b"application/json") in head.headers
     reply = await stack.client.request(
         "serve.call.echo", b"x", timeout=20, headers={"Content-Type": "text/x"}

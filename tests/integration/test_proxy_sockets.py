@@ -15,7 +15,7 @@ import pytest
 from aiohttp import WSMsgType
 
 from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX
-from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, Kind
+from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, WINDOW_MESSAGES, RequestKind
 from serve_common.runtime.request_context import set_replica_context
 from serve_proxy.http import websockets as http_sockets
 from serve_replica_host.ports import Occupancy
@@ -76,7 +76,7 @@ async def test_messages_go_both_ways_and_keep_their_kind(stack: Stack) -> None:
         (held,) = replica.sockets
         await ws.close(code=4001, message=b"enough")
     assert await closed(replica, held) == (4001, "enough")
-    assert (held.head.kind, held.head.method, held.head.scheme) == (Kind.WEBSOCKET, "GET", "ws")
+    assert (held.head.kind, held.head.method, held.head.scheme) == (RequestKind.WEBSOCKET, "GET", "ws")
     assert (held.head.path, held.head.query, held.head.request_id) == ("/echo/ws/", "a=b", "mine")
     names = [name for name, _ in held.head.headers]
     assert b"upgrade" not in names

@@ -42,10 +42,10 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Head,
-    Kind,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -461,7 +461,7 @@ class Driver:
         timeout_s: float = WITHIN_S,
         method: str = "POST",
         credit: bool = True,
-        kind: Kind = Kind.HTTP,
+        kind: RequestKind = RequestKind.HTTP,
     ) -> Request:
         request = Request(self, SUBJECTS.replica(tag).encode(), credit)
         head = RequestHead(

@@ -21,9 +21,9 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Head,
-    Kind,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -33,7 +33,7 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.request_context import current_replica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.process import ReplicaProcess, StartOrder
+from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 from tests.integration.nats_server import NatsServer
 
 pytestmark = [pytest.mark.alone, pytest.mark.integration, pytest.mark.timeout(180)]
@@ -123,12 +123,12 @@ class Driver:
 
     async def block_loop(self) -> tuple[Head, bytes]:
         """Ask for something that keeps the user's loop from everything else until the app's ``GO`` is set."""
-        return await self.call(kind=Kind.CALL, method_name="block_until_told")
+        return await self.call(kind=RequestKind.CALL, method_name="block_until_told")
 
     def send_call(self, body: bytes, *, method_name: str) -> None:
         """Ask, and do not care for the answer."""
         head = RequestHead(
-            Kind.CALL,
+            RequestKind.CALL,
             "",
             "",
             "",
@@ -149,12 +149,17 @@ class Driver:
         for turn in range(60):
             size_bytes = (0, 10, 5_000, 100_000)[(number + turn) % 4]
             argument = msgspec.json.encode("x" * size_bytes)
-            _, body = await self.call(argument, kind=Kind.CALL, method_name="plain")
+            _, body = await self.call(argument, kind=RequestKind.CALL, method_name="plain")
             right += msgspec.json.decode(body)["argument"] == "x" * size_bytes
         return right
 
     async def call(
-        self, body: bytes = b"", *, kind: Kind = Kind.HTTP, method_name: str = "", model_id: str = ""
+        self,
+        body: bytes = b"",
+        *,
+        kind: RequestKind = RequestKind.HTTP,
+        method_name: str = "",
+        model_id: str = "",
     ) -> tuple[Head, bytes]:
         frames: asyncio.Queue[tuple[Head, bytes]] = asyncio.Queue()
 
@@ -204,7 +209,7 @@ async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bus = BusSettings(
         servers=[nats.url], user="", password="", inbox_prefix="_INBOX_replica", subject_prefix="serve"
     )
-    process = ReplicaProcess(StartOrder(goal=goal, bus=bus, app_dir=str(tmp_path)), NoMetrics())
+    process = ReplicaProcess(StartReplicaRequest(goal=goal, bus=bus, app_dir=str(tmp_path)), NoMetrics())
     connection = BusConnection(
         BusOptions(servers=[nats.url], inbox_prefix="_INBOX_proxy"), random.SystemRandom()
     )
@@ -224,7 +229,7 @@ async def driver(nats: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 async def test_code_knows_its_replica_from_its_import_on_and_each_request_it_works_on(driver: Driver) -> None:
     head, body = await driver.call(model_id="m1")
-    plain, plain_body = await driver.call(b"[1]", kind=Kind.CALL, method_name="plain")
+    plain, plain_body = await driver.call(b"[1]", kind=RequestKind.CALL, method_name="plain")
 
     assert isinstance(head, ResponseHead)
     told: dict[str, Any] = msgspec.json.decode(body)
@@ -259,17 +264,17 @@ async def test_a_reconfigure_renews_the_companions(driver: Driver) -> None:
 async def test_only_public_methods_can_be_called_and_the_error_names_them(
     driver: Driver, name: str, message: str
 ) -> None:
-    head, _ = await driver.call(kind=Kind.CALL, method_name=name)
+    head, _ = await driver.call(kind=RequestKind.CALL, method_name=name)
 
     assert isinstance(head, ErrorHead)
     assert (head.status, head.message) == (400, message)
 
 
 async def test_the_models_that_a_replica_holds_are_told_at_once(driver: Driver) -> None:
-    await driver.call(b'["a","b"]', kind=Kind.CALL, method_name="hold")
+    await driver.call(b'["a","b"]', kind=RequestKind.CALL, method_name="hold")
     assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, ["a", "b"])
 
-    await driver.call(b"[]", kind=Kind.CALL, method_name="hold")
+    await driver.call(b"[]", kind=RequestKind.CALL, method_name="hold")
     assert await asyncio.wait_for(driver.models.get(), 20) == (TAG, [])
     assert current_replica() is not None
 

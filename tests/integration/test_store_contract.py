@@ -20,12 +20,12 @@ from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row
 from serve_controller.adapters.postgres_store import PostgresStore
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
-    Changes,
     Counters,
     Goal,
     GoalKind,
     HostRecord,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     Replica,
     ReplicaState,
     key_of,
@@ -193,8 +193,8 @@ def replica(ordinal: int, state: ReplicaState = ReplicaState.STARTING) -> Replic
     )
 
 
-def put(*values: Any) -> Changes:
-    return Changes(puts=values)
+def put(*values: Any) -> ObjectChanges:
+    return ObjectChanges(puts=values)
 
 
 def entry(verb: str, request: str = "{}", goal_id: str | None = "g1") -> HistoryEntry:
@@ -252,8 +252,10 @@ async def test_a_second_record_replaces_and_deletes(world: World):
     epoch = await lead(world.store)
     await world.store.record(epoch, put(goal(1), replica(1), replica(2)))
     running = replica(1, ReplicaState.RUNNING)
-    gone = (Kind.REPLICA, replica(2).replica_tag)
-    await world.store.record(epoch, Changes(puts=(running,), deletes=(gone, (Kind.GOAL, "never-was"))))
+    gone = (ObjectKind.REPLICA, replica(2).replica_tag)
+    await world.store.record(
+        epoch, ObjectChanges(puts=(running,), deletes=(gone, (ObjectKind.GOAL, "never-was")))
+    )
     assert contents(await world.store.load()) == with_counters(goal(1), running)
 
 
@@ -269,14 +271,14 @@ async def test_a_change_writes_its_own_rows_only(world: World):
 
 async def test_an_empty_change_is_recorded_as_nothing(world: World):
     epoch = await lead(world.store)
-    await world.store.record(epoch, Changes())
+    await world.store.record(epoch, ObjectChanges())
     assert await world.row_versions() == {}
     assert await world.history() == []
 
 
 async def test_the_same_record_twice_is_as_once(world: World):
     epoch = await lead(world.store)
-    changes = Changes(puts=(goal(1),), deletes=((Kind.GOAL, "g0"),))
+    changes = ObjectChanges(puts=(goal(1),), deletes=((ObjectKind.GOAL, "g0"),))
     await world.store.record(epoch, changes)
     await world.store.record(epoch, changes)
     assert contents(await world.store.load()) == with_counters(goal(1))
@@ -298,7 +300,7 @@ async def test_history_is_written_with_its_change_and_in_order(world: World):
     epoch = await lead(world.store)
     notes = [entry("deploy", '{"name":"a","n":1.0}'), entry("delete_deployment", goal_id=None)]
     await world.store.record(epoch, put(goal(1)), notes)
-    await world.store.record(epoch, Changes(), [entry("deploy", "[1]")])
+    await world.store.record(epoch, ObjectChanges(), [entry("deploy", "[1]")])
     assert await world.history() == [
         ("deploy", "default/a", "g1", {"name": "a", "n": 1.0}),
         ("delete_deployment", "default/a", None, {}),
@@ -308,8 +310,10 @@ async def test_history_is_written_with_its_change_and_in_order(world: World):
 
 async def test_history_is_read_as_it_was_written(world: World):
     epoch = await lead(world.store)
-    await world.store.record(epoch, Changes(), [noted("ann", new='{"n":[1,2.5,null]}')])
-    await world.store.record(epoch, Changes(), [noted("", old="[]", new="{}"), entry("delete", goal_id=None)])
+    await world.store.record(epoch, ObjectChanges(), [noted("ann", new='{"n":[1,2.5,null]}')])
+    await world.store.record(
+        epoch, ObjectChanges(), [noted("", old="[]", new="{}"), entry("delete", goal_id=None)]
+    )
     views = await world.another().read_history(10, None, None)
     assert [view.id for view in views] == sorted({view.id for view in views}, reverse=True)
     third, second, first = views
@@ -339,7 +343,7 @@ async def test_history_is_read_page_by_page_and_by_subject(world: World):
     epoch = await lead(world.store)
     notes = [noted(f"w{number}", subject=f"default/{'ab'[number % 2]}") for number in range(7)]
     for note in notes:
-        await world.store.record(epoch, Changes(), [note])
+        await world.store.record(epoch, ObjectChanges(), [note])
     read = world.store.read_history
 
     newest = await read(3, None, None)
@@ -358,7 +362,7 @@ async def test_a_page_of_history_fits_one_message_and_the_next_goes_on(world: Wo
     large = json.dumps("x" * 300_000)
     notes = [noted("w0", old=large), noted("w1", new=large), noted("w2", old=large, new=large)]
     giant = [noted("giant", old=json.dumps("y" * 900_000))]
-    await world.store.record(epoch, Changes(), [*notes, *giant])
+    await world.store.record(epoch, ObjectChanges(), [*notes, *giant])
     seen, before = [], None
     while views := await world.store.read_history(500, None, before):
         seen.append([view.who for view in views])
@@ -368,7 +372,9 @@ async def test_a_page_of_history_fits_one_message_and_the_next_goes_on(world: Wo
 
 async def test_history_that_no_json_can_hold_is_read_with_escapes(world: World):
     epoch = await lead(world.store)
-    await world.store.record(epoch, Changes(), [entry("deploy", '{"a\\udcff":"nul \\u0000 \\ud83d\\ude00"}')])
+    await world.store.record(
+        epoch, ObjectChanges(), [entry("deploy", '{"a\\udcff":"nul \\u0000 \\ud83d\\ude00"}')]
+    )
     [view] = await world.store.read_history(1, None, None)
     assert view.request == {"a\\udcff": "nul \0 \U0001f600"}
     msgspec.json.encode(view)
@@ -377,7 +383,7 @@ async def test_history_that_no_json_can_hold_is_read_with_escapes(world: World):
 async def test_a_fenced_record_notes_nothing(world: World):
     epoch = await lead(world.store)
     with pytest.raises(FencedOut):
-        await world.store.record(epoch + 1, Changes(), [noted("ann")])
+        await world.store.record(epoch + 1, ObjectChanges(), [noted("ann")])
     assert await world.store.read_history(10, None, None) == []
 
 
@@ -396,7 +402,7 @@ async def test_what_an_older_version_wrote_is_rewritten_by_the_first_record(worl
     assert BackendTag("default/digits") in loaded.deployments
     assert await world.schema_versions() == {1}, "nothing is written before there is a leader's record"
 
-    changes = Changes(puts=(Counters(goal=99),), deletes=((Kind.PROXY, "proxy-1"),))
+    changes = ObjectChanges(puts=(Counters(goal=99),), deletes=((ObjectKind.PROXY, "proxy-1"),))
     await world.store.record(epoch, changes)
     assert await world.schema_versions() == {SCHEMA_VERSION}
     assert contents(await world.another().load()) == contents(loaded.applied(changes))
@@ -426,7 +432,7 @@ async def test_a_fenced_record_writes_nothing(world: World):
     new = await lead(new_leader, B)
     assert new > old
 
-    changes = Changes(puts=(goal(2), goal(1, "overwritten")), deletes=((Kind.GOAL, "g1"),))
+    changes = ObjectChanges(puts=(goal(2), goal(1, "overwritten")), deletes=((ObjectKind.GOAL, "g1"),))
     with pytest.raises(FencedOut):
         await world.store.record(old, changes, [entry("second")])
     with pytest.raises(FencedOut):

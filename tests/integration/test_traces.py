@@ -22,7 +22,7 @@ from serve_common.telemetry.catalogue.services import SPANS_DROPPED
 from serve_common.telemetry.tracer import read_tracing_settings
 from serve_proxy.wiring import Proxy
 from serve_replica_host.adapters.metrics_files import MetricsFiles
-from serve_replica_host.replica.process import StartOrder
+from serve_replica_host.replica.process import StartReplicaRequest
 from tests.integration.handle_stack import GuardedNats, HandleStack
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, tree, until
 from tests.integration.proxy_stack import make_settings
@@ -34,7 +34,7 @@ FRONT, BACK, PAGES = "default/front", "default/back", "default/pages"
 ROUTES = {FRONT: "/front", PAGES: "/pages", BACK: None}
 
 
-def order(stack: HandleStack, name: str, tag: str) -> StartOrder:
+def order(stack: HandleStack, name: str, tag: str) -> StartReplicaRequest:
     order = stack.order(name, tag)
     config = msgspec.structs.replace(order.goal.replica_config, import_path=f"trace_app:{name}")
     goal = msgspec.structs.replace(order.goal, replica_config=config)

@@ -6,18 +6,18 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 
 from serve_controller.core.objects import Key, Replica, key_of
-from serve_controller.core.reconcile import Plan
+from serve_controller.core.reconcile import ReconcilePlan
 from tests.properties.controller_stories import happen, new_hosts, stories
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.closed_loop import check_converged
 from tests.simulation.pure_host import PureHost
 
 
-def touched(plan: Plan) -> list[Key]:
+def touched(plan: ReconcilePlan) -> list[Key]:
     return [*map(key_of, plan.changes.puts), *plan.changes.deletes]
 
 
-def is_retold(loop: AttentiveLoop, plan: Plan, key: Key) -> bool:
+def is_retold(loop: AttentiveLoop, plan: ReconcilePlan, key: Key) -> bool:
     """Whether only the reason why a replica waits for room would be told anew, with other numbers in it."""
     before, after = loop.checkpoint.lookup(key), plan.checkpoint.lookup(key)
     if not isinstance(before, Replica) or not isinstance(after, Replica):

@@ -23,7 +23,12 @@ from serve_controller.core.autoscaling.demand import (
     with_spare,
 )
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
-from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState, Verdict
+from serve_controller.core.autoscaling.values import (
+    LoadSample,
+    ScalingDecisionKind,
+    ScalingInput,
+    ScalingState,
+)
 
 BEGIN = 1_700_000_000.0
 
@@ -83,7 +88,7 @@ def test_whatever_is_read_the_target_is_within_limits_and_missing_data_or_reques
 ):
     state, now = ScalingState(), BEGIN
     for seen, burst, queued, running, asked, pause, age in story:
-        reading = Reading(at=now - age, seen=seen, burst=burst, queued=queued)
+        reading = LoadSample(at=now - age, seen=seen, burst=burst, queued=queued)
         inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=running, asked=asked)
         decision = decide_scaling(inputs, [reading], state, now)
         assert config.min_replicas <= decision.target <= config.max_replicas
@@ -94,7 +99,7 @@ def test_whatever_is_read_the_target_is_within_limits_and_missing_data_or_reques
             assert max(seen, queued) <= 1e-9
         if decision.seen is None and config.min_replicas <= num_replicas <= config.max_replicas:
             assert decision.target == num_replicas
-            assert decision.verdict is Verdict.HELD or not num_replicas
+            assert decision.verdict is ScalingDecisionKind.HELD or not num_replicas
         state, num_replicas, now = decision.state, decision.target, now + pause
 
 
@@ -120,7 +125,7 @@ def test_more_load_never_gives_fewer(config, num_replicas, past, more_seen, more
     for index, (seen, burst, queued) in enumerate(past):
         is_last = index == len(past) - 1
         for extra_seen, extra_burst in ((0, 0), (more_seen, 0), (0, more_burst)) if is_last else ((0, 0),):
-            reading = Reading(
+            reading = LoadSample(
                 at=now, seen=seen + extra_seen, burst=seen * burst + extra_burst, queued=seen * queued
             )
             inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=num_replicas)
@@ -149,7 +154,7 @@ def test_a_constant_load_comes_to_what_is_wanted_within_the_delay(wanted, begin,
     )
     state, num_replicas, now = ScalingState(), begin, BEGIN
     while now <= BEGIN + max(up_s, down_s) + 10:
-        reading = Reading(at=now, seen=2 * wanted, queued=0)
+        reading = LoadSample(at=now, seen=2 * wanted, queued=0)
         inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=num_replicas)
         decision = decide_scaling(inputs, [reading], state, now)
         state, num_replicas, now = decision.state, decision.target, now + 10
@@ -177,7 +182,7 @@ def test_noise_around_a_threshold_never_turns_it_more_than_once(threshold, begin
     state, num_replicas, now, moves = ScalingState(), begin, BEGIN, []
     for part in noise:
         # Peak to peak less than what is to spare, SPARE * sqrt(n).
-        reading = Reading(at=now, seen=2 * (threshold + part * math.sqrt(threshold)))
+        reading = LoadSample(at=now, seen=2 * (threshold + part * math.sqrt(threshold)))
         inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=num_replicas)
         decision = decide_scaling(inputs, [reading], state, now)
         if decision.target != num_replicas:
@@ -212,5 +217,5 @@ def test_the_memory_of_what_was_wanted_comes_to_the_same_as_keeping_all_of_it(wa
 @given(configs(), st.integers(0, 100), loads)
 def test_a_decision_travels_as_json(config, num_replicas, seen):
     inputs = ScalingInput(config=config, num_replicas=num_replicas, num_running=num_replicas)
-    decision = decide_scaling(inputs, [Reading(at=BEGIN, seen=seen)], ScalingState(), BEGIN)
+    decision = decide_scaling(inputs, [LoadSample(at=BEGIN, seen=seen)], ScalingState(), BEGIN)
     assert msgspec.json.decode(msgspec.json.encode(decision), type=type(decision)) == decision

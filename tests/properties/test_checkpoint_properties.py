@@ -20,17 +20,17 @@ from serve_controller.core.objects import (
     ApplicationVersion,
     Backend,
     BackendVersion,
-    Changes,
     CheckpointObject,
     Counters,
     Deployment,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     Goal,
     GoalKind,
     HostRecord,
     HttpRecord,
     Key,
+    ObjectChanges,
     ProxyRecord,
     Replica,
     ReplicaState,
@@ -105,7 +105,7 @@ endpoint_configs = st.builds(
     shadows=st.dictionaries(backend_tags, reals, max_size=2),
 )
 endpoints = st.builds(
-    Endpoint,
+    EndpointRecord,
     endpoint_tag=backend_tags.map(EndpointTag),
     target=endpoint_configs,
     last_good=st.none() | endpoint_configs,
@@ -235,7 +235,7 @@ steps = st.lists(st.tuples(st.sampled_from(["put", "delete"]), objects), max_siz
 
 
 def checkpoint_of(values: list[CheckpointObject]) -> Checkpoint:
-    return Checkpoint().applied(Changes(puts=tuple(values)))
+    return Checkpoint().applied(ObjectChanges(puts=tuple(values)))
 
 
 def contents(checkpoint: Checkpoint) -> dict[object, object]:
@@ -275,7 +275,7 @@ INDICES = ("by_host", "loads", "pending", "owners", "requests", "routes", "used_
 def claims(value: CheckpointObject) -> set[tuple[str, str]]:
     """What an object has that no other may have; the core sees to that."""
     match value:
-        case Endpoint():
+        case EndpointRecord():
             return {("route", config.route) for config in value.configs() if config.route is not None}
         case Goal(request_id=str(request_id)):
             return {("request", request_id)}

@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, given, settings
 
 from serve_common.api.views import GoalStatus
 from serve_controller.core.checkpoint import PARTS, Checkpoint
-from serve_controller.core.objects import Changes
-from serve_controller.core.reconcile import Plan, reconcile
+from serve_controller.core.objects import ObjectChanges
+from serve_controller.core.reconcile import ReconcilePlan, reconcile
 from tests.properties.controller_stories import happen, new_hosts, stories
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.closed_loop import Loop
@@ -17,7 +17,7 @@ from tests.simulation.pure_host import PureHost
 class UncheckedLoop(AttentiveLoop):
     """As `AttentiveLoop`; the promises of single plans are others' to check."""
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReconcilePlan:
         self.attention = self.hearing.fold(self.checkpoint, self.now)
         self.observed = self.hearing.observed
         return reconcile(self.checkpoint, self.observed, self.epoch, self.now, self.attention)
@@ -46,7 +46,7 @@ def test_whatever_happens_indices_and_references_are_true(story):
     loop = UncheckedLoop(*new_hosts())
     for kind, value in story:
         happen(loop, kind, value)
-        rebuilt = Checkpoint().applied(Changes(tuple(loop.checkpoint.all_objects())))
+        rebuilt = Checkpoint().applied(ObjectChanges(tuple(loop.checkpoint.all_objects())))
         for name in PARTS:
             assert getattr(rebuilt, name) == getattr(loop.checkpoint, name), name
         check_references(loop.checkpoint)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_common.config.backend import CircuitBreaker, OutlierEjection, ReplicaPolicyName
-from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.calls import Call, Response
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import BodyHead, CallHead, ErrorHead, RefusedHead, RequestHead, ResponseHead
@@ -66,7 +66,7 @@ class Story:
             code_versions=chance.choice([None, {BACKEND: 1}]),
         )
 
-        def on_answer(_call: Call, answer: Answer) -> None:
+        def on_answer(_call: Call, answer: Response) -> None:
             self.told[number].append(answer)
             self.act()
 

@@ -20,11 +20,11 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     FrameUnreadable,
-    Kind,
     MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -39,7 +39,7 @@ statuses = st.integers(100, 999)
 heads = st.one_of(
     st.builds(
         RequestHead,
-        kind=st.sampled_from(Kind),
+        kind=st.sampled_from(RequestKind),
         method=text,
         path=text,
         route=text,

@@ -18,7 +18,7 @@ from serve_replica_host.core.events import (
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
@@ -134,7 +134,7 @@ class HostMachine(RuleBasedStateMachine):
         tag = replica_tag(BACKEND, ordinal)
         if tag in self.alive and tag not in self.killed:
             self.hear(Placed(tag, ordinal))
-            self.hear(Constructed(tag, 1) if good else StartFailed(tag, "no"))
+            self.hear(Constructed(tag, 1) if good else ReplicaStartFailed(tag, "no"))
 
     @rule(ordinal=st.sampled_from(ORDINALS), good=st.booleans())
     def reconfigure_ends(self, ordinal: int, good: bool) -> None:

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from serve_common.nats.options import ProtocolError
+from serve_common.nats.options import NatsProtocolError
 from serve_common.nats.protocol import Message, Parser, ServerError, ServerOp, Signal
 
 _SEEDS = 40
@@ -125,7 +125,7 @@ def test_damaged_streams_are_taken_and_refused_as_by_the_plain_reader_however_th
                 ops += parser.feed(stream[at : at + step])
                 at += step
                 assert parser._kept_bytes <= len(stream) + 1
-        except ProtocolError:
+        except NatsProtocolError:
             assert is_refused, stream
         else:
             assert not is_refused, stream

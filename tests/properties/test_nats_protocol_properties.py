@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_common.nats.options import ProtocolError
+from serve_common.nats.options import NatsProtocolError
 from serve_common.nats.protocol import (
     Greeting,
     Message,
@@ -100,7 +100,7 @@ def test_noise_ends_in_the_same_values_or_in_an_error_however_it_is_cut(data: by
         for piece in pieces:
             try:
                 ops += parser.feed(piece)
-            except ProtocolError:
+            except NatsProtocolError:
                 return ops, True
         return ops, False
 
@@ -133,5 +133,5 @@ def test_headers_come_back_as_they_were(headers: list[tuple[str, str]]) -> None:
 
 @given(st.binary(max_size=60).map(lambda noise: b"NATS/1.0" + noise))
 def test_reading_any_header_block_ends_in_headers_or_a_protocol_error(block: bytes) -> None:
-    with contextlib.suppress(ProtocolError):
+    with contextlib.suppress(NatsProtocolError):
         parse_headers(block)

@@ -20,16 +20,16 @@ from hypothesis.stateful import (
 from serve_common.config.backend import CircuitBreaker, OutlierEjection, ReplicaPolicyName
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
-from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.queues import RequestKey
-from serve_common.routing.replica_choice import Wish
+from serve_common.routing.replica_choice import Affinity
+from serve_common.routing.request_events import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")
 REPLICAS = [ReplicaTag(f"d/a#{i}") for i in range(4)]
 replicas = st.sampled_from(REPLICAS)
 wishes = st.none() | st.builds(
-    Wish,
+    Affinity,
     st.none() | st.integers(1, 2),
     st.none() | st.integers(0, 2**64 - 1),
     st.sampled_from(["", "m1", "m2"]),

@@ -8,10 +8,10 @@ from __future__ import annotations
 from serve_common.api.commands import AnyCommand
 from serve_common.names import HostId
 from serve_common.protocol.reports import HostReport, ProxyReport
-from serve_controller.core.attention import EVERYTHING, NOTHING, Attention, of_changes
 from serve_controller.core.commands import Accepted, decide
-from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
-from serve_controller.shell.observations import Hearing
+from serve_controller.core.dirty_set import EVERYTHING, NOTHING, DirtySet, of_changes
+from serve_controller.core.reconcile import Action, PublishSnapshot, ReconcilePlan, RetractSnapshot, reconcile
+from serve_controller.shell.observations import TermObservations
 from tests.simulation.closed_loop import Loop
 from tests.simulation.promises import check_plan
 from tests.simulation.pure_host import PureHost
@@ -31,7 +31,7 @@ class AttentiveLoop(Loop):
         self._hear_anew()
 
     def _hear_anew(self) -> None:
-        self.hearing = Hearing(self.now, no_refusal)
+        self.hearing = TermObservations(self.now, no_refusal)
         self._hear_whole_bucket()
 
     def _hear_whole_bucket(self) -> None:
@@ -64,14 +64,14 @@ class AttentiveLoop(Loop):
     def sent(self, host_id: HostId, goal: tuple[int, int]) -> None:
         self.hearing.sent(host_id, goal, self.now)
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReconcilePlan:
         self.attention = self.hearing.fold(self.checkpoint, self.now)
         self.observed = self.hearing.observed
         plan = reconcile(self.checkpoint, self.observed, self.epoch, self.now, self.attention)
         check_plan(self.checkpoint, self.observed, plan, self.epoch, self.remembered)
         return plan
 
-    def record(self, plan: Plan) -> None:
+    def record(self, plan: ReconcilePlan) -> None:
         super().record(plan)
         self.hearing.attending.add(plan.attention)
         self.hearing.due(plan.due)
@@ -97,7 +97,7 @@ class AttentiveLoop(Loop):
                 return
         raise AssertionError(f"still changing after {ROUNDS_MAX} rounds")
 
-    def overlooked(self) -> Plan:
+    def overlooked(self) -> ReconcilePlan:
         """What a look at everything would do now, but for forgetting what is over."""
-        everything = Attention(is_everything=True)
+        everything = DirtySet(is_everything=True)
         return reconcile(self.checkpoint, self.hearing.observed, self.epoch, self.now, everything)

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from serve_controller.core.attention import NOTHING, Attending, Attention
 from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.dirty_set import NOTHING, DirtySet, DirtySets
 from serve_controller.core.objects import CheckpointObject, Replica
-from serve_controller.core.reconcile import Plan, reconcile
+from serve_controller.core.reconcile import ReconcilePlan, reconcile
 
 if TYPE_CHECKING:
     from serve_controller.shell.control_loop import Term
     from tests.simulation.sim_controller import SimController
     from tests.simulation.world import World
 
-EVERYTHING_BUT_TIDY: Final = Attention(is_everything=True)
+EVERYTHING_BUT_TIDY: Final = DirtySet(is_everything=True)
 ASK_EVERY: Final = 7
 BUCKET_READ_S: Final = 5.0
 """A bucket that was lost counts its revisions anew: what is put before the leader heard of it is put again."""
@@ -55,7 +55,7 @@ class AttentionMissesNothing:
         return True
 
 
-def _is_something_left(attending: Attending) -> bool:
+def _is_something_left(attending: DirtySets) -> bool:
     named = (attending._backends, attending._endpoints, attending._hosts, attending._proxies, attending._keys)
     return any(named) or attending._flags != NOTHING
 
@@ -68,7 +68,7 @@ def _only_says_more(checkpoint: Checkpoint, value: CheckpointObject) -> bool:
     return known is not None and msgspec.structs.replace(known, message=value.message) == value
 
 
-def _said(plan: Plan) -> str:
+def _said(plan: ReconcilePlan) -> str:
     puts = [repr(value)[:300] for value in plan.changes.puts]
     return f"looking at everything would do more: {puts} {plan.changes.deletes} {repr(plan.actions)[:300]}"
 

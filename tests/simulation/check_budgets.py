@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, backend_tag_of
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Backend, Changes, Kind, Replica, ReplicaState
+from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, Replica, ReplicaState
 
 if TYPE_CHECKING:
     from serve_controller.ports import HistoryEntry
@@ -51,7 +51,13 @@ class Surge:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         begun: dict[BackendTag, int] = {}
         for value in changes.puts:
@@ -78,7 +84,13 @@ class UnavailableBudget:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         stopped = {
             value.backend_tag
@@ -119,12 +131,18 @@ class ServingIsNotForgotten:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         if self.world.weather.faults.has_deaths or self.world.checks.is_silence_possible:
             return
         for kind, name in changes.deletes:
-            if kind is Kind.REPLICA and name not in self.world.checks.not_well:
+            if kind is ObjectKind.REPLICA and name not in self.world.checks.not_well:
                 was = before.replicas_of(backend_tag_of(ReplicaTag(name)))[ReplicaTag(name)]
                 self.world.check(
                     was.state not in SERVING or not any(name in host.serving for host in self.world.hosts),
@@ -182,7 +200,7 @@ class ForceKillIsForced:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         for entry in history:
@@ -208,7 +226,13 @@ class ReconfiguresAFew:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         told: set[BackendTag] = set()
         for value in changes.puts:
@@ -233,7 +257,13 @@ class RoomOfHosts:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         placed: set[HostId] = set()
         for value in changes.puts:

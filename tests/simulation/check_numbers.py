@@ -9,7 +9,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import GoalId, ReplicaTag
 from serve_common.protocol.reports import HostGoal
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes, Goal, HostRecord, Kind, Replica, SnapshotRecord
+from serve_controller.core.objects import Goal, HostRecord, ObjectChanges, ObjectKind, Replica, SnapshotRecord
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_budgets import BEGINS
 
@@ -97,7 +97,13 @@ class NumbersRise:
         self.tags.told.update(replica.replica_tag for replica in goal.replicas)
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         check, old, new = self.world.check, before.counters, after.counters
         check(
@@ -149,7 +155,7 @@ class GoalsEndOnce:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         check = self.world.check
@@ -173,4 +179,4 @@ class GoalsEndOnce:
             if value.status is not GoalStatus.PENDING:
                 self.world.trace(f"{value.goal_id} ends {value.status.value} {value.error[-80:]}")
         for kind, name in changes.deletes:
-            check(kind is not Kind.GOAL, f"{name} is forgotten on its first day")
+            check(kind is not ObjectKind.GOAL, f"{name} is forgotten on its first day")

@@ -9,7 +9,7 @@ from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes, Replica, SnapshotRecord
+from serve_controller.core.objects import ObjectChanges, Replica, SnapshotRecord
 from tests.simulation.check_budgets import BEGINS, SERVING
 from tests.simulation.check_numbers import Given
 
@@ -35,7 +35,13 @@ class HostGoalsAreRecorded:
         """What each replica was first told to be, and to belong with."""
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         for value in changes.puts:
             if isinstance(value, Replica):
@@ -99,7 +105,7 @@ class SnapshotsAreTrue:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         touched: set[BackendTag] = set()
@@ -172,7 +178,13 @@ class RoutesAreLeftFirst:
         routers know better."""
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         for value in changes.puts:
             if isinstance(value, SnapshotRecord):

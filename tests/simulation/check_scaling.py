@@ -10,7 +10,7 @@ from serve_common.api.views import GoalStatus
 from serve_common.names import BackendTag
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of
-from serve_controller.core.objects import Backend, Changes, Goal
+from serve_controller.core.objects import Backend, Goal, ObjectChanges
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request
 
@@ -31,7 +31,7 @@ class UsersWinOverTheAutoscaler:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         gone_back = {

@@ -10,7 +10,7 @@ from serve_common.protocol.reports import ReplicaStatus
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of
-from serve_controller.core.objects import Backend, Changes, Goal, GoalKind, ReplicaState
+from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ReplicaState
 
 if TYPE_CHECKING:
     from tests.simulation.twins.world_store import Writer
@@ -27,7 +27,13 @@ class SuccessIsTrue:
         self.world = world
 
     def on_commit(
-        self, writer: Writer, epoch: int, before: Checkpoint, after: Checkpoint, changes: Changes, _: object
+        self,
+        writer: Writer,
+        epoch: int,
+        before: Checkpoint,
+        after: Checkpoint,
+        changes: ObjectChanges,
+        _: object,
     ) -> None:
         for value in changes.puts:
             if isinstance(value, Goal) and value.status is GoalStatus.SUCCEEDED:

@@ -13,7 +13,7 @@ from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import HostGoal
 from serve_common.protocol.snapshots import Snapshot
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes
+from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
 from tests.simulation.check_attention import AttentionMissesNothing, VisibleIsDurable
 from tests.simulation.check_budgets import (
@@ -114,7 +114,7 @@ class Checks:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         """The store made a write."""

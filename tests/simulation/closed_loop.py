@@ -31,8 +31,8 @@ from serve_controller.core.observed import (
 )
 from serve_controller.core.reconcile import (
     Action,
-    Plan,
     PublishSnapshot,
+    ReconcilePlan,
     RetractSnapshot,
     SendHostGoal,
     reconcile,
@@ -149,7 +149,7 @@ class Loop:
     def _is_refused(self, options: HttpOptions) -> bool:
         return bool(self.missing_middlewares & set(options.middlewares))
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReconcilePlan:
         """One plan of what is known now, checked against every promise, not yet recorded."""
         held: Map[str, int] = Map({key: snapshot.snapshot_id for key, snapshot in self.bucket.items()})
         self.observed = observe_bucket(self.observed, held)
@@ -159,7 +159,7 @@ class Loop:
             check_plan(self.checkpoint, self.observed, plan, self.epoch, self.remembered)
         return plan
 
-    def cycle(self) -> Plan:
+    def cycle(self) -> ReconcilePlan:
         """Plan, record and perform."""
         plan = self.plan()
         self.record(plan)
@@ -167,7 +167,7 @@ class Loop:
             self.perform(action)
         return plan
 
-    def record(self, plan: Plan) -> None:
+    def record(self, plan: ReconcilePlan) -> None:
         """Make its changes durable."""
         self.checkpoint = self.checkpoint.applied(plan.changes)
 
@@ -189,7 +189,7 @@ class Loop:
         """A goal was sent."""
         self.observed = observe_sent(self.observed, host_id, goal, self.now)
 
-    def step(self, seconds: float = 0.1) -> Plan:
+    def step(self, seconds: float = 0.1) -> ReconcilePlan:
         """Time passes, everybody reports, and the controller makes one plan."""
         self.now += seconds
         self.hear_hosts()
@@ -253,7 +253,7 @@ class Loop:
         ]
 
 
-def _same(one: Plan, other: Plan) -> bool:
+def _same(one: ReconcilePlan, other: ReconcilePlan) -> bool:
     return (one.changes, one.actions, one.due, one.faults) == (
         other.changes,
         other.actions,

@@ -12,7 +12,7 @@ from serve_controller.core.checkpoint import Checkpoint, in_units
 from serve_controller.core.objects import Backend, BackendVersion, Replica, ReplicaState
 from serve_controller.core.observed import ObservedState
 from serve_controller.core.placement import needs_of
-from serve_controller.core.reconcile import Plan, PublishSnapshot, SendHostGoal
+from serve_controller.core.reconcile import PublishSnapshot, ReconcilePlan, SendHostGoal
 from serve_controller.core.rollout import surge_of
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TRANSITIONS, WANTED
 
@@ -38,7 +38,7 @@ def all_replicas(checkpoint: Checkpoint) -> dict[ReplicaTag, Replica]:
 
 
 def check_plan(
-    before: Checkpoint, observed: ObservedState, plan: Plan, epoch: int, remembered: Remembered
+    before: Checkpoint, observed: ObservedState, plan: ReconcilePlan, epoch: int, remembered: Remembered
 ) -> None:
     """Every promise that a single plan can keep or break."""
     assert plan.faults == (), plan.faults
@@ -137,7 +137,7 @@ def _check_number_on_host(after: Checkpoint, replica: Replica) -> None:
     assert most is None or len(beside) <= most, f"{len(beside)} replicas of one backend on {replica.host_id}"
 
 
-def _check_host_goals(after: Checkpoint, plan: Plan, epoch: int, remembered: Remembered) -> None:
+def _check_host_goals(after: Checkpoint, plan: ReconcilePlan, epoch: int, remembered: Remembered) -> None:
     seen: dict[ReplicaTag, HostId] = {}
     for action in plan.actions:
         if not isinstance(action, SendHostGoal):
@@ -158,7 +158,7 @@ def _check_host_goals(after: Checkpoint, plan: Plan, epoch: int, remembered: Rem
         assert remembered.goals_sent.setdefault(number, goal) == goal, f"{number} names two different goals"
 
 
-def _check_snapshots(after: Checkpoint, plan: Plan, remembered: Remembered) -> None:
+def _check_snapshots(after: Checkpoint, plan: ReconcilePlan, remembered: Remembered) -> None:
     ids = [a.snapshot.snapshot_id for a in plan.actions if isinstance(a, PublishSnapshot)]
     assert ids == sorted(ids), "snapshots are published in the order of their ids"
     kinds = [isinstance(a, SendHostGoal) for a in plan.actions]

@@ -18,7 +18,7 @@ from serve_common.names import BackendTag, EndpointTag, deployment_tag
 from serve_common.protocol.subjects import endpoint_key
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.goals.scope import backends_of, endpoints_of
-from serve_controller.core.objects import Application, Backend, Changes, Goal, GoalKind, Kind
+from serve_controller.core.objects import Application, Backend, Goal, GoalKind, ObjectChanges, ObjectKind
 from serve_controller.ports import HistoryEntry
 from serve_controller.shell.queries import parse_request
 from tests.simulation.wishes import (
@@ -71,7 +71,7 @@ class Reference:
         epoch: int,
         before: Checkpoint,
         after: Checkpoint,
-        changes: Changes,
+        changes: ObjectChanges,
         history: Sequence[HistoryEntry],
     ) -> None:
         for entry in history:
@@ -102,7 +102,7 @@ class Reference:
         if ended or history:
             self._compare(after)
         for kind, name in changes.deletes:
-            if kind is Kind.BACKEND:
+            if kind is ObjectKind.BACKEND:
                 self._gone(before, after, BackendTag(name))
 
     def on_executed(self, command: c.AnyCommand, reply: c.CommandReply) -> str:

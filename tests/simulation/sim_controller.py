@@ -13,7 +13,7 @@ from serve_common.errors import FencedOut, ServeError, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_controller.core.restored import NO_CLAIMS
-from serve_controller.shell.admin import Admin
+from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.boundary import LeadersBoundary
 from serve_controller.shell.control_loop import Term
 from serve_controller.shell.leadership import (
@@ -78,7 +78,7 @@ class SimController:
         self.boundary = LeadersBoundary(
             SimBoundary(self.world.crashes, self._effect_delay, self._trace), lambda: self.is_sure
         )
-        self.admin = Admin(self.controller_id, self.world, self.boundary, self._leading_term)
+        self.admin = AdminApi(self.controller_id, self.world, self.boundary, self._leading_term)
         self.liveness = BusLiveness(self.world.time)
         if not self.world.bus.available:
             self.liveness.went()

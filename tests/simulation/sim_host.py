@@ -19,7 +19,7 @@ from serve_replica_host.core.events import (
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
@@ -249,7 +249,7 @@ class SimHost:
                     self.world.after(after_s + 0.3, lambda: self.sicken(tag))
 
     def _fail(self, tag: ReplicaTag, after_s: float) -> None:
-        self._later(after_s, StartFailed(tag, "RuntimeError: no"))
+        self._later(after_s, ReplicaStartFailed(tag, "RuntimeError: no"))
         self._later(after_s + 0.02, ProcessEnded(tag, "exit"))
 
     def _later(self, delay_s: float, event: ReplicaEvent) -> None:

@@ -16,8 +16,8 @@ from immutables import Map
 
 from serve_common.api.commands import AnyCommand, CommandReply
 from serve_common.errors import StoreUnavailable
+from serve_controller.core import dirty_set as attention
 from serve_controller.core import (
-    attention,
     host_goals,
     observed,
     placement,
@@ -30,10 +30,10 @@ from serve_controller.core import (
 from serve_controller.core import rollout as reconfiguring
 from serve_controller.core import rollout as starting
 from serve_controller.core import rollout as stopping
-from serve_controller.core.attention import Attention
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.commands import accepted, decide, deployments
 from serve_controller.core.commands import deployments as backends
+from serve_controller.core.dirty_set import DirtySet
 from serve_controller.core.goals import progress as failing
 from serve_controller.core.goals import progress as succeeding
 from serve_controller.core.goals import progress as waiting
@@ -202,10 +202,10 @@ def _the_oldest_revision(checkpoint: Any, existing: Backend, *_: object) -> Any:
     return found[min(found)]
 
 
-def _without(name: str, real: Callable[..., Attention]) -> Callable[..., Attention]:
-    empty = Attention()
+def _without(name: str, real: Callable[..., DirtySet]) -> Callable[..., DirtySet]:
+    empty = DirtySet()
 
-    def mutant(*args: Any) -> Attention:
+    def mutant(*args: Any) -> DirtySet:
         return msgspec.structs.replace(real(*args), **{name: getattr(empty, name)})
 
     return mutant
@@ -293,7 +293,7 @@ MUTANTS: dict[str, list[Patch]] = {
         (reconcile, "of_changes", _without("has_room", attention.of_changes)),
         (term, "of_changes", _without("has_room", attention.of_changes)),
         (hearing, "of_host_report", _without("has_room", attention.of_host_report)),
-        (attention.Silence, "of_host", _without("has_room", attention.Silence.of_host)),
+        (attention.SilenceDetector, "of_host", _without("has_room", attention.SilenceDetector.of_host)),
     ],
     "a recorded change asks for no look at goals": [
         (reconcile, "of_changes", _without("goals", attention.of_changes)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from serve_common.names import BackendTag
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
-from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingDecisionKind, ScalingState
 from serve_controller.shell.leadership import LEASE_TTL_S
 
 if TYPE_CHECKING:
@@ -322,7 +322,7 @@ def move_load(world: World, dice: random.Random, until_s: float) -> None:
         decision = ScalingDecision(
             target=target,
             state=ScalingState(),
-            verdict=Verdict.UP,
+            verdict=ScalingDecisionKind.UP,
             seen=None,
             wanted=None,
             why="the load moved",

@@ -6,7 +6,7 @@ from typing import Any
 
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
-from serve_controller.core.autoscaling.values import Reading, ScalingDecision, ScalingInput, ScalingState
+from serve_controller.core.autoscaling.values import LoadSample, ScalingDecision, ScalingInput, ScalingState
 
 BEGIN = 1_700_000_000.0
 
@@ -30,7 +30,7 @@ class Rounds:
 
     def look(self, seen: float | None, *, asked: int | None = None, **reading: Any) -> ScalingDecision:
         """One look at a load of ``seen``, and then a metrics interval passes."""
-        newest = Reading(**{"at": self.now - 2, "seen": seen, **reading})
+        newest = LoadSample(**{"at": self.now - 2, "seen": seen, **reading})
         return self.took(decide_scaling(self.inputs(asked), [newest], self.state, self.now))
 
     def looks(self, seen: float | None, times: int, **reading: Any) -> list[ScalingDecision]:

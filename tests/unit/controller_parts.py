@@ -14,13 +14,13 @@ from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
-    Changes,
     CheckpointObject,
     Deployment,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     Goal,
     GoalKind,
+    ObjectChanges,
     Replica,
     ReplicaState,
 )
@@ -33,7 +33,7 @@ G1 = GoalId("g1")
 
 def checkpoint_of(*values: CheckpointObject, base: Checkpoint | None = None) -> Checkpoint:
     """A checkpoint with these objects, on top of ``base``."""
-    return (Checkpoint() if base is None else base).applied(Changes(tuple(values)))
+    return (Checkpoint() if base is None else base).applied(ObjectChanges(tuple(values)))
 
 
 def version_of(
@@ -70,10 +70,10 @@ def backend_of(target: BackendVersion, tag: BackendTag = TAG, **fields: object) 
 
 def endpoint_of(
     tag: BackendTag = TAG, *, route: str | None = "/a", traffic: dict[BackendTag, float] | None = None
-) -> Endpoint:
+) -> EndpointRecord:
     """An endpoint; without ``traffic`` it sends everything to the backend of its tag."""
     config = EndpointConfig(route=route, methods=["GET"], traffic={tag: 1.0} if traffic is None else traffic)
-    return Endpoint(endpoint_tag=EndpointTag(tag), target=config, last_good=config)
+    return EndpointRecord(endpoint_tag=EndpointTag(tag), target=config, last_good=config)
 
 
 def deployment_of(tag: BackendTag = TAG, **fields: object) -> Deployment:

@@ -23,7 +23,7 @@ from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.dispatch.timers import Beat
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, replica_tag
 from serve_common.protocol.frames import BodyHead, Head, RequestHead, ResponseHead, decode_frame, encode_frame
 from serve_common.protocol.reports import Wake
@@ -79,7 +79,7 @@ class World:
         self.routes = Routes(lambda: 0.0)
         outgoing = Outgoing(self, self, Subjects())
         self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=5.0)
-        self.beat = Beat(self.dispatcher, self.routes, outgoing)
+        self.beat = RequestTimers(self.dispatcher, self.routes, outgoing)
         self.router = HandleRouter(
             self.dispatcher, self.routes, Shadows(self.dispatcher, lambda: 0.0, loop.time)
         )

@@ -7,12 +7,12 @@ import asyncio
 import msgspec
 import pytest
 
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.dispatch.timers import Beat
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
 from serve_common.nats.options import NotConnected, OutboundFull
@@ -80,7 +80,7 @@ class World:
         self.routes = Routes(lambda: self.chance)
         outgoing = Outgoing(self.bus, self.bus, Subjects())
         self.dispatcher = Dispatcher(self.routes, outgoing, bus_wait_s=bus_wait_s)
-        self.beat = Beat(self.dispatcher, self.routes, outgoing)
+        self.beat = RequestTimers(self.dispatcher, self.routes, outgoing)
         self.shadows = Shadows(self.dispatcher, lambda: self.chance, loop.time)
         self.limit, self.queue = limit, queue
         self.snapshot_id = 0
@@ -148,8 +148,8 @@ class World:
 
     def make_ask(
         self, body: bytes = b"", *, repeatable: bool = True, headers=(), timeout_s=TIMEOUT_S, **fields
-    ) -> Ask:
-        return Ask(
+    ) -> RequestSpec:
+        return RequestSpec(
             endpoint=self.routes.endpoints[EndpointTag("d/a")],
             method="GET",
             path="/a",
@@ -164,7 +164,7 @@ class World:
             **fields,
         )
 
-    async def _ask(self, ask: Ask):
+    async def _ask(self, ask: RequestSpec):
         self.shadows.copy(ask)
         return await self.dispatcher.ask(ask)
 

@@ -18,9 +18,9 @@ from serve_common.protocol.frames import (
     ErrorHead,
     Head,
     Headers,
-    Kind,
     MessageHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -28,9 +28,9 @@ from serve_common.protocol.frames import (
 )
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.io.protocol import ReplicaProtocol
 from serve_replica_host.replica.user.code import Lifespan, UserCode
-from serve_replica_host.replica.user.executor import UserSide
+from serve_replica_host.replica.user.executor import UserExecutor
 
 TIMEOUT_S = 30.0
 
@@ -65,7 +65,7 @@ class Rig:
         self.requests: dict[bytes, Request] = {}
         self._replies = itertools.count(1)
         to_user: Mailbox[Any] = Mailbox(loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
-        self.bus_side = BusSide(
+        self.bus_side = ReplicaProtocol(
             publish=self._publish,
             to_user=to_user.put,
             now=time.monotonic,
@@ -74,7 +74,7 @@ class Rig:
             streams_bodies=self.code.streams_bodies,
         )
         to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.take_outcome)
-        self.user_side = UserSide(self.code, to_bus.put)
+        self.user_side = UserExecutor(self.code, to_bus.put)
 
     def _publish(self, subject: bytes, frame: bytes) -> None:
         head, body = decode_frame(frame)
@@ -84,7 +84,7 @@ class Rig:
         self,
         path: str = "/app",
         *,
-        kind: Kind = Kind.HTTP,
+        kind: RequestKind = RequestKind.HTTP,
         method: str = "POST",
         query: str = "",
         headers: Headers | None = None,

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from serve_common.config.endpoint import HttpOptions
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_common.routing.route_table import TrafficSplit
 from serve_common.telemetry.spans import Span
 from serve_common.telemetry.tracer import ALWAYS, Sampler, Tracer
@@ -121,10 +121,10 @@ class Rig:
         assert self.read.follower is not None
         return self.read.follower
 
-    def ask(self, kind: Kind = Kind.HTTP, **fields: Any) -> Ask:
+    def ask(self, kind: RequestKind = RequestKind.HTTP, **fields: Any) -> RequestSpec:
         endpoint: Any = SimpleNamespace(tag=EndpointTag("default/e"), split=TrafficSplit({TAG: 1.0}))
         known = {"method": "GET", "path": "/a/b", "route": "/a", "query": "", "headers": [], "body": b""}
-        return Ask(
+        return RequestSpec(
             **{**known, **fields},
             endpoint=endpoint,
             kind=kind,
@@ -203,7 +203,7 @@ def test_a_stream_that_broke_off_says_how_far_it_came_and_why() -> None:
 def test_a_socket_says_what_went_both_ways_and_how_it_ended(code: int, told: int) -> None:
     rig = Rig()
     followed = rig.begin()
-    followed.asks(rig.ask(kind=Kind.WEBSOCKET))
+    followed.asks(rig.ask(kind=RequestKind.WEBSOCKET))
     socket = SimpleNamespace(
         heard_messages=2, heard_bytes=20, said_messages=3, said_bytes=30, last_code=code, failure=""
     )

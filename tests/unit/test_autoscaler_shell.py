@@ -13,11 +13,11 @@ from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.protocol.reports import ProxyReport, Wake
 from serve_controller.core.autoscaling.values import (
     LoadAsk,
-    Reading,
+    LoadSample,
     ScalingDecision,
+    ScalingDecisionKind,
     ScalingStatus,
     Targets,
-    Verdict,
 )
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import ReplicaState
@@ -71,10 +71,10 @@ class FakeLoads:
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         self.asked.append((list(asks), targets))
         return {
-            ask.backend_tag: Reading(
+            ask.backend_tag: LoadSample(
                 at=now,
                 seen=seen,
                 burst=seen,
@@ -183,7 +183,7 @@ async def test_a_user_who_speaks_while_the_load_is_read_wins() -> None:
 
     async def read_slowly(
         asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         found = await read(asks, targets, now)
         backend = rig.term.checkpoint.backends[TAG]
         paused = msgspec.structs.replace(backend, autoscaling_paused="scale")
@@ -198,7 +198,7 @@ async def test_a_user_who_speaks_while_the_load_is_read_wins() -> None:
 async def test_a_load_that_is_not_known_holds_and_both_ends_of_that_are_told() -> None:
     rig = Rig(FakeLoads(a=None), num=2)
     await rig.look()
-    assert (rig.last.target, rig.last.verdict) == (2, Verdict.HELD)
+    assert (rig.last.target, rig.last.verdict) == (2, ScalingDecisionKind.HELD)
     await rig.look(10.0)
     rig.loads.loads["default/a"] = 4.0
     await rig.look(10.0)
@@ -231,7 +231,7 @@ async def test_a_policy_that_fails_holds_and_says_why() -> None:
     error = PolicyFailed("Traceback ...\nZeroDivisionError: division by zero")
     rig = Rig(FakeLoads(a=3.0), config=BY_USER, policies=FakePolicies(error), num=2)
     await rig.look()
-    assert (rig.last.target, rig.last.verdict) == (2, Verdict.HELD)
+    assert (rig.last.target, rig.last.verdict) == (2, ScalingDecisionKind.HELD)
     assert "the policy m:f failed: ZeroDivisionError: division by zero" in rig.last.why
 
 
@@ -239,7 +239,7 @@ async def test_a_policy_is_not_asked_about_a_load_that_is_not_known() -> None:
     rig = Rig(FakeLoads(a=None), config=BY_USER)
     await rig.look()
     assert rig.policies.asked == []
-    assert rig.last.verdict is Verdict.HELD
+    assert rig.last.verdict is ScalingDecisionKind.HELD
 
 
 # -- waking ------------------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def woken(tag: str = TAG, waiting: int = 5) -> Wake:
 async def test_a_request_that_waits_wakes_what_was_scaled_to_zero_at_once() -> None:
     rig = Rig(FakeLoads(a=0.0), num=0)
     rig.autoscaler.wake(woken())
-    assert (rig.last.target, rig.last.verdict) == (3, Verdict.WOKEN)
+    assert (rig.last.target, rig.last.verdict) == (3, ScalingDecisionKind.WOKEN)
     assert rig.autoscaler.counts()[TAG][1] == 1
 
 

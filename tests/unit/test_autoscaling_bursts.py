@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve_common.config.autoscaling import AutoscalingQuery
-from serve_controller.core.autoscaling.values import Verdict
+from serve_controller.core.autoscaling.values import ScalingDecisionKind
 from tests.unit.autoscaling_rounds import Rounds
 
 
@@ -36,9 +36,9 @@ def test_the_last_replica_stays_while_anything_is_seen(reading):
 
 def test_at_zero_a_waiting_request_that_was_read_wakes_at_once():
     backend = Rounds(0, min_replicas=0)
-    assert backend.look(0.0).verdict is Verdict.STEADY
+    assert backend.look(0.0).verdict is ScalingDecisionKind.STEADY
     decision = backend.look(7.0, queued=7.0)
-    assert (decision.verdict, decision.target) == (Verdict.WOKEN, 4)
+    assert (decision.verdict, decision.target) == (ScalingDecisionKind.WOKEN, 4)
 
 
 def test_at_zero_what_a_leaving_replica_still_works_on_wakes_nothing():
@@ -49,7 +49,7 @@ def test_waking_gives_those_who_wait_what_they_need_and_begins_the_delay_to_zero
     backend = Rounds(1, min_replicas=0, downscale_delay_s=30)
     backend.looks(0, 4)
     decision = backend.wake(9)
-    assert (decision.verdict, decision.target) == (Verdict.WOKEN, 5)
+    assert (decision.verdict, decision.target) == (ScalingDecisionKind.WOKEN, 5)
     assert "9 requests wait" in decision.why
     assert targets(backend.looks(0, 5)) == [5, 5, 5, 0, 0]
 
@@ -74,7 +74,7 @@ def test_requests_that_wait_with_another_router_at_that_moment_count_but_later_o
 
 def test_a_burst_adds_at_once_and_says_so():
     decision = Rounds(4, panic_threshold=2).look(9, burst=40)
-    assert (decision.verdict, decision.target) == (Verdict.PANIC, 20)
+    assert (decision.verdict, decision.target) == (ScalingDecisionKind.PANIC, 20)
     assert decision.why == "40 requests seen over 10 s, 5 times what 4 replicas should bear: 16 added at once"
 
 
@@ -84,14 +84,14 @@ def test_a_panic_adds_no_less_than_a_step_that_is_due():
 
 
 def test_less_than_the_threshold_is_no_panic():
-    assert Rounds(4, panic_threshold=2).look(9, burst=15.9).verdict is Verdict.WAITS_UP
+    assert Rounds(4, panic_threshold=2).look(9, burst=15.9).verdict is ScalingDecisionKind.WAITS_UP
 
 
 def test_after_a_panic_nothing_is_removed_until_it_is_over():
     backend = Rounds(4, panic_threshold=2, panic_hold_s=60, downscale_delay_s=0)
     backend.look(9, burst=40)
     decisions = backend.looks(3, 6, burst=3)
-    assert {d.verdict for d in decisions[:5]} == {Verdict.HELD}
+    assert {d.verdict for d in decisions[:5]} == {ScalingDecisionKind.HELD}
     assert "held for 50 s more after a burst" in decisions[0].why
     assert decisions[5].target == 2
 

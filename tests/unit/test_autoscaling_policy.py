@@ -8,7 +8,7 @@ import pytest
 
 from serve_common.config.autoscaling import AutoscalingQuery, QueryMeaning
 from serve_controller.core.autoscaling.demand import FEWER_MAX, largest_wanted, note_wanted
-from serve_controller.core.autoscaling.values import Verdict
+from serve_controller.core.autoscaling.values import ScalingDecisionKind
 from tests.unit.autoscaling_rounds import Rounds
 
 
@@ -49,7 +49,7 @@ def test_a_look_that_comes_a_moment_early_does_not_cost_another_interval():
     backend = Rounds(2)
     backend.looks(17, 3)
     backend.now -= 0.01
-    assert backend.look(17).verdict is Verdict.UP
+    assert backend.look(17).verdict is ScalingDecisionKind.UP
 
 
 def test_float_noise_does_not_add_a_replica():
@@ -98,7 +98,7 @@ def test_one_look_at_which_all_were_wanted_begins_the_delay_anew():
 def test_just_above_what_fewer_could_bear_no_replica_is_taken():
     backend = Rounds(3, downscale_delay_s=0)
     decision = backend.look(3.9)
-    assert decision.verdict is Verdict.STEADY
+    assert decision.verdict is ScalingDecisionKind.STEADY
     assert "fewer would have nothing to spare" in decision.why
     assert backend.look(3.7).target == 2
 
@@ -141,13 +141,13 @@ def test_the_memory_is_bounded_and_forgetting_only_delays():
 def test_missing_data_holds_with_the_reason():
     backend = Rounds(4, min_replicas=0, downscale_delay_s=0)
     decision = backend.look(None, missing="proxy-1 was not scraped")
-    assert (decision.verdict, decision.target, decision.seen) == (Verdict.HELD, 4, None)
+    assert (decision.verdict, decision.target, decision.seen) == (ScalingDecisionKind.HELD, 4, None)
     assert decision.why == "held at 4 replicas: proxy-1 was not scraped"
 
 
 @pytest.mark.parametrize("seen", [math.nan, math.inf, -1.0])
 def test_what_no_load_can_be_counts_as_missing(seen):
-    assert Rounds(4, downscale_delay_s=0).look(seen).verdict is Verdict.HELD
+    assert Rounds(4, downscale_delay_s=0).look(seen).verdict is ScalingDecisionKind.HELD
 
 
 def test_an_old_reading_counts_as_missing():
@@ -180,7 +180,7 @@ def test_a_pause_without_looks_counts_for_no_delay():
     backend = Rounds(10, downscale_delay_s=60)
     backend.looks(5, 2)
     backend.now += 3600
-    assert backend.look(5).verdict is Verdict.WAITS_DOWN
+    assert backend.look(5).verdict is ScalingDecisionKind.WAITS_DOWN
 
 
 # -- limits that changed --------------------------------------------------------------------------------------
@@ -189,10 +189,10 @@ def test_a_pause_without_looks_counts_for_no_delay():
 @pytest.mark.parametrize("seen", [None, 9.0])
 def test_new_limits_hold_at_once_even_without_data(seen):
     decision = Rounds(4, min_replicas=6).look(seen)
-    assert (decision.verdict, decision.target) == (Verdict.UP, 6)
+    assert (decision.verdict, decision.target) == (ScalingDecisionKind.UP, 6)
     assert decision.why.startswith("4 → 6 replicas as min_replicas is 6 now; ")
     decision = Rounds(40, max_replicas=20).look(seen)
-    assert (decision.verdict, decision.target) == (Verdict.DOWN, 20)
+    assert (decision.verdict, decision.target) == (ScalingDecisionKind.DOWN, 20)
 
 
 # -- queries and functions ------------------------------------------------------------------------------------
@@ -214,10 +214,10 @@ def test_a_query_per_replica_changes_the_number_by_its_ratio_to_the_target():
 def test_at_zero_an_average_per_replica_says_nothing_and_that_is_as_it_should_be(seen):
     query = AutoscalingQuery(promql="x", target=0.5, meaning=QueryMeaning.PER_REPLICA)
     asleep = Rounds(0, query=query, min_replicas=0).look(seen)
-    assert (asleep.verdict, asleep.target) == (Verdict.STEADY, 0)
+    assert (asleep.verdict, asleep.target) == (ScalingDecisionKind.STEADY, 0)
     starting = Rounds(2, query=query)
     starting.num_running = 0
-    assert starting.look(seen).verdict is Verdict.HELD
+    assert starting.look(seen).verdict is ScalingDecisionKind.HELD
 
 
 def test_what_a_function_asks_for_waits_like_anything_else_and_keeps_to_the_limits():

@@ -18,10 +18,10 @@ from serve_controller.adapters.backup_file import KINDS, BackupFiles
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import decide
 from serve_controller.core.commands.restoring import RestoreFrom, check_backup
-from serve_controller.core.objects import Counters, Kind, key_of
+from serve_controller.core.objects import Counters, ObjectKind, key_of
 from serve_controller.core.restored import MARGIN
 from serve_controller.shell import admin as backups
-from serve_controller.shell.admin import BackupDesk
+from serve_controller.shell.admin import BackupTransfers
 from tests.simulation.scenario import application, deploy
 from tests.unit.controller_parts import NOW
 from tests.unit.test_controller_admin import FakeTerm
@@ -84,7 +84,7 @@ def test_a_file_says_what_it_was_made_of() -> None:
     taken_at, saved = FILES.read(data)
     kept = {key_of(v): v for v in checkpoint.all_objects() if key_of(v)[0] in KINDS}
     assert (taken_at, {key_of(v): v for v in saved.all_objects()}) == (NOW, kept)
-    assert Kind.GOAL not in {kind for kind, _ in kept}
+    assert ObjectKind.GOAL not in {kind for kind, _ in kept}
     assert FILES.write(checkpoint, 7, NOW) == data, "the same state gives the same file"
     assert check_backup(saved) == "3 deployments, 1 other backends, 4 endpoints"
 
@@ -190,12 +190,12 @@ class PassingClock:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> BackupDesk:
+def desk(monkeypatch: pytest.MonkeyPatch) -> BackupTransfers:
     monkeypatch.setattr(backups, "BACKUP_PAGE_BYTES_MAX", 500)
-    return BackupDesk(FILES, PassingClock())
+    return BackupTransfers(FILES, PassingClock())
 
 
-async def test_pages_are_of_one_moment_whatever_changes_meanwhile(desk: BackupDesk) -> None:
+async def test_pages_are_of_one_moment_whatever_changes_meanwhile(desk: BackupTransfers) -> None:
     then = done(Checkpoint(), *DAY)
     term = FakeTerm(then)
     first = await desk.page(term, GetBackup())
@@ -211,7 +211,7 @@ async def test_pages_are_of_one_moment_whatever_changes_meanwhile(desk: BackupDe
         await desk.page(term, GetBackup(backup_id="another", page=0))
 
 
-async def test_what_is_kept_is_bounded_in_number_and_time(desk: BackupDesk) -> None:
+async def test_what_is_kept_is_bounded_in_number_and_time(desk: BackupTransfers) -> None:
     term = FakeTerm(done(Checkpoint(), *DAY))
     firsts = [await desk.page(term, GetBackup()) for _ in range(backups.FILES_MAX + 1)]
     with pytest.raises(NotFound):
@@ -221,7 +221,7 @@ async def test_what_is_kept_is_bounded_in_number_and_time(desk: BackupDesk) -> N
         await desk.page(term, GetBackup(backup_id=firsts[-1].backup_id, page=1))
 
 
-async def sent(desk: BackupDesk, data: bytes, *, skips: int = -1) -> object:
+async def sent(desk: BackupTransfers, data: bytes, *, skips: int = -1) -> object:
     parts = [data[n : n + 500] for n in range(0, len(data), 500)]
     upload_id, answer = uuid.uuid4().hex, None
     for number, part in enumerate(parts):
@@ -232,7 +232,7 @@ async def sent(desk: BackupDesk, data: bytes, *, skips: int = -1) -> object:
     return answer
 
 
-async def test_a_file_that_came_whole_is_told_of(desk: BackupDesk) -> None:
+async def test_a_file_that_came_whole_is_told_of(desk: BackupTransfers) -> None:
     then = done(Checkpoint(), *DAY)
     answer = await sent(desk, FILES.write(then, 7, NOW))
     assert isinstance(answer, tuple)
@@ -240,7 +240,7 @@ async def test_a_file_that_came_whole_is_told_of(desk: BackupDesk) -> None:
     assert wished(answer[1]) == wished(then)
 
 
-async def test_a_page_that_is_missing_is_noticed(desk: BackupDesk) -> None:
+async def test_a_page_that_is_missing_is_noticed(desk: BackupTransfers) -> None:
     with pytest.raises(BadField, match="from 0"):
         await sent(desk, FILES.write(done(Checkpoint(), *DAY), 7, NOW), skips=1)
 
@@ -257,7 +257,7 @@ async def test_a_page_that_is_missing_is_noticed(desk: BackupDesk) -> None:
     ],
 )
 async def test_an_absurd_page_is_refused(
-    desk: BackupDesk, wrong: dict[str, object], error: type[ServeError]
+    desk: BackupTransfers, wrong: dict[str, object], error: type[ServeError]
 ) -> None:
     page = msgspec.structs.replace(c.Restore(upload_id="u", page=0, pages=1, data=b"x"), **wrong)
     with pytest.raises(error):

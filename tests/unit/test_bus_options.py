@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_common.nats.options import BusOptions, ServerAddress, parse_server, reconnect_wait_s
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 
 def test_server_urls_name_scheme_host_and_port() -> None:
@@ -58,7 +58,7 @@ def test_waits_between_reconnects_double_up_to_their_limit_and_are_spread() -> N
 
 def test_a_quiet_log_writes_once_per_interval_and_counts_the_rest() -> None:
     lines: list[tuple[str, dict[str, object]]] = []
-    quiet = QuietLog(lambda event, **fields: lines.append((event, fields)), interval_s=1.0)
+    quiet = RateLimitedLogger(lambda event, **fields: lines.append((event, fields)), interval_s=1.0)
     for now_s in (0.0, 0.1, 0.9, 1.0, 1.5, 2.5):
         quiet.log(now_s, "refused", subject="a")
     assert lines == [

@@ -27,15 +27,15 @@ from serve_controller.adapters.checkpoint_rows import (
 )
 from serve_controller.core.objects import (
     Backend,
-    Changes,
     Counters,
     Deployment,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     Goal,
     GoalKind,
     HostRecord,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     Replica,
     Revision,
     key_of,
@@ -67,7 +67,7 @@ HOST = dump(HostRecord(host_id=HostId("h1"), generation=3))
 
 
 TAG = BackendTag("default/digits")
-KINDS = {1: set(KINDS_V1), **{version: set(Kind) for version in range(2, SCHEMA_VERSION + 1)}}
+KINDS = {1: set(KINDS_V1), **{version: set(ObjectKind) for version in range(2, SCHEMA_VERSION + 1)}}
 
 
 @pytest.mark.parametrize("version", range(1, SCHEMA_VERSION + 1))
@@ -122,7 +122,7 @@ def endpoint_like(content):
     config = EndpointConfig(
         route=content.route, methods=content.methods, traffic=content.traffic, shadows=content.shadows
     )
-    return Endpoint(endpoint_tag=content.endpoint_tag, target=config, last_good=None)
+    return EndpointRecord(endpoint_tag=content.endpoint_tag, target=config, last_good=None)
 
 
 def test_a_version_1_goal_owns_the_backend_and_the_endpoint_of_its_deployment():
@@ -191,13 +191,13 @@ def test_what_was_upgraded_is_written_with_the_next_change_and_then_current():
     loaded = load_rows(example_rows(1))
     assert {type(value) for value in loaded.upgraded} >= {Backend, Deployment, Goal, Replica}
     newer = HostRecord(host_id=HostId("host-1"), generation=13)
-    gone = (Kind.GOAL, "g7")
-    written = dump_changes(Changes(puts=(newer,), deletes=(gone,)), loaded.upgraded)
+    gone = (ObjectKind.GOAL, "g7")
+    written = dump_changes(ObjectChanges(puts=(newer,), deletes=(gone,)), loaded.upgraded)
     assert dump(newer) in written.puts
     assert [row for row in written.puts if row.kind == "goal"] == []
     again = load_rows(written.puts)
     assert again.upgraded == ()
-    changes = Changes(puts=(newer,), deletes=(gone,))
+    changes = ObjectChanges(puts=(newer,), deletes=(gone,))
     assert objects_of(again.checkpoint) == objects_of(loaded.checkpoint.applied(changes))
 
 
@@ -275,7 +275,7 @@ def test_a_lone_surrogate_is_shown_as_an_escape_because_no_json_can_hold_it():
 def test_changes_become_rows_that_name_each_key_once():
     old, new = HostRecord(host_id=HostId("h1"), generation=1), HostRecord(host_id=HostId("h1"), generation=2)
     gone = HostRecord(host_id=HostId("h2"), generation=1)
-    changes = Changes(puts=(old, gone, new), deletes=((Kind.HOST, "h2"), (Kind.HOST, "h2")))
+    changes = ObjectChanges(puts=(old, gone, new), deletes=((ObjectKind.HOST, "h2"), (ObjectKind.HOST, "h2")))
     rows = dump_changes(changes)
     assert rows.puts == (dump(new),)
     assert rows.deletes == (("host", "h2"),)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from muster.cli.main import app
 from muster.cli.session import Session
 from muster.client.address import StackAddress
-from muster.client.requests import Answer, UnknownError
+from muster.client.requests import AdminReply, UnknownError
 from serve_common.api.commands import ChangeReply, DeleteDeployment, Deploy
 from serve_common.api.queries import GetDeploymentInfo, GetStatus, ListDeployments
 from serve_common.api.views import (
@@ -85,7 +85,7 @@ class PlayedStack:
         self.delete_goal: GoalId | None = GoalId("goal-2")
         self.deployment: DeploymentView | None = deployment()
         self.proxy_address = "0.0.0.0:8000"
-        self.answer = Answer(b"7")
+        self.answer = AdminReply(b"7")
         self.is_too_large = False
         self.raises: BaseException | None = None
 
@@ -168,7 +168,9 @@ class PlayedStack:
             on_progress(GoalView(goal_id=goal_id, status=GoalStatus.PENDING, message=message))
         return self.goal
 
-    async def call(self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    async def call(
+        self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
+    ) -> AdminReply:
         self._raise()
         self.called.append((name, body, headers))
         return self.answer
@@ -494,7 +496,7 @@ def test_deleting_what_is_not_there_is_a_success(muster: Muster, stack: PlayedSt
 
 
 def test_a_call_prints_the_answer_as_it_came(muster: Muster, stack: PlayedStack, tmp_path: Path) -> None:
-    stack.answer = Answer(b"\x00\xff7", {"Content-Type": "image/x"})
+    stack.answer = AdminReply(b"\x00\xff7", {"Content-Type": "image/x"})
     (tmp_path / "in.png").write_bytes(b"\x89PNG")
     result = muster("call", "shop/digits", "--data", "@in.png", "--header", "Accept: a:b")
     assert result.exit_code == 0

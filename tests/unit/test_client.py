@@ -18,7 +18,7 @@ from muster.client.admin import AdminClient
 from muster.client.connect import Caller, who_am_i
 from muster.client.requests import (
     ERRORS_BY_CODE,
-    Answer,
+    AdminReply,
     NoAnswer,
     NobodyListens,
     UnknownError,
@@ -48,7 +48,7 @@ from serve_common.errors import (
 from serve_common.names import GoalId
 from serve_common.protocol.subjects import Subjects
 
-Reply = Answer | Exception
+Reply = AdminReply | Exception
 DEPLOY = Deploy(name="digits", replica_config=ReplicaConfig(import_path="digits:Digits"))
 
 
@@ -66,25 +66,25 @@ class PlayedBus:
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> AdminReply:
         self.sent.append((subject, body, timeout_s))
         self.headers.append(headers)
         reply = self._replies.pop(0) if len(self._replies) > 1 else self._replies[0]
         await asyncio.sleep(0)
-        answer = reply if isinstance(reply, Answer | Exception) else reply(body)
+        answer = reply if isinstance(reply, AdminReply | Exception) else reply(body)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def ok(value: Any) -> Answer:
-    return Answer(msgspec.json.encode(value))
+def ok(value: Any) -> AdminReply:
+    return AdminReply(msgspec.json.encode(value))
 
 
-def failed(code: str, message: str, field: str = "") -> Answer:
+def failed(code: str, message: str, field: str = "") -> AdminReply:
     view = ErrorView(code=code, message=message, field=field)
     headers = {"Nats-Service-Error": "short", "Nats-Service-Error-Code": "400"}
-    return Answer(msgspec.json.encode(view), headers)
+    return AdminReply(msgspec.json.encode(view), headers)
 
 
 def client(bus: PlayedBus, **options: Any) -> AdminClient:
@@ -154,10 +154,10 @@ async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
         (failed("checkpoint_unreadable", "row 3"), CheckpointUnreadable, "row 3"),
         (failed("of_a_later_version", "something new"), UnknownError, "something new"),
         (BusAuthorizationFailed("refused"), BusAuthorizationFailed, "refused"),
-        (Answer(b"boom", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500: boom"),
-        (Answer(b"\xff", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500"),
+        (AdminReply(b"boom", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500: boom"),
+        (AdminReply(b"\xff", {"Nats-Service-Error-Code": "500"}), ServeError, "error 500"),
         (
-            Answer(
+            AdminReply(
                 b'{"error": {"code": "not_found", "message": "no such endpoint", "request_id": "7"}}',
                 {"Nats-Service-Error": "short", "Nats-Service-Error-Code": "404"},
             ),
@@ -165,7 +165,7 @@ async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
             "no such endpoint",
         ),
         (
-            Answer(
+            AdminReply(
                 b'{"type": "urn:muster:problem:not_found", "title": "Not Found", "status": 404, '
                 b'"detail": "no such endpoint", "code": "not_found", "message": "of whatever", '
                 b'"error": {"code": "not_found", "message": "no such endpoint", "request_id": "7"}}',
@@ -175,11 +175,11 @@ async def test_what_may_pass_is_raised_when_the_time_to_retry_is_over(
             "no such endpoint",
         ),
         (
-            Answer(b"", {"Nats-Service-Error": "KeyError()", "Nats-Service-Error-Code": "500"}),
+            AdminReply(b"", {"Nats-Service-Error": "KeyError()", "Nats-Service-Error-Code": "500"}),
             ServeError,
             "KeyError",
         ),
-        (Answer(b"not json"), ServeError, "the answer to get_status cannot be read"),
+        (AdminReply(b"not json"), ServeError, "the answer to get_status cannot be read"),
     ],
 )
 async def test_what_cannot_pass_is_raised_at_once(reply: Reply, kind: type[ServeError], text: str) -> None:
@@ -209,7 +209,7 @@ def test_every_error_that_is_sent_comes_back_as_itself(code: str) -> None:
 
 
 async def test_waiting_asks_in_slices_and_tells_the_progress_of_each() -> None:
-    def pending(message: str) -> Answer:
+    def pending(message: str) -> AdminReply:
         return ok(GoalView(goal_id=GoalId("g1"), status=GoalStatus.PENDING, message=message))
 
     done = GoalView(goal_id=GoalId("g1"), status=GoalStatus.SUCCEEDED)
@@ -384,14 +384,14 @@ def caller(bus: PlayedBus) -> Caller:
 
 
 async def test_a_call_goes_to_the_endpoints_subject_and_comes_back_raw() -> None:
-    bus = PlayedBus(Answer(b"\x00raw", {"X-Request-ID": "7"}))
+    bus = PlayedBus(AdminReply(b"\x00raw", {"X-Request-ID": "7"}))
     answer = await caller(bus).call("shop/digits", b"body", headers={}, timeout_s=1)
     assert answer.body == b"\x00raw"
     assert bus.sent[0][:2] == ("serve.call.shop.digits", b"body")
 
 
 async def test_a_call_that_nobody_heard_is_sent_again_and_any_other_is_not() -> None:
-    heard_late = PlayedBus(NobodyListens("nobody"), Answer(b"7"))
+    heard_late = PlayedBus(NobodyListens("nobody"), AdminReply(b"7"))
     assert (await caller(heard_late).call("digits", b"", headers={}, timeout_s=1)).body == b"7"
 
     never_heard = PlayedBus(NobodyListens("nobody"))

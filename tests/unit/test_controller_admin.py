@@ -29,11 +29,11 @@ from serve_controller.core.autoscaling.values import ScalingStatus, Targets
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands.restoring import RestoreFrom
 from serve_controller.core.events import audit_event
-from serve_controller.core.objects import Changes, CheckpointObject, HostRecord
+from serve_controller.core.objects import CheckpointObject, HostRecord, ObjectChanges
 from serve_controller.core.observed import ObservedState
 from serve_controller.shell import admin as goal_waits
 from serve_controller.shell import queries
-from serve_controller.shell.admin import Admin
+from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.queries import error_view, parse_request
 from tests.unit.controller_parts import (
     G1,
@@ -134,7 +134,7 @@ class Desk:
         self.term: FakeTerm | None = FakeTerm(checkpoint_of(*values))
         self.led = self.term
         self.boundary = FakeBoundary()
-        self.admin = Admin(
+        self.admin = AdminApi(
             "controller-1", FakeClock(), self.boundary, lambda: self.term, read_load, backups=BackupFiles()
         )
 
@@ -143,7 +143,7 @@ class Desk:
         return msgspec.json.decode(reply, type=VERBS[verb][1])
 
     def record(self, *values: CheckpointObject) -> None:
-        self.led.checkpoint = self.led.checkpoint.applied(Changes(values))
+        self.led.checkpoint = self.led.checkpoint.applied(ObjectChanges(values))
 
     async def waiters(self, count: int) -> None:
         async with asyncio.timeout(30):
@@ -372,11 +372,11 @@ async def test_history_is_asked_for_by_the_subject_that_was_recorded(desk: Desk)
 
 
 class Accepted(msgspec.Struct):
-    changes: Changes
+    changes: ObjectChanges
 
 
 def _nothing_to_do(_checkpoint: Checkpoint, _command: AnyCommand, _now: float) -> Accepted:
-    return Accepted(Changes())
+    return Accepted(ObjectChanges())
 
 
 async def test_a_plan_says_what_would_happen_and_changes_nothing(
@@ -385,7 +385,7 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(
     def decide(checkpoint: Checkpoint, command: AnyCommand, now: float) -> Accepted:
         assert command == DeleteDeployment(name="a")
         assert now == NOW
-        return Accepted(Changes((msgspec.structs.replace(checkpoint.backends[TAG], deleting=True),)))
+        return Accepted(ObjectChanges((msgspec.structs.replace(checkpoint.backends[TAG], deleting=True),)))
 
     monkeypatch.setattr(queries, "decide", decide)
     before = desk.led.checkpoint

@@ -8,20 +8,20 @@ from immutables import Map
 from serve_common.api.commands import DrainHost
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport, ReplicaStatus
-from serve_controller.core.attention import (
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.dirty_set import (
     EVERYTHING,
     NOTHING,
-    Agenda,
-    Attending,
-    Attention,
-    Silence,
+    DirtySet,
+    DirtySets,
+    DueChecks,
+    SilenceDetector,
     of_changes,
     of_host_report,
     of_proxy_report,
 )
-from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.host_goals import DueTime
-from serve_controller.core.objects import Changes, HostRecord, Kind, ReplicaState
+from serve_controller.core.objects import HostRecord, ObjectChanges, ObjectKind, ReplicaState
 from serve_controller.core.observed import (
     HOST_LOST_AFTER_S,
     HOST_SUSPECT_AFTER_S,
@@ -32,7 +32,7 @@ from serve_controller.core.observed import (
     observe_host,
     observe_proxy,
 )
-from serve_controller.shell.observations import SWEEP_S, TIDY_EVERY_S, Hearing
+from serve_controller.shell.observations import SWEEP_S, TIDY_EVERY_S, TermObservations
 from tests.simulation.attentive_loop import AttentiveLoop
 from tests.simulation.orders import deploy
 from tests.simulation.pure_host import PureHost
@@ -82,16 +82,16 @@ def test_a_report_that_says_nothing_new_asks_for_no_look() -> None:
 
 def test_a_new_host_or_a_new_life_of_one_is_looked_at_and_may_have_room() -> None:
     (first,) = hosts_heard(host_report())
-    assert of_host_report(None, first) == Attention(hosts=frozenset({HOST}), has_room=True)
+    assert of_host_report(None, first) == DirtySet(hosts=frozenset({HOST}), has_room=True)
     old, new = hosts_heard(host_report(), host_report(1, incarnation="j", started_at=2.0))
-    assert of_host_report(old, new) == Attention(hosts=frozenset({HOST}), has_room=True)
+    assert of_host_report(old, new) == DirtySet(hosts=frozenset({HOST}), has_room=True)
 
 
 def test_a_changed_inventory_or_acknowledgement_is_looked_at() -> None:
     replica = ReplicaReport(replica_tag=replica_of(1, V1).replica_tag, status=ReplicaStatus.RUNNING)
     for fields in ({"replicas": [replica]}, {"generation": 2}, {"epoch": 2}):
         old, new = hosts_heard(host_report(1), host_report(2, **fields))
-        assert of_host_report(old, new) == Attention(hosts=frozenset({HOST}))
+        assert of_host_report(old, new) == DirtySet(hosts=frozenset({HOST}))
 
 
 def test_a_host_that_grew_or_no_longer_leaves_may_have_room() -> None:
@@ -102,9 +102,9 @@ def test_a_host_that_grew_or_no_longer_leaves_may_have_room() -> None:
 
 
 def test_what_a_proxy_applied_or_cannot_apply_concerns_goals() -> None:
-    assert of_proxy_report(proxy_heard(), proxy_heard(applied_snapshot_id=8)) == Attention(goals=True)
-    assert of_proxy_report(proxy_heard(), proxy_heard(http_error="no")) == Attention(goals=True)
-    assert of_proxy_report(None, proxy_heard()) == Attention(proxies=frozenset({PROXY}), goals=True)
+    assert of_proxy_report(proxy_heard(), proxy_heard(applied_snapshot_id=8)) == DirtySet(goals=True)
+    assert of_proxy_report(proxy_heard(), proxy_heard(http_error="no")) == DirtySet(goals=True)
+    assert of_proxy_report(None, proxy_heard()) == DirtySet(proxies=frozenset({PROXY}), goals=True)
     assert of_proxy_report(proxy_heard(), proxy_heard(leaving=True)).proxies == {PROXY}
 
 
@@ -113,23 +113,23 @@ def test_what_a_proxy_applied_or_cannot_apply_concerns_goals() -> None:
 
 def test_a_changed_replica_concerns_its_backend_and_its_host_and_one_that_is_gone_leaves_room() -> None:
     before = checkpoint_of(backend_of(V1), replica_of(1, V1))
-    put = Changes((replica_of(1, V1, ReplicaState.SHOULD_STOP),))
+    put = ObjectChanges((replica_of(1, V1, ReplicaState.SHOULD_STOP),))
     looked = of_changes(before, before.applied(put), put)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, False)
-    gone = Changes(deletes=((Kind.REPLICA, "default/a#1"),))
+    gone = ObjectChanges(deletes=((ObjectKind.REPLICA, "default/a#1"),))
     looked = of_changes(before, before.applied(gone), gone)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, True)
 
 
 def test_a_drained_host_concerns_every_backend_on_it() -> None:
     before = checkpoint_of(backend_of(V1), replica_of(1, V1), HostRecord(host_id=HOST, generation=1))
-    changes = Changes((HostRecord(host_id=HOST, generation=1, draining=True),))
+    changes = ObjectChanges((HostRecord(host_id=HOST, generation=1, draining=True),))
     looked = of_changes(before, before.applied(changes), changes)
     assert (looked.backends, looked.hosts, looked.has_room) == ({TAG}, {HOST}, True)
 
 
 def test_no_change_concerns_nobody() -> None:
-    assert of_changes(Checkpoint(), Checkpoint(), Changes()) == NOTHING
+    assert of_changes(Checkpoint(), Checkpoint(), ObjectChanges()) == NOTHING
 
 
 def test_a_change_of_one_deployment_is_planned_without_a_look_at_another() -> None:
@@ -150,7 +150,7 @@ def test_a_change_of_one_deployment_is_planned_without_a_look_at_another() -> No
 
 
 def test_the_agenda_gives_each_subject_once_at_its_earliest_time() -> None:
-    agenda = Agenda()
+    agenda = DueChecks()
     assert agenda.next_at() is None
     agenda.add(5.0, ("backend", "a"))
     agenda.add(3.0, ("backend", "b"))
@@ -166,7 +166,7 @@ def test_the_agenda_gives_each_subject_once_at_its_earliest_time() -> None:
 
 def test_who_falls_silent_is_looked_at_when_that_changes_how_it_is_treated() -> None:
     observed = observe_host(ObservedState(since=NOW), host_report(), NOW)
-    silence, agenda = Silence(), Agenda()
+    silence, agenda = SilenceDetector(), DueChecks()
     assert silence.of_host(observed, HOST, NOW, agenda).hosts == {HOST}, "it is new"
     assert silence.of_host(observed, HOST, NOW + 1, agenda) == NOTHING
     assert agenda.next_at() == NOW + HOST_SUSPECT_AFTER_S
@@ -181,7 +181,7 @@ def test_who_falls_silent_is_looked_at_when_that_changes_how_it_is_treated() -> 
 
 def test_a_proxy_that_falls_silent_concerns_goals() -> None:
     observed = ObservedState(since=NOW, proxies=Map({PROXY: proxy_heard()}))
-    silence, agenda = Silence(), Agenda()
+    silence, agenda = SilenceDetector(), DueChecks()
     assert silence.of_proxy(observed, PROXY, NOW, agenda).goals
     assert silence.of_proxy(observed, PROXY, NOW + 1, agenda) == NOTHING
     lost = silence.of_proxy(observed, PROXY, NOW + PROXY_LOST_AFTER_S, agenda)
@@ -189,12 +189,12 @@ def test_a_proxy_that_falls_silent_concerns_goals() -> None:
 
 
 def test_attention_is_gathered_until_a_plan_takes_it() -> None:
-    attending = Attending()
+    attending = DirtySets()
     attending.add(NOTHING)
     assert attending.is_empty
-    attending.add(Attention(backends=frozenset({TAG}), goals=True))
-    attending.add(Attention(hosts=frozenset({HOST}), has_room=True))
-    assert attending.take() == Attention(
+    attending.add(DirtySet(backends=frozenset({TAG}), goals=True))
+    attending.add(DirtySet(hosts=frozenset({HOST}), has_room=True))
+    assert attending.take() == DirtySet(
         backends=frozenset({TAG}), hosts=frozenset({HOST}), goals=True, has_room=True
     )
     assert attending.take() == NOTHING
@@ -206,11 +206,11 @@ def test_attention_is_gathered_until_a_plan_takes_it() -> None:
 
 
 def test_the_first_plan_of_a_term_looks_at_everything() -> None:
-    assert Hearing(NOW, no_refusal).fold(Checkpoint(), NOW).is_everything
+    assert TermObservations(NOW, no_refusal).fold(Checkpoint(), NOW).is_everything
 
 
 def test_the_bus_going_and_coming_makes_everything_worth_a_look() -> None:
-    hearing = Hearing(NOW, no_refusal)
+    hearing = TermObservations(NOW, no_refusal)
     hearing.fold(Checkpoint(), NOW)
     hearing.hear_break(None)
     assert hearing.fold(Checkpoint(), NOW).is_everything
@@ -220,7 +220,7 @@ def test_the_bus_going_and_coming_makes_everything_worth_a_look() -> None:
 
 
 def test_of_the_buckets_news_late_ones_change_nothing() -> None:
-    hearing = Hearing(NOW, no_refusal)
+    hearing = TermObservations(NOW, no_refusal)
     hearing.hear_bucket({"k": (5, 50)}, whole=False)
     assert hearing.observed.bucket is None, "nothing is known before the whole was read"
     hearing.hear_bucket({"k": (5, 50), "l": (6, 60)}, whole=True)
@@ -233,7 +233,7 @@ def test_of_the_buckets_news_late_ones_change_nothing() -> None:
 
 
 def test_what_is_due_is_looked_at_when_its_time_comes() -> None:
-    hearing = Hearing(NOW, no_refusal)
+    hearing = TermObservations(NOW, no_refusal)
     hearing.fold(Checkpoint(), NOW)
     hearing.due([DueTime(NOW + 0.5, ("backend", TAG)), DueTime(NOW + 0.7, ("host_goal", HOST))])
     assert hearing.next_at() == NOW + 0.5
@@ -245,7 +245,7 @@ def test_what_is_due_is_looked_at_when_its_time_comes() -> None:
 def test_everything_is_looked_at_in_turn_whatever_is_heard_and_what_is_over_is_forgotten() -> None:
     backends = [backend_of(V1, BackendTag(f"default/b{number}")) for number in range(300)]
     checkpoint = checkpoint_of(*backends)
-    hearing = Hearing(NOW, no_refusal)
+    hearing = TermObservations(NOW, no_refusal)
     hearing.fold(checkpoint, NOW)
     seen: list[BackendTag] = []
     tidied = 0

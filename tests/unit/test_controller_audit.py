@@ -11,11 +11,11 @@ from serve_controller.core.audit import AUDIT_BYTES_MAX, LEFT_OUT, audit_of
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
-    Changes,
     Counters,
     HostRecord,
     HttpRecord,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
 )
 from tests.unit.controller_parts import (
     G1,
@@ -41,7 +41,7 @@ def test_what_was_made_was_not_there_before() -> None:
         Counters(goal=1),
         HostRecord(host_id=HostId("h"), generation=3),
     )
-    old, new = audit_of(checkpoint_of(), Changes(values))
+    old, new = audit_of(checkpoint_of(), ObjectChanges(values))
     assert old == {"backend default/a": None, "endpoint default/a": None}
     assert new is not None
     assert list(new) == ["backend default/a", "endpoint default/a"]
@@ -67,14 +67,14 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
         host,
         replica_of(1, V1),
     )
-    changes = Changes(
+    changes = ObjectChanges(
         (
             backend_of(V2, deleting=True),
             msgspec.structs.replace(application, deleting=True),
             HttpRecord(target=HttpOptions(request_timeout_s=5), last_good=None, goal_id=G1),
             msgspec.structs.replace(host, draining=True, generation=2),
         ),
-        ((Kind.ENDPOINT, TAG), (Kind.REPLICA, "default/a#1")),
+        ((ObjectKind.ENDPOINT, TAG), (ObjectKind.REPLICA, "default/a#1")),
     )
     old, new = audit_of(before, changes)
     assert old is not None
@@ -96,13 +96,13 @@ def test_what_changed_is_told_as_it_was_and_is() -> None:
 
 def test_a_change_of_nothing_that_users_decide_on_says_nothing() -> None:
     before = checkpoint_of(backend_of(V1))
-    changes = Changes((backend_of(V1, goal_id="g2", start_failures=1), goal_of()))
+    changes = ObjectChanges((backend_of(V1, goal_id="g2", start_failures=1), goal_of()))
     assert audit_of(before, changes) == (None, None)
 
 
 def test_large_values_are_named_and_not_repeated() -> None:
     large = version_of(user_config={"weights": "x" * 60_000}, num_replicas=3)
-    old, new = audit_of(checkpoint_of(backend_of(V1)), Changes((backend_of(large),)))
+    old, new = audit_of(checkpoint_of(backend_of(V1)), ObjectChanges((backend_of(large),)))
     assert old is not None
     assert new is not None
     config = new["backend default/a"]["target"]["backend_config"]
@@ -116,7 +116,7 @@ def test_each_side_is_bounded_and_says_what_is_missing() -> None:
         backend_of(version_of(user_config="y" * 2000), BackendTag(f"default/n{i:04}")) for i in range(500)
     ]
     before = checkpoint_of(*backends)
-    changes = Changes((), tuple((Kind.BACKEND, backend.backend_tag) for backend in backends))
+    changes = ObjectChanges((), tuple((ObjectKind.BACKEND, backend.backend_tag) for backend in backends))
     old, new = audit_of(before, changes)
     for side in (old, new):
         assert side is not None

@@ -20,13 +20,13 @@ from serve_controller.core.events import (
 )
 from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.objects import (
-    Changes,
     CheckpointObject,
     Counters,
     GoalKind,
     HostRecord,
     Key,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     ProxyRecord,
     ReplicaState,
 )
@@ -47,7 +47,7 @@ HOST = HostId("host-1")
 
 
 def told(before: Checkpoint, *values: CheckpointObject, deletes: tuple[Key, ...] = ()) -> list[EventView]:
-    changes = Changes(values, deletes)
+    changes = ObjectChanges(values, deletes)
     return events_of(before, before.applied(changes), changes, NOW)
 
 
@@ -66,7 +66,7 @@ def test_a_goal_is_told_when_it_begins_and_when_it_ends() -> None:
     (event,) = told(before, goal_of(status=GoalStatus.FAILED, error=TRACEBACK))
     assert (event.state, event.message) == ("failed", "deploy default/a: RuntimeError: no")
     assert [e.state for e in told(checkpoint_of(), goal_of())] == ["pending", "succeeded"]
-    assert told(checkpoint_of(goal_of()), deletes=((Kind.GOAL, "g1"),)) == []
+    assert told(checkpoint_of(goal_of()), deletes=((ObjectKind.GOAL, "g1"),)) == []
 
 
 def test_every_move_of_a_replica_is_told_with_where_or_why() -> None:
@@ -117,7 +117,7 @@ def test_a_replica_that_stops_says_why(others: list, was: ReplicaState, why: str
 
 
 def test_a_replica_that_is_gone_says_whether_it_should_be() -> None:
-    gone: tuple[Key, ...] = ((Kind.REPLICA, "default/a#1"),)
+    gone: tuple[Key, ...] = ((ObjectKind.REPLICA, "default/a#1"),)
     before = checkpoint_of(backend_of(V1), replica_of(1, V1, ReplicaState.STOPPING))
     (event,) = told(before, deletes=gone)
     assert (event.subject, event.state, event.message) == ("default/a#1", "stopped", "has stopped")
@@ -165,7 +165,7 @@ def test_hosts_and_proxies_come_and_go() -> None:
     )
     assert [e.state for e in told(known, draining)] == ["draining"]
     assert [e.state for e in told(checkpoint_of(draining), record)] == ["undrained"]
-    gone = told(known, deletes=((Kind.PROXY, "p"), (Kind.HOST, HOST), (Kind.BACKEND, TAG)))
+    gone = told(known, deletes=((ObjectKind.PROXY, "p"), (ObjectKind.HOST, HOST), (ObjectKind.BACKEND, TAG)))
     assert [(e.kind, e.state) for e in gone] == [
         ("host", "forgotten"),
         ("proxy", "gone"),

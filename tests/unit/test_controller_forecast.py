@@ -16,13 +16,13 @@ from serve_controller.core.goals.scope import deployment_owned
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
-    Changes,
     CheckpointObject,
     GoalKind,
     HostRecord,
     HttpRecord,
     Key,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     ReplicaState,
 )
 from tests.unit.controller_parts import (
@@ -51,7 +51,7 @@ def plan(
     hosts: tuple[str, ...] = ("host-1",),
     cpus: float = 20_000.0,
 ) -> PlanView:
-    after = before.applied(Changes(values, deletes))
+    after = before.applied(ObjectChanges(values, deletes))
     return forecasting.forecast(before, after, observed_hosts(*hosts, cpus=cpus), NOW)
 
 
@@ -141,7 +141,7 @@ def test_scaling_down_gives_up_what_serves_least_then_the_newest() -> None:
 
 
 def test_a_deployment_that_goes_away_stops_everything() -> None:
-    gone: tuple[Key, ...] = ((Kind.ENDPOINT, TAG),)
+    gone: tuple[Key, ...] = ((ObjectKind.ENDPOINT, TAG),)
     before = running(replica_of(4, V1, ReplicaState.STOPPING))
     view = plan(before, backend_of(V1, deleting=True), deletes=gone)
     assert told(view) == [(STOP, f"default/a#{n}", "the deployment goes away") for n in (1, 2, 3)]
@@ -281,7 +281,7 @@ def test_an_answer_is_bounded() -> None:
     )
     tags = [BackendTag(f"default/n{i}") for i in range(3_000)]
     before = checkpoint_of(*(backend_of(version_of(num_replicas=0), tag) for tag in tags))
-    view = plan(before, deletes=tuple((Kind.BACKEND, tag) for tag in tags))
+    view = plan(before, deletes=tuple((ObjectKind.BACKEND, tag) for tag in tags))
     assert len(view.notes) == forecasting.NOTES_MAX + 1
     assert view.notes[-1] == "and 2700 more notes"
     assert len(msgspec.json.encode(view)) < 1_000_000

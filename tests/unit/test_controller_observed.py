@@ -30,7 +30,7 @@ from serve_controller.core.observed import (
     silent_at,
 )
 from serve_controller.shell import observations as hearing_module
-from serve_controller.shell.observations import Hearing
+from serve_controller.shell.observations import TermObservations
 
 HOST = HostId("host-1")
 NOBODY = ObservedState(since=100.0)
@@ -197,7 +197,9 @@ class Heard:
 
     def __init__(self) -> None:
         self.refused: list[str] = []
-        self.hearing = Hearing(100.0, lambda kind, sender, _error: self.refused.append(f"{kind} {sender}"))
+        self.hearing = TermObservations(
+            100.0, lambda kind, sender, _error: self.refused.append(f"{kind} {sender}")
+        )
         self.hearing.hear_round_trip(1e9, 100.0)
 
     def hear(self, now: float, *reports: HostReport | ProxyReport) -> list[str]:

@@ -12,7 +12,7 @@ from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import HTTP_KEY, backend_key
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Counters, HostRecord, Kind, ReplicaState, SnapshotRecord
+from serve_controller.core.objects import Counters, HostRecord, ObjectKind, ReplicaState, SnapshotRecord
 from serve_controller.core.observed import HOST_LOST_AFTER_S, observe_host
 from serve_controller.core.reconcile import PublishSnapshot, SendHostGoal, reconcile
 from serve_controller.core.restored import (
@@ -24,7 +24,7 @@ from serve_controller.core.restored import (
     overtake,
     roll_call_over_at,
 )
-from serve_controller.shell.observations import Hearing
+from serve_controller.shell.observations import TermObservations
 from tests.simulation.wire import carried
 from tests.unit.controller_parts import (
     NOW,
@@ -275,7 +275,7 @@ def test_it_is_waited_for_everybody_who_may_speak() -> None:
 )
 def test_an_absurd_claim_is_refused_with_its_whole_report(said: HostReport | ProxyReport) -> None:
     refused: list[str] = []
-    hearing = Hearing(NOW, lambda kind, _, error: refused.append(f"{kind} {error}"))
+    hearing = TermObservations(NOW, lambda kind, _, error: refused.append(f"{kind} {error}"))
     hearing.given = Claims(epoch=6, goal=5, ordinal=4, generation=9, snapshot=7)
     hearing.hear(said, NOW)
     hearing.take_in(Checkpoint())
@@ -287,7 +287,7 @@ def test_an_absurd_claim_is_refused_with_its_whole_report(said: HostReport | Pro
 
 def test_an_absurd_value_of_the_bucket_is_to_be_put_right() -> None:
     refused: list[str] = []
-    hearing = Hearing(NOW, lambda kind, key, _: refused.append(f"{kind} {key}"))
+    hearing = TermObservations(NOW, lambda kind, key, _: refused.append(f"{kind} {key}"))
     hearing.hear_bucket({"endpoints.a": (1, 2**62), "endpoints.b": (2, 41)}, whole=True)
     assert dict(hearing.observed.bucket or {}) == {"endpoints.a": 0, "endpoints.b": 41}
     assert (refused, hearing.claims.snapshot) == (["snapshot endpoints.a"], 41)
@@ -310,5 +310,5 @@ def test_raised_numbers_leave_room_for_ages() -> None:
 def test_goals_that_are_over_stay_so() -> None:
     checkpoint, observed = restored(goal_of("g4"))
     draft = overtake(checkpoint, observed, CLAIMS, EPOCH, NOW)
-    assert (Kind.GOAL, "g4") not in draft.changes().deletes
+    assert (ObjectKind.GOAL, "g4") not in draft.changes().deletes
     assert draft.goals[GoalId("g4")].status is GoalStatus.SUCCEEDED

@@ -20,7 +20,12 @@ from serve_common.api.views import GoalStatus
 from serve_common.errors import BadField, Conflict, NotFound
 from serve_common.names import BackendTag
 from serve_common.protocol.snapshots import BackendSnapshot
-from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, ScalingStatus, Verdict
+from serve_controller.core.autoscaling.values import (
+    ScalingDecision,
+    ScalingDecisionKind,
+    ScalingState,
+    ScalingStatus,
+)
 from serve_controller.core.reconcile import reconcile
 from serve_controller.core.scaling import scaling_events
 from serve_controller.core.views import view_autoscaling
@@ -314,7 +319,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(command: Any, error: Any,
 # -- telling -----------------------------------------------------------------------------------------------------------
 
 
-def decision(target: int, verdict: Verdict = Verdict.UP) -> ScalingDecision:
+def decision(target: int, verdict: ScalingDecisionKind = ScalingDecisionKind.UP) -> ScalingDecision:
     return ScalingDecision(
         target=target, state=ScalingState(), verdict=verdict, seen=7.5, wanted=3.75, why="7.5 requests seen"
     )

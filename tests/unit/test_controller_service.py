@@ -23,7 +23,7 @@ from serve_common.names import BackendTag, ControllerId, HostId
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.runtime.tasks import TaskOwner
-from serve_controller.core.autoscaling.values import ScalingDecision, ScalingState, Verdict
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingDecisionKind, ScalingState
 from serve_controller.core.observed import HOST_LOST_AFTER_S
 from serve_controller.shell import leadership, service
 from serve_controller.shell.boundary import OpenBoundary
@@ -383,7 +383,12 @@ async def test_a_write_of_unknown_fate_is_read_back_under_a_new_epoch() -> None:
 
 def scaling_to(target: int) -> dict[BackendTag, ScalingDecision]:
     decision = ScalingDecision(
-        target=target, state=ScalingState(), verdict=Verdict.UP, seen=6.0, wanted=3.0, why="6 requests seen"
+        target=target,
+        state=ScalingState(),
+        verdict=ScalingDecisionKind.UP,
+        seen=6.0,
+        wanted=3.0,
+        why="6 requests seen",
     )
     return {BackendTag("default/a"): decision}
 

@@ -15,11 +15,11 @@ from serve_controller.core import views
 from serve_controller.core.objects import (
     Application,
     ApplicationVersion,
-    Changes,
     Counters,
     HostRecord,
     HttpRecord,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     ReplicaState,
     Revision,
 )
@@ -287,7 +287,7 @@ def test_a_page_of_deployments_counts_only_what_is_shown() -> None:
 def test_replicas_are_counted_in_every_state() -> None:
     other = BackendTag("default/b")
     checkpoint = checkpoint_of(backend_of(V1), *WHOLE, backend_of(V1, other)).applied(
-        Changes((), ((Kind.GOAL, "g1"),))
+        ObjectChanges((), ((ObjectKind.GOAL, "g1"),))
     )
     counts = {(row.backend_tag, row.state): row.count for row in views.count_replicas(checkpoint)}
     assert counts.pop((TAG, "running")) == 2

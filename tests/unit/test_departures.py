@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from muster.handles import RequestCancelled
 from serve_common.protocol.frames import CancelHead, ErrorHead
-from serve_common.runtime.request_context import Departures
+from serve_common.runtime.request_context import DisconnectPropagation
 from tests.unit.handle_world import World, call, make_world, stream
 from tests.unit.replica_rig import Request, Rig
 
@@ -30,7 +30,7 @@ def test_what_a_request_has_begun_is_cancelled_once_and_what_it_begins_later_too
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serve_common.runtime.request_context.LEFT_MAX", 1)
-    known = Departures()
+    known = DisconnectPropagation()
     first, other, ended, late, after = (Begun() for _ in range(5))
     known.watch(b"a", first)
     known.watch(b"a", ended)
@@ -49,9 +49,9 @@ def test_what_a_request_has_begun_is_cancelled_once_and_what_it_begins_later_too
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> Departures:
+def known(monkeypatch: pytest.MonkeyPatch) -> DisconnectPropagation:
     """The rigs give their requests the same keys again and again, which no router does."""
-    known = Departures()
+    known = DisconnectPropagation()
     monkeypatch.setattr("muster.handles.calls.departures", known)
     monkeypatch.setattr("serve_replica_host.replica.user.executor.departures", known)
     return known
@@ -140,7 +140,7 @@ async def test_the_deadline_of_a_request_ends_what_its_thread_waits_for(world: W
     assert world.told == [CancelHead()]
 
 
-async def test_an_answered_request_leaves_nothing_behind(world: World, known: Departures) -> None:
+async def test_an_answered_request_leaves_nothing_behind(world: World, known: DisconnectPropagation) -> None:
     def asks(request: Any) -> Any:
         return call(world.handle()).result()
 

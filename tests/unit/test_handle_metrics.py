@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.runtime.request_context import HandleQueue, ReplicaContext
+from serve_common.runtime.request_context import CurrentReplica, HandleQueue
 from serve_common.runtime.settings import BusSettings
 from serve_replica_host.replica.telemetry import handle_metrics
 from serve_replica_host.replica.telemetry.handle_metrics import PrometheusHandleMetrics
@@ -21,7 +21,7 @@ class Case:
         self.registry = CollectorRegistry()
         self.metrics = PrometheusHandleMetrics(self.registry)
         bus = BusSettings(servers=[], user="", password="", inbox_prefix="", subject_prefix="serve")
-        self.replica = ReplicaContext(
+        self.replica = CurrentReplica(
             replica_tag=ReplicaTag("default/top#0"),
             backend_tag=BackendTag("default/top"),
             bus=bus,

@@ -24,9 +24,9 @@ from serve_common.errors import (
     NotFound,
 )
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_common.runtime.request_context import (
-    ReplicaContext,
+    CurrentReplica,
     RequestContext,
     request_context,
     set_replica_context,
@@ -47,7 +47,7 @@ async def test_a_call_carries_arguments_and_method_and_brings_its_value_to_every
     response = call(world.handle().predict, 1, "two", three=[3])
     sent = await world.sent()
     assert sent.subject == "serve.replica.default.a.0"
-    assert sent.head.kind is Kind.PYTHON
+    assert sent.head.kind is RequestKind.PYTHON
     assert sent.head.endpoint_tag == "default/a"
     assert sent.head.call is not None
     assert (sent.head.call.method_name, sent.head.call.stream, sent.head.call.is_pickled) == (
@@ -168,7 +168,7 @@ def test_a_handle_is_of_the_replicas_own_application_unless_told() -> None:
     assert get_deployment_handle("a").app_name == "default"
     bus = BusSettings(servers=["nats://x"], user="", password="", inbox_prefix="_I", subject_prefix="serve")
     set_replica_context(
-        ReplicaContext(
+        CurrentReplica(
             replica_tag=TAG, backend_tag=BackendTag("shop/b"), bus=bus, code_version=1, companions={}
         )
     )
@@ -198,9 +198,9 @@ async def test_an_application_is_called_at_the_deployment_with_a_route(world: Wo
 
 
 @pytest.fixture
-def in_replica() -> Iterator[ReplicaContext]:
+def in_replica() -> Iterator[CurrentReplica]:
     """Of the deployment shop/front."""
-    context = ReplicaContext(
+    context = CurrentReplica(
         replica_tag=ReplicaTag("shop/front#3"),
         backend_tag=BackendTag("shop/front"),
         bus=BusSettings(servers=["nats://x"], user="", inbox_prefix="_I", subject_prefix="serve"),
@@ -213,7 +213,7 @@ def in_replica() -> Iterator[ReplicaContext]:
 
 
 async def test_a_replica_calls_its_own_application_and_whom_may_call_names(
-    world: World, in_replica: ReplicaContext
+    world: World, in_replica: CurrentReplica
 ) -> None:
     world.deploy("shop/inner", "bank/ledger", "bank/vault")
     _ = call(get_deployment_handle("inner"))

@@ -12,7 +12,7 @@ from serve_common.errors import BusUnavailable
 from serve_common.identities.credentials import CredentialsFile
 from serve_common.identities.roles import Role
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.runtime.request_context import ReplicaContext, set_replica_context
+from serve_common.runtime.request_context import CurrentReplica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 
 
@@ -93,7 +93,7 @@ def test_a_replica_uses_its_own_bus() -> None:
     bus = BusSettings(
         servers=["nats://x"], user="replica", password="p", inbox_prefix="_INBOX_replica", subject_prefix="s"
     )
-    context = ReplicaContext(
+    context = CurrentReplica(
         replica_tag=ReplicaTag("a/b#0"),
         backend_tag=BackendTag("a/b"),
         bus=bus,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from muster.handles import calls as items_module
 from muster.handles.calls import ItemReader
 from muster.handles.wakeups import Wakers, wait_in_thread, waiter_here
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.runtime.threads import Mailbox
 
 
@@ -35,7 +35,7 @@ def test_an_item_above_the_limit_is_refused_before_it_is_there(monkeypatch: pyte
     monkeypatch.setattr(items_module, "BODY_BYTES_MAX", 100)
     reader = ItemReader()
     reader.feed(memoryview((101).to_bytes(4, "big")))
-    with pytest.raises(AnswerUnusable, match="at most 100"):
+    with pytest.raises(ResponseUnusable, match="at most 100"):
         reader.next_item()
 
 

@@ -15,14 +15,14 @@ from serve_replica_host.core.events import (
     Constructed,
     Drained,
     Gone,
-    Happening,
     HealthChecked,
     HealthCheckSent,
     Placed,
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaEventKind,
+    ReplicaStartFailed,
     Waits,
     after,
     apply_event,
@@ -168,8 +168,8 @@ def test_every_status_has_a_way_to_its_end() -> None:
 
 
 def test_what_the_table_does_not_name_changes_nothing() -> None:
-    assert after(ReplicaStatus.DRAINING, Happening.CHECK_PASSED) is ReplicaStatus.DRAINING
-    assert after(ReplicaStatus.DEAD, Happening.PROCESS_ENDED) is ReplicaStatus.DEAD
+    assert after(ReplicaStatus.DRAINING, ReplicaEventKind.CHECK_PASSED) is ReplicaStatus.DRAINING
+    assert after(ReplicaStatus.DEAD, ReplicaEventKind.PROCESS_ENDED) is ReplicaStatus.DEAD
 
 
 def test_a_wanted_replica_is_started_once_and_runs_when_constructed() -> None:
@@ -203,7 +203,7 @@ def test_a_failed_start_is_kept_until_the_goal_omits_it_and_its_tag_is_never_sta
     world = World()
     world.want(ONE)
 
-    assert world.hear(StartFailed(TAG, "RuntimeError: no model")) == [KillReplica(TAG)]
+    assert world.hear(ReplicaStartFailed(TAG, "RuntimeError: no model")) == [KillReplica(TAG)]
     assert world.hear(ProcessEnded(TAG, "killed")) == []
     assert world.want(ONE) == []
     assert world.held(TAG).error == "RuntimeError: no model"
@@ -535,7 +535,7 @@ def test_a_report_is_the_whole_inventory_with_the_goal_that_it_obeys() -> None:
 def test_errors_are_cut_to_their_end_and_spent_tags_to_the_newest() -> None:
     world = World()
     world.want(ONE)
-    world.hear(StartFailed(TAG, "x" * ERROR_LENGTH_MAX + "ValueError"))
+    world.hear(ReplicaStartFailed(TAG, "x" * ERROR_LENGTH_MAX + "ValueError"))
     assert len(world.held(TAG).error) == ERROR_LENGTH_MAX
     assert world.held(TAG).error.endswith("ValueError")
 

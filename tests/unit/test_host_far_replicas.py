@@ -15,16 +15,16 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from ray.exceptions import ActorUnavailableError
 
 from serve_common.runtime.clock import SystemClock
-from serve_replica_host.adapters.far_replicas import FETCH_EVERY_S, FarReplica
-from serve_replica_host.adapters.metrics_files import FarFiles, MetricsFiles
+from serve_replica_host.adapters.metrics_files import MetricsFiles, RemoteFiles
+from serve_replica_host.adapters.remote_replicas import FETCH_EVERY_S, RemoteReplica
 from serve_replica_host.replica.telemetry import remote as fetched_module
 from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET
 from serve_replica_host.replica.telemetry.remote import (
     PREFIX,
-    Fetched,
     Hello,
-    HostPlace,
+    HostLocation,
     KeptLines,
+    RemoteTelemetry,
     encode_fetched,
     make_private_directory,
     read_files,
@@ -52,12 +52,12 @@ class FarWorld:
         self.directory = directory / "host"
         self.files = MetricsFiles(self.directory)
         self.files.clean()
-        self.far_files = FarFiles(self.directory)
+        self.far_files = RemoteFiles(self.directory)
         self.asked: list[tuple[bool, Future[bytes]]] = []
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self.written: list[bytes] = []
         self.written_later: list[Callable[[], None]] = []
-        self.far = FarReplica(
+        self.far = RemoteReplica(
             self,
             HELLO,
             self.far_files,
@@ -89,7 +89,7 @@ class FarWorld:
 
     # What happens.
 
-    def answer(self, fetched: Fetched) -> None:
+    def answer(self, fetched: RemoteTelemetry) -> None:
         self.asked[-1][1].set_result(encode_fetched(fetched))
 
     def pass_time(self) -> None:
@@ -112,13 +112,13 @@ def test_what_was_fetched_is_on_the_page_and_the_next_is_asked_for_a_second_late
 ) -> None:
     world.far.ask()
     assert len(world.asked) == 1
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
 
     assert world.shown() == {"requests_total": 5.0, "in_flight": 5.0}
     assert [path.name for path in world.directory.glob("counter*")] == ["counter_abc-7.db"]
     assert FETCH_EVERY_S in [delay_s for delay_s, _ in world.timers]
     world.pass_time()
-    world.answer(Fetched(written(tmp_path / "far", 7, 6.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 6.0)))
     assert len(world.asked) == 2
     assert world.shown() == {"requests_total": 6.0, "in_flight": 6.0}
 
@@ -127,7 +127,7 @@ def test_while_one_that_is_asked_hangs_it_is_not_asked_again_and_its_gauges_leav
     world: FarWorld, tmp_path: Path
 ) -> None:
     world.far.ask()
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
     world.pass_time()
     assert len(world.asked) == 2
 
@@ -136,7 +136,7 @@ def test_while_one_that_is_asked_hangs_it_is_not_asked_again_and_its_gauges_leav
 
     assert len(world.asked) == 2
     assert world.shown() == {"requests_total": 5.0}
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
     assert world.shown() == {"requests_total": 5.0, "in_flight": 5.0}
 
 
@@ -144,7 +144,7 @@ def test_one_that_cannot_be_reached_is_asked_again_and_unknown_meanwhile(
     world: FarWorld, tmp_path: Path
 ) -> None:
     world.far.ask()
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
     world.pass_time()
     world.asked[-1][1].set_exception(ActorUnavailableError("no way to it", None))
 
@@ -158,8 +158,8 @@ def test_the_last_words_of_a_process_are_not_replaced_by_what_was_said_before(
 ) -> None:
     earlier = written(tmp_path / "far", 7, 5.0)
     world.far.ask()
-    world.far.take_last(Fetched(written(tmp_path / "far", 7, 9.0), b"last\n"))
-    world.answer(Fetched(earlier, b"said before\n"))
+    world.far.take_last(RemoteTelemetry(written(tmp_path / "far", 7, 9.0), b"last\n"))
+    world.answer(RemoteTelemetry(earlier, b"said before\n"))
     world.far.end()
     world.files.retire(world.far.process)
     world.pass_time()
@@ -174,7 +174,7 @@ def test_an_answer_after_the_end_brings_no_file_back(world: FarWorld, tmp_path: 
     world.far.ask()
     world.far.end()
     world.files.retire(world.far.process)
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
     world.pass_time()
 
     assert list(world.directory.iterdir()) == []
@@ -183,9 +183,9 @@ def test_an_answer_after_the_end_brings_no_file_back(world: FarWorld, tmp_path: 
 
 def test_no_more_lines_are_asked_for_while_the_last_ones_are_not_written(world: FarWorld) -> None:
     world.far.ask()
-    world.answer(Fetched(lines=b"one\n"))
+    world.answer(RemoteTelemetry(lines=b"one\n"))
     world.pass_time()
-    world.answer(Fetched())
+    world.answer(RemoteTelemetry())
     world.written_later[0]()
     world.pass_time()
 
@@ -194,9 +194,9 @@ def test_no_more_lines_are_asked_for_while_the_last_ones_are_not_written(world: 
 
 def test_metrics_that_are_too_large_are_unknown_and_not_old(world: FarWorld, tmp_path: Path) -> None:
     world.far.ask()
-    world.answer(Fetched(written(tmp_path / "far", 7, 5.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 7, 5.0)))
     world.pass_time()
-    world.answer(Fetched(left_out_bytes=10**7))
+    world.answer(RemoteTelemetry(left_out_bytes=10**7))
 
     assert world.shown() == {"requests_total": 5.0}
 
@@ -206,7 +206,7 @@ def test_files_of_processes_that_a_replica_has_forked_are_kept_apart_and_folded_
 ) -> None:
     written(tmp_path / "far", 7, 5.0)
     world.far.ask()
-    world.answer(Fetched(written(tmp_path / "far", 8, 2.0)))
+    world.answer(RemoteTelemetry(written(tmp_path / "far", 8, 2.0)))
 
     assert world.shown() == {"requests_total": 7.0, "in_flight": 7.0}
     world.far.end()
@@ -262,14 +262,14 @@ def test_lines_that_are_not_fetched_spill_and_are_counted(monkeypatch: pytest.Mo
 
 def test_who_runs_on_the_hosts_node_and_sees_its_files_shares_its_machine(tmp_path: Path) -> None:
     socket = tmp_path / "log.sock"
-    place = HostPlace(metrics_dir=str(tmp_path), node_id="a", log_socket=str(socket))
+    place = HostLocation(metrics_dir=str(tmp_path), node_id="a", log_socket=str(socket))
 
     assert not place.is_shared_by("a")  # another container
     socket.touch()
     assert place.is_shared_by("a")
     assert not place.is_shared_by("b")
-    assert not HostPlace(metrics_dir=str(tmp_path / "none"), node_id="a").is_shared_by("a")
-    assert HostPlace().is_shared_by("b")  # a Ray of the host's own
+    assert not HostLocation(metrics_dir=str(tmp_path / "none"), node_id="a").is_shared_by("a")
+    assert HostLocation().is_shared_by("b")  # a Ray of the host's own
 
 
 def test_a_replica_takes_what_it_lacks_of_its_hosts_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_a_replica_takes_what_it_lacks_of_its_hosts_environment(monkeypatch: pyt
     monkeypatch.setenv("SERVE_UNCOUNTED", "")
     monkeypatch.delenv("SERVE_UNCOUNTED")
     variables = {"SERVE_LOG_LEVEL": "DEBUG", "SERVE_UNCOUNTED": "a"}
-    place = HostPlace(node_id="a", host_id="host-1", log_socket="/x.sock", variables=variables)
+    place = HostLocation(node_id="a", host_id="host-1", log_socket="/x.sock", variables=variables)
 
     place.enter(is_shared=False)
 

@@ -40,7 +40,7 @@ class Blocked:
 
 
 class Held:
-    """As `HeldActor`, with itself as the actor; notes what it is told."""
+    """As `SpareActor`, with itself as the actor; notes what it is told."""
 
     def __init__(self, told: list[str]) -> None:
         self.actor, self.told, self.check_health = self, told, self

@@ -33,7 +33,7 @@ from serve_replica_host.adapters.ray_protocol import (
     Notice,
     Open,
     OpenFailed,
-    ProtocolError,
+    RayProtocolError,
     RaySettings,
     RayUnavailable,
     Reconfigure,
@@ -54,7 +54,7 @@ from serve_replica_host.core.events import (
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     Waits,
 )
 
@@ -79,7 +79,7 @@ NOTICES: list[Notice] = [
     Placed(TAG, 7, True, "abc-7", "10.0.0.2"),
     Waits(TAG, "it needs 4 CPU"),
     Constructed(TAG, 3),
-    StartFailed(TAG, "no such model"),
+    ReplicaStartFailed(TAG, "no such model"),
     Reconfigured(TAG, 4, None),
     HealthChecked(TAG, "no disk"),
     Drained(TAG),
@@ -174,7 +174,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_what_no_runtime_of_ours_says_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(RayProtocolError):
         decode_notice(data)
 
 
@@ -201,7 +201,7 @@ def test_garbage_is_refused_or_within_all_bounds() -> None:
                 break
         try:
             notice = decode_notice(bytes(data))
-        except ProtocolError:
+        except RayProtocolError:
             continue
         understood += 1
         encode(notice)
@@ -211,14 +211,14 @@ def test_garbage_is_refused_or_within_all_bounds() -> None:
 
 
 def test_a_number_that_cannot_be_sent_is_said_and_breaks_nothing() -> None:
-    with pytest.raises(ProtocolError, match="cannot be sent"):
+    with pytest.raises(RayProtocolError, match="cannot be sent"):
         encode(Start(goal(user_config=2**80), BUS))
 
 
 def test_honest_text_of_any_length_fits() -> None:
     text = "\ud800" + "ä" * 10 * TEXT_LENGTH_MAX + "the end"
     events: list[ReplicaEvent] = [
-        StartFailed(TAG, text),
+        ReplicaStartFailed(TAG, text),
         ProcessEnded(TAG, text),
         Reconfigured(TAG, 1, text),
         HealthChecked(TAG, text),
@@ -362,7 +362,7 @@ async def test_a_goal_that_cannot_be_sent_fails_its_replica_alone(world: World) 
     process = await world.opened("time.sleep(600)")
     process.start(goal(user_config=2**80), BUS)
     process.reconfigure(goal(user_config=2**80))
-    assert [type(event) for event in world.events] == [StartFailed, ProcessEnded, Reconfigured]
+    assert [type(event) for event in world.events] == [ReplicaStartFailed, ProcessEnded, Reconfigured]
     assert not is_gone(process)
 
 
@@ -399,5 +399,5 @@ async def test_only_the_socket_and_the_standard_streams_are_inherited(world: Wor
 
 
 def test_a_notice_is_never_larger_than_the_host_takes() -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(RayProtocolError):
         encode(Resources({"x" * NOTICE_BYTES_MAX: 1.0}))

@@ -15,7 +15,7 @@ from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, HostId, ReplicaTag, replica_tag
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaGoal, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner
-from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, StartFailed
+from serve_replica_host.core.events import Constructed, Drained, Placed, ProcessEnded, ReplicaStartFailed
 from serve_replica_host.shell.host import HostShell
 
 HOST = HostId("h")
@@ -215,7 +215,7 @@ async def test_starts_are_timed_and_failures_counted_once(world: World) -> None:
     world.shell.take_event(Placed(one.replica_tag, 42, was_spare=True))
     world.shell.take_event(Constructed(one.replica_tag, 1))
     world.shell.take_event(Placed(two.replica_tag, 43))
-    world.shell.take_event(StartFailed(two.replica_tag, "no"))
+    world.shell.take_event(ReplicaStartFailed(two.replica_tag, "no"))
     await world.reports.until(
         lambda r: {held.status for held in r.replicas} == {ReplicaStatus.RUNNING, ReplicaStatus.FAILED}
     )
@@ -253,7 +253,7 @@ async def test_what_survives_its_kill_is_killed_by_force_and_logged(world: World
     await world.reports.until(lambda r: r.generation == 1)
 
     with capture_logs() as logs:
-        world.shell.take_event(StartFailed(one.replica_tag, "no model"))
+        world.shell.take_event(ReplicaStartFailed(one.replica_tag, "no model"))
         await asyncio.wait_for(world.runtime.was_forced.wait(), 30)
 
     assert world.runtime.told[-2:] == [("kill", one.replica_tag), ("kill_by_force", one.replica_tag)]

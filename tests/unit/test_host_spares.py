@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from serve_replica_host.adapters.ray_thread import HeldActor, SparePool
+from serve_replica_host.adapters.ray_thread import SpareActor, SparePool
 
 
 class World:
     """A pool whose actors are plain values."""
 
     def __init__(self, *, spares_max: int, starts_max: int = 2) -> None:
-        self.made: list[HeldActor] = []
+        self.made: list[SpareActor] = []
         self.pool = SparePool(self._create, spares_max=spares_max, starts_max=starts_max)
 
-    def _create(self) -> HeldActor:
-        held = HeldActor(actor=len(self.made), futures=[])
+    def _create(self) -> SpareActor:
+        held = SpareActor(actor=len(self.made), futures=[])
         self.made.append(held)
         return held
 

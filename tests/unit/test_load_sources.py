@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from serve_common.config.autoscaling import AutoscalingConfig, AutoscalingQuery
 from serve_common.names import BackendTag
 from serve_controller.adapters.load_scrape import LoadSources
-from serve_controller.core.autoscaling.values import Reading
+from serve_controller.core.autoscaling.values import LoadSample
 from serve_controller.ports import LoadAsk, Targets
 
 A, B = BackendTag("a"), BackendTag("b")
@@ -26,14 +26,14 @@ class Source:
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         assert targets is NOBODY
         self.asked += [ask.backend_tag for ask in asks]
         return {ask.backend_tag: self._reading(ask.backend_tag, now) for ask in asks}
 
-    def _reading(self, tag: BackendTag, now: float) -> Reading:
+    def _reading(self, tag: BackendTag, now: float) -> LoadSample:
         missing = self.lacks.get(tag, "")
-        return Reading(at=now, seen=None if missing else 1.0, source=self.name, missing=missing)
+        return LoadSample(at=now, seen=None if missing else 1.0, source=self.name, missing=missing)
 
     async def close(self) -> None:
         pass

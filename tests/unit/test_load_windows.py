@@ -8,7 +8,7 @@ from serve_common.config.autoscaling import AggregationFunction, AutoscalingConf
 from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters.load_scrape import VIEWED, sum_up
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
-from serve_controller.core.autoscaling.values import LoadAsk, Reading
+from serve_controller.core.autoscaling.values import LoadAsk, LoadSample
 
 NAMES = (
     "serve_proxy_info",
@@ -59,7 +59,7 @@ def steady(windows: LoadWindows, until: int, *, ongoing: float = 3.0, queued: fl
         windows.add(PROXY, at, proxy_page(50 + queued * at), KEEP_S)
 
 
-def read(windows: LoadWindows, at: float, asked: LoadAsk | None = None) -> Reading:
+def read(windows: LoadWindows, at: float, asked: LoadAsk | None = None) -> LoadSample:
     return windows.at(at).reading(asked or ask(), WALL)
 
 

@@ -13,7 +13,13 @@ import pytest
 
 from serve_common.protocol.logs import LogFilter, RecallLogs
 from serve_common.protocol.subjects import Subjects
-from serve_common.telemetry.log_forwarder import PIECE_BYTES_MAX, LogRelay, PublishedRate, pieces, recalled
+from serve_common.telemetry.log_forwarder import (
+    PIECE_BYTES_MAX,
+    LogForwarder,
+    PublishedRate,
+    pieces,
+    recalled,
+)
 from serve_common.telemetry.log_lines import TEXT_LENGTH_MAX, cut, encode_line, user_fields, whole_or_short
 
 
@@ -51,7 +57,7 @@ def numbered(count: int) -> Iterator[bytes]:
 def test_what_is_offered_is_written_and_published_by_a_thread_of_its_own() -> None:
     written: list[bytes] = []
     outlet = Outlet()
-    relay = LogRelay(written.append, {}, FixedClock())
+    relay = LogForwarder(written.append, {}, FixedClock())
     relay.use(outlet)
     relay.offer(b'{"n": 1}\n')
     assert outlet.came.wait(30)
@@ -60,7 +66,7 @@ def test_what_is_offered_is_written_and_published_by_a_thread_of_its_own() -> No
 
 def test_lines_wait_for_an_outlet_and_for_one_that_is_away_and_the_oldest_give_way() -> None:
     clock, outlet = FixedClock(), Outlet()
-    relay = LogRelay(None, {"service": "s"}, clock)
+    relay = LogForwarder(None, {"service": "s"}, clock)
     for line in numbered(5):
         relay.offer(line)
     relay.flush()
@@ -82,7 +88,7 @@ def test_lines_wait_for_an_outlet_and_for_one_that_is_away_and_the_oldest_give_w
 def test_a_flood_is_written_whole_but_published_in_part_and_its_bytes_are_bounded() -> None:
     clock, outlet = FixedClock(), Outlet()
     written: list[bytes] = []
-    relay = LogRelay(written.append, {}, clock)
+    relay = LogForwarder(written.append, {}, clock)
     relay.use(outlet)
     with relay._round:  # as long as nothing can be carried out
         for line in numbered(50_000):
@@ -103,7 +109,7 @@ def test_a_flood_is_written_whole_but_published_in_part_and_its_bytes_are_bounde
 
 def test_a_forked_copy_writes_its_own_lines_and_not_its_parents() -> None:
     reading, writing = os.pipe()
-    relay = LogRelay(lambda piece: void(os.write(writing, piece)), {}, FixedClock())
+    relay = LogForwarder(lambda piece: void(os.write(writing, piece)), {}, FixedClock())
     with relay._lock:
         relay._waiting.append(b"the parent's\n")
     child = os.fork()

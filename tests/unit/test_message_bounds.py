@@ -14,9 +14,9 @@ from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.frames import (
     CloseHead,
     FrameUnreadable,
-    Kind,
     ProbeHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
@@ -27,7 +27,7 @@ from serve_common.protocol.snapshots import Snapshot
 from serve_common.telemetry.log_lines import KINDS, RefusedMessages
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.shell import observations as hearing
-from serve_controller.shell.observations import Hearing
+from serve_controller.shell.observations import TermObservations
 from tests.simulation.pure_host import PureHost
 
 HUGE = 10**30
@@ -117,9 +117,9 @@ def test_what_breaks_a_bound_is_refused(message: Any, fields: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "head",
     [
-        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], float("inf"), 0, "e", "r"),
-        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], float("nan"), 0, "e", "r"),
-        RequestHead(Kind.HTTP, "GET", "/", "/", "", [], 1.0, -2, "e", "r"),
+        RequestHead(RequestKind.HTTP, "GET", "/", "/", "", [], float("inf"), 0, "e", "r"),
+        RequestHead(RequestKind.HTTP, "GET", "/", "/", "", [], float("nan"), 0, "e", "r"),
+        RequestHead(RequestKind.HTTP, "GET", "/", "/", "", [], 1.0, -2, "e", "r"),
         ProbeHead(1e300),
         ResponseHead(70_000, [], last=True, in_flight=0),
         ResponseHead(-1, [], last=True, in_flight=0),
@@ -136,7 +136,7 @@ def test_a_report_that_cannot_be_taken_in_costs_that_report_only(monkeypatch: py
     """Whatever it is about one that nobody thought of: the others are heard, and what was heard before stays."""
     bad, good = PureHost("bad"), PureHost("good")
     refused: list[tuple[str, str, str]] = []
-    heard = Hearing(100.0, lambda kind, sender, error: refused.append((kind, sender, repr(error))))
+    heard = TermObservations(100.0, lambda kind, sender, error: refused.append((kind, sender, repr(error))))
     heard.hear(bad.report(), 100.0)
     heard.fold(Checkpoint(), 100.0)
     before = heard.observed.hosts[HostId("bad")]

@@ -67,7 +67,7 @@ _REPLICA = """
 import asyncio
 from muster import batch, multiplexed
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.runtime.request_context import HandleQueue, ReplicaContext, set_replica_context
+from serve_common.runtime.request_context import CurrentReplica, HandleQueue, set_replica_context
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.health import OtherLoopsLag
 from serve_common.telemetry.metrics import measures
@@ -109,7 +109,7 @@ replica.count_refused("busy")
 replica.turn()
 replica.write(Occupancy(ongoing_s=1.0))
 bus = BusSettings(servers=[], user="", password="", inbox_prefix="", subject_prefix="serve")
-context = ReplicaContext(
+context = CurrentReplica(
     replica_tag=ReplicaTag("default/app#1"), backend_tag=TAG, bus=bus, code_version=1,
     companions={BackendTag("default/other"): 1},
 )

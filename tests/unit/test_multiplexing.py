@@ -12,7 +12,7 @@ import muster as serve
 from muster.multiplexing import models as models_module
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.runtime.request_context import (
-    ReplicaContext,
+    CurrentReplica,
     RequestContext,
     request_context,
     set_replica_context,
@@ -295,7 +295,7 @@ async def test_no_limit_is_no_limit() -> None:
 async def test_routers_are_told_of_every_change(monkeypatch) -> None:
     monkeypatch.setattr(models_module, "_all", type(models_module._all)())
     told: list[list[str]] = []
-    context = ReplicaContext(
+    context = CurrentReplica(
         replica_tag=ReplicaTag("app/d#1"),
         backend_tag=BackendTag("app/d"),
         bus=BusSettings(servers=[], user="", password="", inbox_prefix="", subject_prefix=""),

@@ -10,7 +10,7 @@ import pytest
 
 import muster as serve
 from serve_common.names import BackendTag, ReplicaTag
-from serve_common.runtime.request_context import ReplicaContext, set_replica_context
+from serve_common.runtime.request_context import CurrentReplica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 
 
@@ -46,7 +46,7 @@ def test_importing_it_imports_nothing_else() -> None:
 def test_the_replica_is_known_in_a_replica_only() -> None:
     with pytest.raises(serve.NotInReplica, match="only be called in a replica"):
         serve.get_replica_context()
-    context = ReplicaContext(
+    context = CurrentReplica(
         replica_tag=ReplicaTag("shop/pricing#7"),
         backend_tag=BackendTag("shop/pricing"),
         bus=BusSettings(servers=[], user="", password="secret", inbox_prefix="", subject_prefix=""),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serve_common.nats.options import InvalidSubject, ProtocolError
+from serve_common.nats.options import InvalidSubject, NatsProtocolError
 from serve_common.nats.protocol import (
     Greeting,
     Message,
@@ -84,7 +84,7 @@ def test_control_lines_become_values() -> None:
     ],
 )
 def test_what_breaks_the_protocol_is_named(data: bytes, complaint: str) -> None:
-    with pytest.raises(ProtocolError, match=complaint):
+    with pytest.raises(NatsProtocolError, match=complaint):
         Parser(payload_bytes_max=16).feed(data)
 
 
@@ -182,11 +182,11 @@ def test_the_status_line_tells_no_responders() -> None:
 
 @pytest.mark.parametrize("block", [b"", b"NATS/1.0\r\n", b"HTTP/1.1\r\n\r\n", b"NATS/1.0\r\nkey\r\n\r\n"])
 def test_a_header_block_that_is_none_is_refused(block: bytes) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(NatsProtocolError):
         parse_headers(block)
 
 
 @pytest.mark.parametrize("header", [("a:b", "c"), ("", "c"), ("a b", "c"), ("ä", "c"), ("a", "c\r\nd: e")])
 def test_a_header_that_would_break_the_block_is_not_encoded(header: tuple[str, str]) -> None:
-    with pytest.raises(ProtocolError):
+    with pytest.raises(NatsProtocolError):
         encode_headers([header])

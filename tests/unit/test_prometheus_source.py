@@ -15,7 +15,7 @@ from serve_common.names import BackendTag, HostId, ProxyId
 from serve_controller.adapters import prometheus_api, prometheus_source
 from serve_controller.adapters.prometheus_api import PrometheusApi, PrometheusAway, QueryRefused
 from serve_controller.adapters.prometheus_source import PrometheusSource
-from serve_controller.core.autoscaling.values import LoadAsk, Reading, Targets
+from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, Targets
 from tests.unit.passing_time import let_pass
 
 AT = 1000.0
@@ -107,7 +107,7 @@ def ask(tag: str = "busy", **config: object) -> LoadAsk:
     )
 
 
-async def read(source: PrometheusSource, *asks: LoadAsk) -> list[Reading]:
+async def read(source: PrometheusSource, *asks: LoadAsk) -> list[LoadSample]:
     return list((await source.read(asks, Targets(urls=frozenset()), NOW)).values())
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import BusUnavailable, NoReplicaAvailable, ReplicaDied, ServeError
 from serve_common.names import BackendTag, ReplicaTag
@@ -32,12 +32,12 @@ class Told:
     """Remembers what the callbacks of one request were told."""
 
     def __init__(self, world: World, then=None, **fields) -> None:
-        self.answers: list[Answer] = []
+        self.answers: list[Response] = []
         self.errors: list[ServeError] = []
         self.then = then
         self.call = world.dispatcher.begin(world.make_ask(**fields), self.on_answer, self.on_error)
 
-    def on_answer(self, call: Call, answer: Answer) -> None:
+    def on_answer(self, call: Call, answer: Response) -> None:
         assert call is self.call
         self.answers.append(answer)
         if self.then is not None:

@@ -9,9 +9,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from serve_common.dispatch.admission import (
     LOSSES_MAX,
     Endpoint,
-    EndpointTally,
+    FailureDetector,
+    RequestStats,
     ShadowOutcome,
-    Suspicions,
     admit,
     admit_call,
     can_repeat,
@@ -112,7 +112,7 @@ def endpoint_snapshot() -> EndpointSnapshot:
 
 
 def test_admission_names_the_path_and_the_allowed_methods() -> None:
-    endpoint = Endpoint(endpoint_snapshot(), EndpointTally())
+    endpoint = Endpoint(endpoint_snapshot(), RequestStats())
     table, endpoints = RouteTable([endpoint_snapshot()]), {endpoint.tag: endpoint}
     assert admit(table, endpoints, "GET", "/a/x") is endpoint
     assert admit_call(endpoints, endpoint.tag) is endpoint
@@ -175,7 +175,7 @@ def test_only_what_may_run_twice_is_sent_again_and_not_for_ever() -> None:
 
 
 def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
-    suspicions = Suspicions()
+    suspicions = FailureDetector()
     assert not suspicions.no_responders(R0, 1.0)
     assert suspicions
     assert suspicions.due(1.05) == []
@@ -186,7 +186,7 @@ def test_silence_must_last_before_a_replica_counts_as_dead() -> None:
 
 
 def test_any_sign_of_life_ends_a_suspicion() -> None:
-    suspicions = Suspicions()
+    suspicions = FailureDetector()
     suspicions.no_responders(R0, 1.0)
     suspicions.no_responders(R1, 1.0)
     suspicions.heard(R0)
@@ -195,7 +195,7 @@ def test_any_sign_of_life_ends_a_suspicion() -> None:
 
 
 def test_just_after_a_reconnect_nobody_is_declared_dead() -> None:
-    suspicions = Suspicions()
+    suspicions = FailureDetector()
     suspicions.reconnected(10.0)
     suspicions.no_responders(R0, 10.0)
     assert not suspicions.no_responders(R0, 11.9)
@@ -301,7 +301,7 @@ def test_the_seconds_of_a_queue_never_fall_until_its_router_is_another_one(
 
 
 def test_statuses_and_methods_that_are_none_are_counted_together() -> None:
-    tally = EndpointTally()
+    tally = RequestStats()
     for method, status in (("GET", 200), ("GET", 200), ("BREW", 99_999), ("GET", -1), ("BREW", 200)):
         tally.add(method, status, 0.1)
     assert tally.counts == {("GET", 200): 2, ("other", 0): 1, ("GET", 0): 1, ("other", 200): 1}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_common.dispatch.errors import AnswerUnusable, HeadersTooLarge, ReplicaError
+from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ResponseUnusable
 from serve_common.dispatch.timers import PROBE_AFTER_S
 from serve_common.errors import (
     BusUnavailable,
@@ -369,8 +369,8 @@ async def read_all(stream) -> None:
 async def test_a_lost_or_unasked_piece_ends_the_stream(world: World) -> None:
     for frames, error in (
         ([BodyHead(2, False)], ReplicaDied),
-        ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], AnswerUnusable),
-        ([ResponseHead(200, [], False, 0)], AnswerUnusable),
+        ([BodyHead(i, False) for i in range(1, 2 * WINDOW_FRAMES)], ResponseUnusable),
+        ([ResponseHead(200, [], False, 0)], ResponseUnusable),
     ):
         task = await world.ask()
         reply = world.take(RequestHead)[1]
@@ -399,7 +399,7 @@ async def test_rubbish_from_a_replica_is_an_error_of_that_request_only(world: Wo
     task = await world.ask()
     reply = world.take(RequestHead)[1]
     world.bus.receivers[b"1"][0](b"\xff\xff\xff", b"", None)
-    assert isinstance(await failure(task), AnswerUnusable)
+    assert isinstance(await failure(task), ResponseUnusable)
     assert world.take(CancelHead)[1] == reply
 
 

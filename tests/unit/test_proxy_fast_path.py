@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.dispatch.admission import CLIENT_GONE, EndpointTally
-from serve_common.dispatch.calls import Answer, AnswerBody
+from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
+from serve_common.dispatch.calls import Response, ResponseBody
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.errors import NoReplicaAvailable, NotFound
 from serve_proxy.http.requests import HttpRequests
@@ -31,9 +31,9 @@ class FakeIngress:
     def __init__(self) -> None:
         self.is_draining = False
         self.room = UploadRoom()
-        self.routes = SimpleNamespace(unmatched=EndpointTally())
+        self.routes = SimpleNamespace(unmatched=RequestStats())
         self.endpoint = SimpleNamespace(
-            tag="d/a", route="/", tally=EndpointTally(), options=EndpointOptions(), shadows=(), methods=()
+            tag="d/a", route="/", tally=RequestStats(), options=EndpointOptions(), shadows=(), methods=()
         )
         self.begun: list[SimpleNamespace] = []
         self.asked: list[SimpleNamespace] = []
@@ -103,8 +103,8 @@ async def desk() -> AsyncIterator[Desk]:
     await desk.server.close(1.0)
 
 
-def whole(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Answer:
-    return Answer(status, list(headers), memoryview(body), None)
+def whole(body: bytes, *headers: tuple[bytes, bytes], status: int = 200) -> Response:
+    return Response(status, list(headers), memoryview(body), None)
 
 
 async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
@@ -188,9 +188,9 @@ async def test_headers_leave_as_the_bytes_that_they_are(
     await ingress.until(lambda: ingress.begun or ingress.asked)
     answer = whole(b"ok", (b"x-latin", b"\xe4\xff"), (b"x-latin", "ä€".encode()), (b"x", b"1"))
     if is_streamed:
-        body = AnswerBody(memoryview(b"o"), lambda _: None)
+        body = ResponseBody(memoryview(b"o"), lambda _: None)
         body.add(memoryview(b"k"), last=True)
-        answer = Answer(200, [*answer.headers, (b"content-length", b"2")], memoryview(b"o"), body)
+        answer = Response(200, [*answer.headers, (b"content-length", b"2")], memoryview(b"o"), body)
     if ingress.begun:
         ingress.begun[0].on_answer(ingress.begun[0], answer)
     else:
@@ -210,8 +210,8 @@ async def test_a_stream_begins_before_its_first_piece(desk: Desk, target: bytes)
     writer.write(b"GET " + target + b" HTTP/1.1\r\n" + HOST + b"\r\n")
     ingress = desk.ingress
     await ingress.until(lambda: ingress.begun or ingress.asked)
-    body = AnswerBody(memoryview(b""), lambda _: None)
-    answer = Answer(200, [], memoryview(b""), body)
+    body = ResponseBody(memoryview(b""), lambda _: None)
+    answer = Response(200, [], memoryview(b""), body)
     if ingress.begun:
         ingress.begun[0].on_answer(ingress.begun[0], answer)
     else:
@@ -289,8 +289,8 @@ async def test_an_answer_in_pieces_is_streamed_and_the_connection_goes_on(desk: 
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
     call = desk.ingress.begun[0]
-    body = AnswerBody(memoryview(b"ab"), lambda _: None)
-    call.on_answer(call, Answer(200, [(b"content-length", b"4")], memoryview(b"ab"), body))
+    body = ResponseBody(memoryview(b"ab"), lambda _: None)
+    call.on_answer(call, Response(200, [(b"content-length", b"4")], memoryview(b"ab"), body))
     body.add(memoryview(b"cd"), last=True)
     assert (await read_answer(reader))[::2] == (200, b"abcd")
     assert desk.ingress.endpoint.tally.counts == {("GET", 200): 1}
@@ -308,7 +308,7 @@ async def test_a_stream_whose_status_has_no_body_is_answered_and_the_connection_
     await desk.ingress.until(lambda: desk.ingress.begun)
     call = desk.ingress.begun[0]
     call.on_answer(
-        call, Answer(status, [(b"x", b"y")], memoryview(b""), AnswerBody(memoryview(b""), lambda _: None))
+        call, Response(status, [(b"x", b"y")], memoryview(b""), ResponseBody(memoryview(b""), lambda _: None))
     )
     head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode()
     assert head.startswith(f"HTTP/1.1 {status} ")
@@ -325,7 +325,9 @@ async def test_a_client_that_leaves_a_stream_is_given_up(desk: Desk) -> None:
     writer.write(b"GET / HTTP/1.1\r\n" + HOST + b"\r\n")
     await desk.ingress.until(lambda: desk.ingress.begun)
     call = desk.ingress.begun[0]
-    call.on_answer(call, Answer(200, [], memoryview(b"ab"), AnswerBody(memoryview(b"ab"), lambda _: None)))
+    call.on_answer(
+        call, Response(200, [], memoryview(b"ab"), ResponseBody(memoryview(b"ab"), lambda _: None))
+    )
     await asyncio.sleep(0.05)
     writer.transport.abort()
     await desk.ingress.until(lambda: call in desk.ingress.abandoned)

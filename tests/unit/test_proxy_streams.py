@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from serve_common.dispatch.calls import Ask
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.calls import RequestSpec
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.request_body import KEPT_BYTES_MAX, RequestBody, UploadRoom
 from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, MESSAGE_BYTES_MAX, SocketClosed, SocketMessage
 from serve_common.errors import LimitReached, ReplicaDied
@@ -22,10 +22,10 @@ from serve_common.protocol.frames import (
     CancelHead,
     CloseHead,
     CreditHead,
-    Kind,
     MessageHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
 )
 from serve_common.routing.router import Router
@@ -39,8 +39,8 @@ class StreamWorld(World):
         super().__init__()
         self.room = UploadRoom()
 
-    async def begin(self, kind=Kind.HTTP, upload=None, *, repeatable=True):
-        ask = Ask(
+    async def begin(self, kind=RequestKind.HTTP, upload=None, *, repeatable=True):
+        ask = RequestSpec(
             endpoint=self.routes.endpoints[EndpointTag("d/a")],
             kind=kind,
             method="GET",
@@ -64,7 +64,7 @@ class StreamWorld(World):
         return RequestBody(first, self.room)
 
     async def socket(self):
-        task = await self.begin(Kind.WEBSOCKET)
+        task = await self.begin(RequestKind.WEBSOCKET)
         reply = self.take(RequestHead)[1]
         self.answer(reply, ResponseHead(101, [], False, 0))
         _, answer = await task
@@ -282,7 +282,7 @@ async def receive_all(socket) -> None:
         await socket.receive()
 
 
-@pytest.mark.parametrize("error", [ReplicaDied, AnswerUnusable])
+@pytest.mark.parametrize("error", [ReplicaDied, ResponseUnusable])
 async def test_a_lost_or_unasked_frame_ends_a_socket(world: StreamWorld, error) -> None:
     socket, reply = await world.socket()
     if error is ReplicaDied:
@@ -302,7 +302,7 @@ async def test_a_message_without_end_ends_a_socket(world: StreamWorld) -> None:
         world.answer(reply, MessageHead(n + 1, False, False), bytes(FRAME_BODY_BYTES_MAX))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-    with pytest.raises(AnswerUnusable):
+    with pytest.raises(ResponseUnusable):
         await receiving
     socket.close(1011, "")
 
@@ -318,7 +318,7 @@ async def test_a_bus_that_is_away_ends_a_socket_that_says_something(world: Strea
 
 
 async def test_a_refusal_of_a_socket_is_an_answer_and_a_101_to_others_is_none(world: StreamWorld) -> None:
-    task = await world.begin(Kind.WEBSOCKET)
+    task = await world.begin(RequestKind.WEBSOCKET)
     world.answer(world.take(RequestHead)[1], ResponseHead(403, [], True, 0), b"no")
     _, answer = await task
     assert (answer.status, bytes(answer.body), answer.socket) == (403, b"no", None)

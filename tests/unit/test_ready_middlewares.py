@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.dispatch.admission import EndpointTally
-from serve_common.dispatch.calls import Answer, AnswerBody
+from serve_common.dispatch.admission import RequestStats
+from serve_common.dispatch.calls import Response, ResponseBody
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.errors import NotFound
 from serve_proxy.http.middlewares import load_middlewares
@@ -38,9 +38,9 @@ class Replicas:
 
     def __init__(self) -> None:
         self.room = UploadRoom()
-        self.routes = SimpleNamespace(unmatched=EndpointTally())
+        self.routes = SimpleNamespace(unmatched=RequestStats())
         self.endpoint = SimpleNamespace(
-            tag="d/a", route="/", tally=EndpointTally(), options=EndpointOptions(), shadows=(), methods=()
+            tag="d/a", route="/", tally=RequestStats(), options=EndpointOptions(), shadows=(), methods=()
         )
         self.asked: list = []
         self.answer_headers = [(b"content-type", b"text/plain"), (b"vary", b"Accept")]
@@ -53,10 +53,10 @@ class Replicas:
     async def ask(self, ask):
         self.asked.append(ask)
         if ask.path != "/stream":
-            return SimpleNamespace(ask=ask), Answer(200, self.answer_headers, memoryview(b"ok"), None)
-        body = AnswerBody(memoryview(b"st"), lambda _: None)
+            return SimpleNamespace(ask=ask), Response(200, self.answer_headers, memoryview(b"ok"), None)
+        body = ResponseBody(memoryview(b"st"), lambda _: None)
         body.add(memoryview(b"ream"), last=True)
-        return SimpleNamespace(ask=ask), Answer(200, self.answer_headers, memoryview(b""), body)
+        return SimpleNamespace(ask=ask), Response(200, self.answer_headers, memoryview(b""), body)
 
     def abandon(self, call) -> None:
         """Nothing is held."""

@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 
 from serve_common.config.replica import ReplicaConfig
 from serve_common.names import BackendTag, replica_tag
-from serve_common.protocol.frames import CancelHead, Kind, MessageHead, ResponseHead
+from serve_common.protocol.frames import CancelHead, MessageHead, RequestKind, ResponseHead
 from serve_common.protocol.reports import ReplicaGoal
 from serve_replica_host.replica.user.code import UserCode, UserCodeUnusable
 from tests.unit.replica_rig import Rig
@@ -174,7 +174,7 @@ async def test_an_ingress_class_answers_http_and_websockets_as_its_own_instance(
     rig = Rig(application=code.asgi.application)
 
     answer = await rig.call("/app/greet/you", method="GET")
-    socket = rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET")
+    socket = rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET")
     await socket.frame()
 
     assert answer.body == b'"hi you"'

@@ -30,14 +30,14 @@ from serve_common.protocol.frames import (
     CancelHead,
     CloseHead,
     ErrorHead,
-    Kind,
     Raised,
+    RequestKind,
     ResponseHead,
 )
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.threads import LoopThread
-from serve_replica_host.replica.process import ReplicaProcess, StartOrder
+from serve_replica_host.replica.process import ReplicaProcess, StartReplicaRequest
 from serve_replica_host.replica.user.code import Lifespan, UserCode
 from tests.unit.replica_rig import NoMetrics, Rig
 
@@ -161,10 +161,10 @@ def test_a_route_that_raises_in_a_task_of_its_middleware(make: Any, name: str, p
 async def test_a_websocket_handler_that_raises(make: Any, name: str) -> None:
     rig = Rig(application=shop(make).__muster_asgi__)
     with capture_logs() as logs:
-        request = rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET")
+        request = rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET")
         opened, _ = await request.frame()
         closed, _ = await request.frame()
-        early = await rig.begin("/app/early", kind=Kind.WEBSOCKET, method="GET").answer()
+        early = await rig.begin("/app/early", kind=RequestKind.WEBSOCKET, method="GET").answer()
         await rig.idle()
 
     assert isinstance(opened, ResponseHead)
@@ -256,7 +256,9 @@ async def test_a_call_by_a_handle(make: Any, name: str, *, stream: bool, is_asyn
     rig = Rig(handler)
     with capture_logs() as logs:
         answer = await rig.call(
-            kind=Kind.PYTHON, body=cloudpickle.dumps(((), {})), call=CallHead(stream=stream, is_pickled=True)
+            kind=RequestKind.PYTHON,
+            body=cloudpickle.dumps(((), {})),
+            call=CallHead(stream=stream, is_pickled=True),
         )
         await rig.idle()
 
@@ -268,7 +270,7 @@ async def test_a_call_by_a_handle(make: Any, name: str, *, stream: bool, is_asyn
 async def error_of(handler: Any) -> Exception:
     """What the caller by a handle is given."""
     request = Rig(handler).begin(
-        kind=Kind.PYTHON,
+        kind=RequestKind.PYTHON,
         first=(body := cloudpickle.dumps(((), {}))),
         body_bytes=len(body),
         call=CallHead(is_pickled=True),
@@ -303,11 +305,11 @@ async def test_a_call_that_is_really_cancelled_ends_without_a_word_and_is_cleane
         finally:
             ended.set()
 
-    for kind in (Kind.PYTHON, Kind.HTTP):
+    for kind in (RequestKind.PYTHON, RequestKind.HTTP):
         begun.clear()
         ended.clear()
         rig = Rig(handler)
-        body = cloudpickle.dumps(((), {})) if kind is Kind.PYTHON else b""
+        body = cloudpickle.dumps(((), {})) if kind is RequestKind.PYTHON else b""
         with capture_logs() as logs:
             request = rig.begin(kind=kind, first=body, body_bytes=len(body), call=CallHead(is_pickled=True))
             await asyncio.wait_for(begun.wait(), WAIT_S)
@@ -474,7 +476,7 @@ def app_dir(tmp_path: Path) -> Iterator[str]:
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
-def order(app_dir: str, attribute: str, **config: Any) -> StartOrder:
+def order(app_dir: str, attribute: str, **config: Any) -> StartReplicaRequest:
     backend = BackendTag("default/a")
     goal = ReplicaGoal(
         replica_tag=replica_tag(backend, 1),
@@ -490,7 +492,7 @@ def order(app_dir: str, attribute: str, **config: Any) -> StartOrder:
     bus = BusSettings(
         servers=["nats://127.0.0.1:1"], user="replica", inbox_prefix="_INBOX_replica", subject_prefix="serve"
     )
-    return StartOrder(goal=goal, bus=bus, app_dir=app_dir)
+    return StartReplicaRequest(goal=goal, bus=bus, app_dir=app_dir)
 
 
 def in_time(function: Callable[[], Any]) -> Any:
@@ -641,7 +643,7 @@ def test_raised_is_decodable_for_what_could_not_be_pickled() -> None:
             raise Unpicklable
 
         request = Rig(handler).begin(
-            kind=Kind.PYTHON,
+            kind=RequestKind.PYTHON,
             first=(body := pickle.dumps(((), {}))),
             body_bytes=len(body),
             call=CallHead(is_pickled=True),

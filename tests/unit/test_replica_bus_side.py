@@ -17,26 +17,26 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Head,
-    Kind,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
 )
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, BusSide
+from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX, ROUTER_SILENT_S, ReplicaProtocol
 from serve_replica_host.replica.io.request import (
     Answered,
     Drop,
     Ended,
-    Exchange,
     Failed,
     Opened,
     Piece,
-    Room,
+    ReplicaRequest,
     ToUser,
+    Writable,
 )
 
 ME = b"_INBOX.1"
@@ -72,7 +72,7 @@ class Desk:
         self.now = 100.0
         self.metrics = Tally()
         self.broken: Exception | None = None
-        self.side = BusSide(
+        self.side = ReplicaProtocol(
             publish=self._publish,
             to_user=self.to_user.append,
             now=lambda: self.now,
@@ -89,11 +89,11 @@ class Desk:
     def hear(self, head: Head, body: bytes = b"", reply: bytes = ME) -> None:
         self.side.take_frame(b"serve.replica.x", reply, encode_frame(head, body), None)
 
-    def begin(self, body: bytes = b"", reply: bytes = ME, body_bytes: int | None = None) -> Exchange:
+    def begin(self, body: bytes = b"", reply: bytes = ME, body_bytes: int | None = None) -> ReplicaRequest:
         whole = len(body) if body_bytes is None else body_bytes
         self.hear(_request(whole), body, reply)
         exchange = self.to_user[-1]
-        assert isinstance(exchange, Exchange)
+        assert isinstance(exchange, ReplicaRequest)
         return exchange
 
     @property
@@ -102,7 +102,7 @@ class Desk:
 
 
 def _request(body_bytes: int = 0, timeout_s: float = 10.0) -> RequestHead:
-    return RequestHead(Kind.HTTP, "POST", "/a", "/a", "", [], timeout_s, body_bytes, "default/a", "r1")
+    return RequestHead(RequestKind.HTTP, "POST", "/a", "/a", "", [], timeout_s, body_bytes, "default/a", "r1")
 
 
 async def test_a_small_request_is_handed_over_and_its_answer_frees_the_slot() -> None:
@@ -151,7 +151,7 @@ async def test_a_large_body_is_put_together_under_credit_and_then_handed_over() 
     desk.hear(BodyHead(2, True), b"ef")
 
     (exchange,) = desk.to_user
-    assert isinstance(exchange, Exchange)
+    assert isinstance(exchange, ReplicaRequest)
     assert exchange.body == b"abcdef"
 
 
@@ -224,7 +224,7 @@ async def test_a_streamed_answer_tells_the_user_side_what_has_left_and_ends_with
 
     desk.side.take_outcome(Opened(exchange, 200, [(b"a", b"b")]))
     desk.side.take_outcome(Piece(exchange, b"one", last=False))
-    assert desk.to_user[-1] == Room(exchange)
+    assert desk.to_user[-1] == Writable(exchange)
     assert exchange.sent_bytes == 3
     desk.side.take_outcome(Piece(exchange, b"two", last=True))
     desk.side.take_outcome(Ended(exchange))
@@ -492,13 +492,13 @@ async def test_patient_requests_get_the_slots_that_come_free_in_their_order() ->
 
     desk.side.take_outcome(Answered(first, 200, [], b""))
     second = desk.to_user[-1]
-    assert isinstance(second, Exchange)
+    assert isinstance(second, ReplicaRequest)
     assert (second.reply, desk.side.in_flight) == (b"_INBOX.2", 1)
     desk.hear(_request(), reply=b"_INBOX.5")  # whoever is not patient does not overtake
     assert desk.heads[-1] == RefusedHead("busy", 1)
     desk.side.take_outcome(Answered(second, 200, [], b""))
     third = desk.to_user[-1]
-    assert isinstance(third, Exchange)
+    assert isinstance(third, ReplicaRequest)
     assert third.reply == b"_INBOX.4"
     desk.side.take_outcome(Answered(third, 200, [], b""))
     assert desk.side.in_flight == 0

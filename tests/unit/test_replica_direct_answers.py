@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from serve_common.protocol.frames import (
-    Kind,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
     encode_frame,
 )
 from serve_common.runtime.threads import Mailbox
-from serve_replica_host.replica.io.protocol import BusSide
-from serve_replica_host.replica.io.request import Answered, Exchange
-from serve_replica_host.replica.io.response_frames import FRAME_BYTES_MAX, DirectAnswers
+from serve_replica_host.replica.io.protocol import ReplicaProtocol
+from serve_replica_host.replica.io.request import Answered, ReplicaRequest
+from serve_replica_host.replica.io.response_frames import FRAME_BYTES_MAX, DirectResponses
 from tests.unit.replica_rig import NoMetrics
 
 
@@ -64,16 +64,16 @@ class Desk:
         self.metrics = NoMetrics()
         self.metrics.count_refused = lambda reason: None  # type: ignore[method-assign]
         self.sent: list[tuple[bytes, Any]] = []
-        self.begun: list[Exchange] = []
-        self.bus_side = BusSide(
+        self.begun: list[ReplicaRequest] = []
+        self.bus_side = ReplicaProtocol(
             publish=lambda subject, frame: self.sent.append((subject, decode_frame(frame)[0])),
-            to_user=lambda item: self.begun.append(item) if type(item) is Exchange else None,
+            to_user=lambda item: self.begun.append(item) if type(item) is ReplicaRequest else None,
             now=time.monotonic,
             metrics=self.metrics,
             max_concurrent_queries=max_concurrent_queries,
         )
         self.to_bus: Mailbox[Any] = Mailbox(loop, self.bus_side.take_outcome)
-        self.direct = DirectAnswers(
+        self.direct = DirectResponses(
             self.wire,
             self.to_bus.put,
             self.bus_side.take_outcome,
@@ -82,7 +82,7 @@ class Desk:
         )
 
     def ask(self, reply: bytes, *, patient: bool = False) -> None:
-        head = RequestHead(Kind.HTTP, "GET", "/", "/", "", [], 5.0, 0, "echo", "id", patient=patient)
+        head = RequestHead(RequestKind.HTTP, "GET", "/", "/", "", [], 5.0, 0, "echo", "id", patient=patient)
         self.bus_side.take_frame(b"subject", reply, encode_frame(head), None)
 
     def answer(self, body: bytes = b"done", status: int = 200) -> None:

@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from serve_common.protocol.frames import CancelHead, CreditHead, Kind, RequestHead, encode_frame
+from serve_common.protocol.frames import CancelHead, CreditHead, RequestHead, RequestKind, encode_frame
 from serve_replica_host.ports import Occupancy
-from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.io.protocol import ReplicaProtocol
 from serve_replica_host.replica.io.request import (
     Answered,
     Closed,
     Ended,
-    Exchange,
     Failed,
     Left,
     Opened,
     Piece,
+    ReplicaRequest,
     ToUser,
 )
 
@@ -45,7 +45,7 @@ class Replica:
         self.now = 1000.0
         self.summed_up_s = 0.0
         self.to_user: list[ToUser] = []
-        self.side = BusSide(
+        self.side = ReplicaProtocol(
             publish=lambda _subject, _frame: None,
             to_user=self.to_user.append,
             now=lambda: self.now,
@@ -55,16 +55,16 @@ class Replica:
         self._replies = 0
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[ReplicaRequest]:
         """Those that the user's side has seen and not ended."""
-        return [item for item in self.to_user if isinstance(item, Exchange)]
+        return [item for item in self.to_user if isinstance(item, ReplicaRequest)]
 
     def wait(self, seconds: float) -> None:
         occupancy = self.side.occupancy()
         self.summed_up_s += seconds * (occupancy.in_flight + occupancy.waiting)
         self.now += seconds
 
-    def begin(self, kind: Kind = Kind.HTTP, timeout_s: float = 1e6) -> bytes:
+    def begin(self, kind: RequestKind = RequestKind.HTTP, timeout_s: float = 1e6) -> bytes:
         self._replies += 1
         reply = b"_INBOX.%d" % self._replies
         head = RequestHead(kind, "POST", "/a", "/a", "", [], timeout_s, 0, "default/a", "r", patient=True)
@@ -94,7 +94,7 @@ def test_those_that_are_still_there_and_those_that_wait_for_a_slot_count() -> No
 def test_streams_and_sockets_count_while_they_last() -> None:
     replica = Replica()
     replica.begin()
-    replica.begin(Kind.WEBSOCKET)
+    replica.begin(RequestKind.WEBSOCKET)
     stream, socket = replica.exchanges
     replica.side.take_outcome(Opened(stream, 200, []))
     replica.side.take_outcome(Opened(socket, 101, []))
@@ -156,7 +156,9 @@ def test_whatever_happens_it_is_the_sum_of_those_that_were_there_over_time(seed:
         match chance.randrange(6):
             case 0 | 1:
                 timeout_s = chance.choice((0.5, 5.0, 1e6))
-                begun.append(replica.begin(chance.choice((Kind.HTTP, Kind.WEBSOCKET)), timeout_s))
+                begun.append(
+                    replica.begin(chance.choice((RequestKind.HTTP, RequestKind.WEBSOCKET)), timeout_s)
+                )
             case 2 if begun:
                 replica.hear(CancelHead(), chance.choice(begun))
             case 3 if running:
@@ -167,13 +169,17 @@ def test_whatever_happens_it_is_the_sum_of_those_that_were_there_over_time(seed:
                     Left(exchange, 200, replica.now),
                     Failed(exchange, "error", 500, "no"),
                 )
-                if exchange.is_dropped or exchange.head.kind is Kind.WEBSOCKET or exchange.has_answer_begun:
+                if (
+                    exchange.is_dropped
+                    or exchange.head.kind is RequestKind.WEBSOCKET
+                    or exchange.has_answer_begun
+                ):
                     replica.side.take_outcome(Ended(exchange))
                 else:
                     replica.side.take_outcome(chance.choice(outcomes))
             case 4 if running:
                 exchange = chance.choice(running)
-                if exchange.head.kind is Kind.HTTP:
+                if exchange.head.kind is RequestKind.HTTP:
                     replica.side.take_outcome(Opened(exchange, 200, []))
             case _:
                 replica.side.sweep()

@@ -16,10 +16,18 @@ from serve_common.config.backend import BackpressureConfig
 from serve_common.dispatch.errors import QueueIsFull
 from serve_common.errors import BadField, DeadlineExceeded, NoReplicaAvailable, UserCodeRaised
 from serve_common.names import BackendTag
-from serve_common.protocol.frames import CallHead, Kind, Raised, RequestHead
+from serve_common.protocol.frames import CallHead, Raised, RequestHead, RequestKind
 from serve_common.protocol.snapshots import BackendProtection
 from serve_common.runtime.request_context import RequestContext, request_context
-from serve_replica_host.replica.io.request import Answered, Ended, Exchange, Failed, Opened, Piece, ToBus
+from serve_replica_host.replica.io.request import (
+    Answered,
+    Ended,
+    Failed,
+    Opened,
+    Piece,
+    ReplicaRequest,
+    ToBus,
+)
 from serve_replica_host.replica.user import python_calls
 from serve_replica_host.replica.user.code import UserCode
 
@@ -88,9 +96,9 @@ async def code() -> UserCode:
     return UserCode(model, model, 4)
 
 
-def exchange(body: bytes, head: CallHead) -> Exchange:
-    request = RequestHead(Kind.PYTHON, "", "", "", "", [], 60.0, len(body), "d/a", "id", call=head)
-    made = Exchange(b"reply", request, 0.0)
+def exchange(body: bytes, head: CallHead) -> ReplicaRequest:
+    request = RequestHead(RequestKind.PYTHON, "", "", "", "", [], 60.0, len(body), "d/a", "id", call=head)
+    made = ReplicaRequest(b"reply", request, 0.0)
     made.body = body
     return made
 
@@ -101,7 +109,7 @@ async def call(code: UserCode, method: str, *args: Any, stream: bool = False, **
     return await said(code, exchange(body, CallHead(method, stream=stream)))
 
 
-async def said(code: UserCode, asked: Exchange) -> list[ToBus]:
+async def said(code: UserCode, asked: ReplicaRequest) -> list[ToBus]:
     out: list[ToBus] = []
     out.append(await python_calls.answer_call(code, asked, out.append))
     return out
@@ -119,7 +127,7 @@ def failure(outcomes: list[ToBus]) -> tuple[Failed, Raised]:
     return failed, msgspec.msgpack.decode(failed.body, type=Raised)
 
 
-def items(outcomes: list[ToBus], asked: Exchange) -> list[Any]:
+def items(outcomes: list[ToBus], asked: ReplicaRequest) -> list[Any]:
     """The items that the bus side would send, its pieces joined."""
     data = b"".join(asked.pieces or ()) + b"".join(out.data for out in outcomes if isinstance(out, Piece))
     found = []

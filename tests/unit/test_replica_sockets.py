@@ -20,9 +20,9 @@ from serve_common.protocol.frames import (
     CreditHead,
     ErrorHead,
     Headers,
-    Kind,
     MessageHead,
     ProbeHead,
+    RequestKind,
     ResponseHead,
 )
 from serve_replica_host.replica.io import slots as quiet_sockets
@@ -36,7 +36,7 @@ def rig_of(endpoint: Any) -> Rig:
 
 async def connect(rig: Rig, headers: Headers | None = None, *, gives_credit: bool = True) -> Request:
     request = rig.begin(
-        "/app/ws", kind=Kind.WEBSOCKET, method="GET", headers=headers, gives_credit=gives_credit
+        "/app/ws", kind=RequestKind.WEBSOCKET, method="GET", headers=headers, gives_credit=gives_credit
     )
     head, _ = await request.frame()
     assert isinstance(head, ResponseHead)
@@ -87,7 +87,7 @@ async def test_the_scope_names_subprotocols_and_the_accept_chooses_one() -> None
     rig = rig_of(endpoint)
     request = rig.begin(
         "/app/ws",
-        kind=Kind.WEBSOCKET,
+        kind=RequestKind.WEBSOCKET,
         method="GET",
         headers=[(b"sec-websocket-protocol", b"a, b"), (b"sec-websocket-protocol", b"c")],
     )
@@ -109,7 +109,7 @@ async def test_a_close_before_the_accept_is_a_403_and_an_unknown_path_too() -> N
 
     rig = rig_of(endpoint)
     for path in ("/app/ws", "/app/other"):
-        answer = await rig.begin(path, kind=Kind.WEBSOCKET, method="GET").answer()
+        answer = await rig.begin(path, kind=RequestKind.WEBSOCKET, method="GET").answer()
         assert (answer.status, answer.body) == (403, b"")
     await rig.idle()
 
@@ -119,7 +119,7 @@ async def test_an_application_may_refuse_with_an_answer_of_its_own() -> None:
         await socket.send_denial_response(JSONResponse({"why": "no"}, 401))
 
     rig = rig_of(endpoint)
-    answer = await rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET").answer()
+    answer = await rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
     await rig.idle()
 
     assert (answer.status, answer.body) == (401, b'{"why":"no"}')
@@ -130,7 +130,7 @@ async def test_code_that_is_no_application_takes_no_websockets() -> None:
         return "ok"
 
     rig = Rig(handler)
-    answer = await rig.begin(kind=Kind.WEBSOCKET, method="GET").answer()
+    answer = await rig.begin(kind=RequestKind.WEBSOCKET, method="GET").answer()
 
     assert answer.status == 403
     assert b"takes no WebSockets" in answer.body
@@ -214,7 +214,7 @@ async def test_an_application_that_raises_closes_with_1011_or_answers_500_before
     with capture_logs() as logs:
         request = await connect(rig_of(late))
         assert await request.frame() == (CloseHead(1011, ""), b"")
-        answer = await rig_of(early).begin("/app/ws", kind=Kind.WEBSOCKET, method="GET").answer()
+        answer = await rig_of(early).begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET").answer()
     assert answer.status == 500
     assert [line["event"] for line in logs] == ["user_code_raised"] * 2
     request = await connect(rig_of(returns))
@@ -399,7 +399,7 @@ async def test_a_drain_leaves_sockets_that_talk_in_either_direction_and_those_th
 
     rig = rig_of(endpoint)
     requests = [
-        rig.begin("/app/ws", kind=Kind.WEBSOCKET, method="GET", query=query)
+        rig.begin("/app/ws", kind=RequestKind.WEBSOCKET, method="GET", query=query)
         for query in ("", "listens=1", "waits=1")
     ]
     talks, listens, waits = requests

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from serve_common.protocol.frames import WINDOW_FRAMES, BodyHead, CancelHead, ErrorHead, Kind
+from serve_common.protocol.frames import WINDOW_FRAMES, BodyHead, CancelHead, ErrorHead, RequestKind
 from serve_replica_host.replica.io.protocol import REQUEST_BODY_BYTES_MAX
 from tests.unit.replica_rig import PIECE, UNKNOWN, Rig
 
@@ -87,7 +87,7 @@ async def test_a_plain_function_gets_the_whole_body() -> None:
 
 async def test_plain_calls_are_limited_in_size_also_when_it_was_not_said() -> None:
     rig = Rig(lambda argument: argument)
-    request = rig.begin(kind=Kind.CALL, first=PIECE, body_bytes=UNKNOWN)
+    request = rig.begin(kind=RequestKind.CALL, first=PIECE, body_bytes=UNKNOWN)
     pieces = REQUEST_BODY_BYTES_MAX // len(PIECE)
     await request.upload([PIECE] * pieces, ends=False)
 

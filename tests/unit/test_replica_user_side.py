@@ -24,24 +24,24 @@ from serve_common.errors import (
     ReplicaDied,
     ServeError,
 )
-from serve_common.protocol.frames import Kind, RequestHead
+from serve_common.protocol.frames import RequestHead, RequestKind
 from serve_replica_host.replica.io.flow import BodyReader
 from serve_replica_host.replica.io.request import (
     UNSENT_BYTES_MAX,
     Answered,
     Drop,
     Ended,
-    Exchange,
     Failed,
     Opened,
     Piece,
-    Room,
+    ReplicaRequest,
     ToBus,
+    Writable,
 )
-from serve_replica_host.replica.io.response_stream import NotAnAnswer, WholeAnswer, to_answer
+from serve_replica_host.replica.io.response_stream import NotAnAnswer, WholeResponse, to_answer
 from serve_replica_host.replica.user.asgi import LazyRequest
 from serve_replica_host.replica.user.code import UserCode
-from serve_replica_host.replica.user.executor import UserSide
+from serve_replica_host.replica.user.executor import UserExecutor
 
 
 class Bench:
@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, handler: Callable[..., Any]) -> None:
         self.outcomes: list[ToBus] = []
         self._came = asyncio.Event()
-        self.side = UserSide(UserCode(handler, handler, 4), self._put)
+        self.side = UserExecutor(UserCode(handler, handler, 4), self._put)
 
     def _put(self, outcome: ToBus) -> None:
         self.outcomes.append(outcome)
@@ -63,15 +63,15 @@ class Bench:
                 await self._came.wait()
         return self.outcomes
 
-    async def serve(self, exchange: Exchange) -> ToBus:
+    async def serve(self, exchange: ReplicaRequest) -> ToBus:
         self.side.take(exchange)
         await asyncio.wait_for(self.side.wait_idle(), 30)
         return self.outcomes[-1]
 
 
-def exchange(body: bytes = b"", **head: Any) -> Exchange:
+def exchange(body: bytes = b"", **head: Any) -> ReplicaRequest:
     fields: dict[str, Any] = {
-        "kind": Kind.HTTP,
+        "kind": RequestKind.HTTP,
         "method": "POST",
         "path": "/shop/a%2Fb",
         "route": "/shop",
@@ -82,7 +82,7 @@ def exchange(body: bytes = b"", **head: Any) -> Exchange:
         "endpoint_tag": "default/shop",
         "request_id": "r1",
     }
-    made = Exchange(b"_INBOX.1", RequestHead(**(fields | head)), 0.0)
+    made = ReplicaRequest(b"_INBOX.1", RequestHead(**(fields | head)), 0.0)
     made.body = body
     return made
 
@@ -125,14 +125,14 @@ async def test_a_body_can_be_read_as_a_stream() -> None:
 def test_plain_values_become_answers_as_in_ray_serve(result: Any, content_type: str, body: bytes) -> None:
     answer = to_answer(result)
 
-    assert answer == WholeAnswer(200, [(b"content-type", content_type.encode())], body)
+    assert answer == WholeResponse(200, [(b"content-type", content_type.encode())], body)
 
 
 def test_numpy_values_are_json_and_other_objects_are_refused_by_name() -> None:
     numpy = pytest.importorskip("numpy")
     answer = to_answer({"p": numpy.array([1.5, 2.0]), "n": numpy.int64(3)})
 
-    assert isinstance(answer, WholeAnswer)
+    assert isinstance(answer, WholeResponse)
     assert msgspec.json.decode(answer.body) == {"p": [1.5, 2.0], "n": 3}
     with pytest.raises(NotAnAnswer, match="holds a LazyRequest"):
         to_answer([request_of(b"")])
@@ -215,7 +215,7 @@ def of_call(error: ServeError) -> ServeError:
     return error
 
 
-@pytest.mark.parametrize("kind", [Kind.HTTP, Kind.CALL])
+@pytest.mark.parametrize("kind", [RequestKind.HTTP, RequestKind.CALL])
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -230,7 +230,7 @@ def of_call(error: ServeError) -> ServeError:
     ],
 )
 async def test_what_a_call_by_handle_ended_with_keeps_its_status_and_what_code_raises_does_not(
-    kind: Kind, error: ServeError, told: tuple[str, int]
+    kind: RequestKind, error: ServeError, told: tuple[str, int]
 ) -> None:
     assert await raised_by(error, kind=kind) == told
 
@@ -262,7 +262,7 @@ async def test_a_stream_waits_while_the_network_is_slower() -> None:
             data += request.pieces.popleft()
         request.sent_bytes = len(data)
         if request.room is not None:
-            bench.side.take(Room(request))
+            bench.side.take(Writable(request))
         await asyncio.sleep(0)
 
     assert len(data) == 5 * (UNSENT_BYTES_MAX // 2 + 1)
@@ -346,9 +346,9 @@ async def test_a_plain_call_takes_json_and_bad_json_is_the_callers_fault() -> No
 
     bench = Bench(handler)
 
-    good = await bench.serve(exchange(b"[1]", kind=Kind.CALL))
-    empty = await bench.serve(exchange(b"", kind=Kind.CALL))
-    bad = await bench.serve(exchange(b"{", kind=Kind.CALL))
+    good = await bench.serve(exchange(b"[1]", kind=RequestKind.CALL))
+    empty = await bench.serve(exchange(b"", kind=RequestKind.CALL))
+    bad = await bench.serve(exchange(b"{", kind=RequestKind.CALL))
 
     assert isinstance(good, Answered)
     assert good.body == b'{"got":[1]}'

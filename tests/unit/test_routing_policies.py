@@ -11,9 +11,9 @@ import pytest
 from serve_common.config.backend import OutlierEjection, ReplicaPolicyName
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
-from serve_common.routing.outcomes import Dispatch, Queued, Refusal, SendTo
 from serve_common.routing.queues import RequestKey
-from serve_common.routing.replica_choice import Wish, stable_hash
+from serve_common.routing.replica_choice import Affinity, stable_hash
+from serve_common.routing.request_events import Dispatch, Queued, Refusal, SendTo
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")
@@ -40,7 +40,7 @@ class World:
         )
         return list(self.router.apply(snapshot, 0.0).dispatches)
 
-    def submit(self, wish: Wish | None = None) -> ReplicaTag | None:
+    def submit(self, wish: Affinity | None = None) -> ReplicaTag | None:
         self.last += 1
         outcome = self.router.submit(RequestKey(self.last), 9.0, wish=wish)
         return outcome.replica if isinstance(outcome, SendTo) else None
@@ -48,12 +48,12 @@ class World:
     def end(self, request: int) -> list[Dispatch]:
         return list(self.router.finished(RequestKey(request)))
 
-    def take(self, count: int, wish: Wish | None = None) -> list[ReplicaTag | None]:
+    def take(self, count: int, wish: Affinity | None = None) -> list[ReplicaTag | None]:
         return [self.submit(wish) for _ in range(count)]
 
 
-def shard(key: str) -> Wish:
-    return Wish(shard_hash=stable_hash(key))
+def shard(key: str) -> Affinity:
+    return Affinity(shard_hash=stable_hash(key))
 
 
 def test_round_robin_takes_all_in_turn_and_starts_with_the_next_when_one_is_full() -> None:
@@ -143,11 +143,11 @@ def test_a_pinned_request_that_waits_takes_whatever_is_free_first() -> None:
 
 def test_the_preferred_version_is_taken_while_one_of_it_is_open() -> None:
     world = World(limit=2, versions={R[0]: 1, R[1]: 1, R[2]: 2, R[3]: 2})
-    assert set(world.take(4, Wish(code_version=2))) == {R[2], R[3]}
-    assert set(world.take(4, Wish(code_version=2))) == {R[0], R[1]}  # they are full
-    assert world.router.submit(RequestKey(99), 9.0, wish=Wish(code_version=2)) == Queued()
+    assert set(world.take(4, Affinity(code_version=2))) == {R[2], R[3]}
+    assert set(world.take(4, Affinity(code_version=2))) == {R[0], R[1]}  # they are full
+    assert world.router.submit(RequestKey(99), 9.0, wish=Affinity(code_version=2)) == Queued()
     world.apply(limit=9)  # all run the same version now: no wish to fulfil, and none to fail
-    assert len(set(world.take(8, Wish(code_version=2)))) == 4
+    assert len(set(world.take(8, Affinity(code_version=2)))) == 4
 
 
 def test_a_key_is_pinned_among_the_replicas_of_its_version() -> None:
@@ -155,11 +155,11 @@ def test_a_key_is_pinned_among_the_replicas_of_its_version() -> None:
     world = World(versions=versions)
     for key in "abcdefgh":
         for version in (1, 2):
-            (taken,) = set(world.take(3, Wish(version, stable_hash(key))))
+            (taken,) = set(world.take(3, Affinity(version, stable_hash(key))))
             assert versions[taken] == version
 
 
-MODEL = Wish(model_id="m")
+MODEL = Affinity(model_id="m")
 
 
 def test_a_model_is_used_where_it_is_held_and_loaded_in_one_place_otherwise() -> None:
@@ -175,7 +175,7 @@ def test_a_model_is_used_where_it_is_held_and_loaded_in_one_place_otherwise() ->
 
 def test_different_models_are_loaded_in_different_places() -> None:
     world = World(limit=1000)
-    places = Counter(world.submit(Wish(model_id=f"m{number}")) for number in range(400))
+    places = Counter(world.submit(Affinity(model_id=f"m{number}")) for number in range(400))
     assert sorted(places) == R
     assert min(places.values()) > 60
 
@@ -206,4 +206,4 @@ def test_a_key_comes_before_a_model() -> None:
     home = world.submit(shard("anna"))
     other = next(tag for tag in R if tag != home)
     world.router.hold(other, frozenset({"m"}))
-    assert world.submit(Wish(None, stable_hash("anna"), "m")) == home
+    assert world.submit(Affinity(None, stable_hash("anna"), "m")) == home

@@ -7,9 +7,9 @@ import pytest
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import AGAIN_S
 from serve_common.protocol.snapshots import BackendSnapshot
-from serve_common.routing.circuit import SOON_S, Alarm
-from serve_common.routing.outcomes import Queued, Refusal, SendTo
+from serve_common.routing.circuit import SOON_S, WakeSignal
 from serve_common.routing.queues import QueuedSeconds, RequestKey
+from serve_common.routing.request_events import Queued, Refusal, SendTo
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")
@@ -144,7 +144,7 @@ def test_a_backend_sleeps_when_it_was_scaled_to_zero_and_nothing_takes_requests(
     assert not case.router.is_asleep
 
 
-def told_at(alarm: Alarm, waiting_at: dict[float, int]) -> list[tuple[float, int]]:
+def told_at(alarm: WakeSignal, waiting_at: dict[float, int]) -> list[tuple[float, int]]:
     told = []
     for now, waiting in waiting_at.items():
         if alarm.is_due(now, waiting):
@@ -155,23 +155,23 @@ def told_at(alarm: Alarm, waiting_at: dict[float, int]) -> list[tuple[float, int
 
 def test_a_burst_is_told_at_once_then_as_a_whole_and_then_once_a_second() -> None:
     steps = {10 + step * 0.001: min(step + 1, 100) for step in range(3500)}
-    told = told_at(Alarm(), steps)
+    told = told_at(WakeSignal(), steps)
     assert [waiting for _, waiting in told] == pytest.approx([1, 21, 100, 100, 100], abs=1)
     assert [at for at, _ in told] == pytest.approx([10, 10.02, 11.02, 12.02, 13.02], abs=0.002)
     assert (SOON_S, AGAIN_S) == (0.02, 1.0)
 
 
 def test_one_that_waits_alone_is_told_once_a_second() -> None:
-    assert len(told_at(Alarm(), {10 + step * 0.025: 1 for step in range(121)})) == 4
+    assert len(told_at(WakeSignal(), {10 + step * 0.025: 1 for step in range(121)})) == 4
 
 
 def test_who_comes_and_goes_again_and_again_costs_no_message_each() -> None:
-    alarm = Alarm()
+    alarm = WakeSignal()
     assert len(told_at(alarm, {10 + step * 0.1: 1 + step % 2 for step in range(20)})) == 3
 
 
 def test_after_a_rest_the_next_one_is_told_at_once() -> None:
-    alarm = Alarm()
+    alarm = WakeSignal()
     assert told_at(alarm, {10.0: 3, 10.5: 3}) == [(10.0, 3)]
     alarm.rest()
     assert told_at(alarm, {10.6: 1}) == [(10.6, 1)]

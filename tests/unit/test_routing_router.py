@@ -8,8 +8,8 @@ import pytest
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendSnapshot
-from serve_common.routing.outcomes import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.queues import RequestKey, RequestQueue
+from serve_common.routing.request_events import Dispatch, Queued, QueueFull, Refusal, SendTo
 from serve_common.routing.router import Router
 
 TAG = BackendTag("d/a")

@@ -11,7 +11,7 @@ from serve_common.dispatch.errors import QueueIsFull
 from serve_common.dispatch.request_body import RequestBody, UploadRoom
 from serve_common.errors import NoReplicaAvailable
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag
-from serve_common.protocol.frames import BodyHead, Kind, RefusedHead, RequestHead, ResponseHead
+from serve_common.protocol.frames import BodyHead, RefusedHead, RequestHead, RequestKind, ResponseHead
 from serve_common.protocol.reports import Wake
 from tests.unit.handle_world import call, make_world
 from tests.unit.proxy_world import BACKEND, R0, R1, TIMEOUT_S, World, failure
@@ -215,11 +215,11 @@ async def test_an_upload_waits_with_what_fits_and_goes_on_by_credit(world: World
 
 
 async def test_a_websocket_waits_and_is_then_opened(world: World) -> None:
-    task = await world.ask(kind=Kind.WEBSOCKET, repeatable=False)
+    task = await world.ask(kind=RequestKind.WEBSOCKET, repeatable=False)
     assert counts(world) == [1]
     world.put(R0)
     _, reply, head, _ = world.take(RequestHead)
-    assert head.kind is Kind.WEBSOCKET
+    assert head.kind is RequestKind.WEBSOCKET
     world.answer(reply, ResponseHead(101, [], False, 0))
     routed, answer = await task
     assert answer.status == 101

@@ -13,23 +13,23 @@ from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ControllerId
 from serve_common.protocol.reports import HostGoal, LeaderNotice
 from serve_common.protocol.snapshots import Snapshot
-from serve_controller.core.autoscaling.values import LoadAsk, Reading, Targets
+from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, Targets
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes
+from serve_controller.core.objects import ObjectChanges
 
 __all__ = [
     "Backups",
-    "Bus",
+    "ControllerBus",
     "EventSink",
     "HistoryEntry",
     "HostLink",
     "LoadAsk",
+    "LoadSample",
     "LoadSource",
     "PolicyAnswer",
     "PolicyFailed",
     "PolicyRunner",
     "Publisher",
-    "Reading",
     "Store",
     "Targets",
 ]
@@ -95,7 +95,7 @@ class Store(Protocol):
         """The whole checkpoint. Raises `CheckpointUnreadable` when a row cannot be understood."""
         ...
 
-    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+    async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
         """Write ``changes`` in one transaction that is refused unless ``epoch`` still leads, and is this controller's.
 
         Refused also where the store is not as the leader's last write left it: it was restored to an earlier state.
@@ -164,7 +164,7 @@ class LoadSource(Protocol):
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         """A reading for each of ``asks``; one that cannot be had says why. Takes seconds at most, never raises."""
         ...
 
@@ -177,7 +177,7 @@ class PolicyRunner(Protocol):
         ...
 
 
-class Bus(HostLink, Publisher, EventSink, Protocol):
+class ControllerBus(HostLink, Publisher, EventSink, Protocol):
     """Everything the controller does on NATS."""
 
     async def begin_term(self, notice: LeaderNotice) -> None:

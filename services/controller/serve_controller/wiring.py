@@ -18,7 +18,7 @@ from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusPulse, LoopLag
 from serve_common.runtime.operations import OperationsServer, register_process_metrics, register_trace_metrics
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.otlp import open_tracing
 from serve_controller.adapters.backup_file import BackupFiles
@@ -41,7 +41,7 @@ _START_DEADLINE_S = 86_400.0
 _TRACING_CLOSE_S = 2.0
 
 
-async def run(settings: ControllerSettings, logs: LogRelay) -> None:
+async def run(settings: ControllerSettings, logs: LogForwarder) -> None:
     """Run one controller until SIGTERM or SIGINT; ``logs`` are published. Whatever else ends it is raised."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ async def run(settings: ControllerSettings, logs: LogRelay) -> None:
     _log.info("controller_stopped")
 
 
-async def _serve(settings: ControllerSettings, logs: LogRelay, registry: CollectorRegistry) -> None:
+async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: CollectorRegistry) -> None:
     subjects = Subjects(settings.bus.subject_prefix)
     service: ControllerService | None = None
     bus: NatsBus | None = None

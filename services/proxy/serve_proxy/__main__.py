@@ -13,7 +13,7 @@ import uvloop
 from serve_common.errors import BadField
 from serve_common.runtime.settings import Environment
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.logs import configure_logs
 from serve_common.telemetry.otlp import import_ahead
 from serve_proxy.adapters.child_process import ParentLink
@@ -24,7 +24,7 @@ from serve_proxy.wiring import Proxy
 _log = structlog.get_logger(__name__)
 
 
-async def _run(settings: ProxySettings, logs: LogRelay) -> int:
+async def _run(settings: ProxySettings, logs: LogForwarder) -> int:
     """Run until a signal or a failure; the exit code."""
     should_drain, should_end = asyncio.Event(), asyncio.Event()
     has_failed = False

@@ -16,7 +16,7 @@ from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.dispatch.timers import Beat
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.errors import BusUnavailable
 from serve_common.nats.connection import BusConnection, Inbox
 from serve_common.nats.login import declare_identity, login_of
@@ -31,7 +31,7 @@ from serve_common.runtime.operations import (
     register_trace_metrics,
 )
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import BusLogOutlet, LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import RefusedMessages
 from serve_common.telemetry.otlp import open_tracing
 from serve_proxy.adapters.access_writer import AccessWriter
@@ -69,7 +69,7 @@ class Proxy:
         settings: ProxySettings,
         *,
         on_failure: Callable[[], None],
-        logs: LogRelay | None = None,
+        logs: LogForwarder | None = None,
         write_access: Callable[[bytes], None] | None = None,
     ) -> None:
         """Makes everything and starts nothing; to be called on a running loop.
@@ -87,7 +87,7 @@ class Proxy:
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
         models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
         self._bus.subscribe(subjects.all_models, models.take)
-        self._beat = Beat(self._dispatcher, routes, outgoing, models)
+        self._beat = RequestTimers(self._dispatcher, routes, outgoing, models)
         self._shadows = Shadows(self._dispatcher, chance.random, asyncio.get_running_loop().time)
         if settings.middleware_dir is not None:
             add_directory(settings.middleware_dir)
@@ -203,7 +203,7 @@ class Proxy:
         self._bus.on_connected.append(self._dispatcher.bus_is_back)
         self._bus.on_answers_again.append(self._dispatcher.bus_answers_again)
         self._log_outlet = (
-            None if logs is None else BusLogOutlet(logs, self._bus, subjects, "proxy", settings.proxy_id)
+            None if logs is None else NatsLogSink(logs, self._bus, subjects, "proxy", settings.proxy_id)
         )
 
     async def start(self) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
-from serve_common.runtime.request_context import ReplicaContext
+from serve_common.runtime.request_context import CurrentReplica
 
 
 class ReplicaRuntime(Protocol):
@@ -112,7 +112,7 @@ class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
 class HandleMetrics(Protocol):
     """What waits in the calls that a replica's own code makes."""
 
-    def write(self, replica: ReplicaContext) -> None:
+    def write(self, replica: CurrentReplica) -> None:
         """Make it visible; called a few times a second."""
         ...
 

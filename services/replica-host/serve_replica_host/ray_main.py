@@ -23,7 +23,7 @@ from serve_replica_host.adapters.ray_protocol import (
     LENGTH_BYTES,
     Open,
     OpenFailed,
-    ProtocolError,
+    RayProtocolError,
     RaySettings,
     body_length,
     decode_call,
@@ -39,7 +39,7 @@ def main() -> int:
     connection.set_inheritable(False)
     try:
         settings = _read_settings(connection)
-    except (OSError, ProtocolError) as error:
+    except (OSError, RayProtocolError) as error:
         sys.stderr.write(f"serve_replica_host.ray_main: {error}\n")
         return 1
     try:
@@ -63,7 +63,7 @@ def _read_settings(connection: socket.socket) -> RaySettings:
     head = _read(connection, LENGTH_BYTES)
     first = decode_call(_read(connection, body_length(head, CALL_BYTES_MAX)))
     if not isinstance(first, Open):
-        raise ProtocolError("the host does not begin with its settings")
+        raise RayProtocolError("the host does not begin with its settings")
     return first.settings
 
 
@@ -72,7 +72,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while len(read) < length:
         piece = connection.recv(length - len(read))
         if not piece:
-            raise ProtocolError("the host is gone")
+            raise RayProtocolError("the host is gone")
         read += piece
     return bytes(read)
 

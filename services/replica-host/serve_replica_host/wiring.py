@@ -22,7 +22,7 @@ from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.health import BusPulse, LoopLag
 from serve_common.runtime.operations import OperationsServer, metrics_url
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_replica_host.adapters.control_bus import ControlBus
 from serve_replica_host.adapters.host_metrics import PrometheusHostMetrics
 from serve_replica_host.adapters.log_socket import LogSocket
@@ -41,7 +41,7 @@ STARTS_MIN: Final = 4
 
 
 async def run_host(  # noqa: PLR0915 - it joins everything
-    settings: HostSettings, logs: LogRelay, runtime: RayProcess, log_socket: LogSocket
+    settings: HostSettings, logs: LogForwarder, runtime: RayProcess, log_socket: LogSocket
 ) -> int:
     """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure.
 

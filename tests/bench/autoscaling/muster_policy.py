@@ -10,7 +10,7 @@ from typing import Final
 
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_controller.core.autoscaling.policy import decide_scaling
-from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState
+from serve_controller.core.autoscaling.values import LoadSample, ScalingInput, ScalingState
 from tests.bench.autoscaling.backend import Backend, Counters
 
 SCRAPE_S: Final = 5
@@ -46,9 +46,9 @@ class MusterPolicy:
             self.reasons.append((backend.now, decision.why))
         return decision.target
 
-    def _reading(self, now: float) -> Reading:
+    def _reading(self, now: float) -> LoadSample:
         queued, ongoing = self._rates(now - self._config.look_back_period_s)
-        return Reading(
+        return LoadSample(
             at=self._samples[-1].at,
             seen=queued + ongoing,
             queued=queued,

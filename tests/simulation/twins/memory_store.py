@@ -24,7 +24,7 @@ from serve_controller.adapters.postgres_store import (
     view_of,
 )
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes, CheckpointObject
+from serve_controller.core.objects import CheckpointObject, ObjectChanges
 from serve_controller.ports import HistoryEntry
 
 
@@ -93,7 +93,7 @@ class MemoryStore:
         self._end()
         return loaded.checkpoint
 
-    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+    async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
         self._begin()
         self._need_room()
         if epoch != self.epoch or self._left.get(epoch, self.writes) != self.writes:

@@ -13,13 +13,13 @@ from serve_common.errors import FencedOut, StoreUnavailable
 from serve_common.names import ControllerId
 from serve_controller.adapters.checkpoint_rows import dump, load
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes
+from serve_controller.core.objects import ObjectChanges
 from serve_controller.ports import HistoryEntry
 from tests.simulation.twins.memory_store import MemoryStore
 
 Writer = tuple[ControllerId, int]
 """A controller and the number of its life."""
-OnCommit = Callable[[Writer, int, Checkpoint, Checkpoint, Changes, Sequence[HistoryEntry]], None]
+OnCommit = Callable[[Writer, int, Checkpoint, Checkpoint, ObjectChanges, Sequence[HistoryEntry]], None]
 """Gets writer, epoch, the checkpoint before and after, what was written, and the history with it."""
 
 Saved = tuple[Checkpoint, int, int, ControllerId | None, float]
@@ -45,12 +45,12 @@ class WorldStore(MemoryStore):
     async def load(self) -> Checkpoint:
         """As from rows: made anew from the single objects, so that no index is inherited."""
         self._begin()
-        loaded = Checkpoint().applied(Changes(puts=tuple(self.checkpoint.all_objects())))
+        loaded = Checkpoint().applied(ObjectChanges(puts=tuple(self.checkpoint.all_objects())))
         self._end()
         return loaded
 
     async def record_as(
-        self, writer: Writer, epoch: int, writes: int, changes: Changes, history: Sequence[HistoryEntry]
+        self, writer: Writer, epoch: int, writes: int, changes: ObjectChanges, history: Sequence[HistoryEntry]
     ) -> None:
         """See `Store.record`; ``writes`` is the number of the last write that the writer knows."""
         self._begin()
@@ -84,7 +84,7 @@ class WorldStore(MemoryStore):
         self.checkpoint, self.epoch, self.writes, self.controller_id, self.lease_expires_at = saved
 
     def _write_late(
-        self, writer: Writer, epoch: int, writes: int, changes: Changes, history: Sequence[HistoryEntry]
+        self, writer: Writer, epoch: int, writes: int, changes: ObjectChanges, history: Sequence[HistoryEntry]
     ) -> None:
         try:
             self.fence(writer, epoch)
@@ -93,7 +93,9 @@ class WorldStore(MemoryStore):
             return
         self._commit(writer, epoch, changes, history)
 
-    def _commit(self, writer: Writer, epoch: int, changes: Changes, history: Sequence[HistoryEntry]) -> None:
+    def _commit(
+        self, writer: Writer, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry]
+    ) -> None:
         before = self.checkpoint
         self.writes += 1
         self._commits += 1
@@ -142,7 +144,7 @@ class StoreOf:
         """See `Store.load`."""
         return await self._store.load()
 
-    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+    async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
         """See `Store.record`."""
         await self._store.record_as(self._writer, epoch, self.writes, changes, history)
         self.writes = self._store.writes

@@ -16,7 +16,7 @@ from muster.cli.main import app
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.requests import Answer
+from muster.client.requests import AdminReply
 from serve_common.api.commands import ChangeReply, Request, ShutdownReply
 from serve_common.api.verbs import COMMANDS, VERBS, ErrorView
 from serve_common.api.views import (
@@ -74,7 +74,7 @@ class PlayedController:
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> AdminReply:
         verb = subject.removeprefix("serve.admin.")
         request = msgspec.json.decode(body, type=VERBS[verb][0])
         self.asked.append((verb, request))
@@ -82,10 +82,10 @@ class PlayedController:
         if isinstance(answer, ServeError):
             field = answer.field if isinstance(answer, BadField) else ""
             view = ErrorView(code=answer.error_code, message=str(answer), field=field)
-            return Answer(msgspec.json.encode(view), {"Nats-Service-Error-Code": str(answer.status_hint)})
+            return AdminReply(msgspec.json.encode(view), {"Nats-Service-Error-Code": str(answer.status_hint)})
         if isinstance(answer, BaseException):
             raise answer
-        return Answer(msgspec.json.encode(answer))
+        return AdminReply(msgspec.json.encode(answer))
 
     @property
     def admin(self) -> AdminClient:

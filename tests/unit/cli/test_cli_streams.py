@@ -16,7 +16,7 @@ from muster.cli.main import app
 from muster.cli.session import Session
 from muster.cli.top import quantile, top_rows
 from muster.client.address import StackAddress
-from muster.client.requests import Heard
+from muster.client.requests import FeedMessage
 from serve_common.api.views import (
     AutoscalingView,
     BackendLoad,
@@ -50,8 +50,8 @@ def log_line(message: str, second: int = 0, **fields: Any) -> dict[str, Any]:
     return {**line, **fields}
 
 
-def said(subject: str, *lines: dict[str, Any]) -> Heard:
-    return Heard(subject, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+def said(subject: str, *lines: dict[str, Any]) -> FeedMessage:
+    return FeedMessage(subject, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 REPLICA = SUBJECTS.log("replica", "default/digits#1")
@@ -63,10 +63,10 @@ class PlayedFeed:
     def __init__(self) -> None:
         self.subjects: list[str] = []
         self.recalls: list[RecallLogs] = []
-        self.remembered: list[Heard] = []
-        self.later: list[Heard] = []
+        self.remembered: list[FeedMessage] = []
+        self.later: list[FeedMessage] = []
         self.failure: Exception | None = None
-        self._asked: list[Heard] = []
+        self._asked: list[FeedMessage] = []
 
     @asynccontextmanager
     async def listen(self, _address: StackAddress, subjects: Sequence[str]) -> AsyncIterator[PlayedFeed]:
@@ -81,9 +81,9 @@ class PlayedFeed:
         self.recalls.append(recall)
         for heard in self.remembered:
             kind = SUBJECTS.kind_of_log(heard.subject)
-            self._asked.append(Heard(SUBJECTS.recalled_log(recall.token, kind), heard.payload))
+            self._asked.append(FeedMessage(SUBJECTS.recalled_log(recall.token, kind), heard.payload))
 
-    async def hear(self, within_s: float | None = None) -> Heard | None:
+    async def hear(self, within_s: float | None = None) -> FeedMessage | None:
         if self._asked:
             return self._asked.pop(0)
         if within_s is not None:
@@ -163,7 +163,7 @@ def test_logs_end_by_themselves_when_told_and_show_no_control_characters(run: Ru
     feed.remembered = [
         said(SUBJECTS.log("host", "h1"), {"event": "ray_ready", "host_id": "h1", "level": "info", "cpus": 4}),
         said(REPLICA, log_line("\x1b[2Jgone?", host_id="h1"), log_line("elsewhere", host_id="h2")),
-        Heard(REPLICA, b"no json\n"),
+        FeedMessage(REPLICA, b"no json\n"),
     ]
     feed.later = [said(REPLICA, log_line("later"))]
     lines = run("logs", "--no-follow", "--host", "h1").stdout.splitlines()
@@ -198,15 +198,15 @@ def test_events_follow_after_those_that_were(run: Run, controller: Any, feed: Pl
     goal = GoalView(goal_id=GoalId("g7"), status=GoalStatus.FAILED, error="it broke")
     controller.answers["get_events"] = [old]
     feed.later = [
-        Heard(SUBJECTS.event("replica", "default/digits#1"), msgspec.json.encode(old)),
-        Heard(SUBJECTS.event("replica", "default/digits#2"), msgspec.json.encode(new)),
-        Heard(
+        FeedMessage(SUBJECTS.event("replica", "default/digits#1"), msgspec.json.encode(old)),
+        FeedMessage(SUBJECTS.event("replica", "default/digits#2"), msgspec.json.encode(new)),
+        FeedMessage(
             SUBJECTS.event("goal", "g8"),
             msgspec.json.encode(goal.__class__(goal_id=GoalId("g8"), status=goal.status)),
         ),
-        Heard(SUBJECTS.event("backend", "default/digits"), msgspec.json.encode(begun)),
-        Heard(SUBJECTS.event("goal", "g7"), msgspec.json.encode(goal)),
-        Heard(SUBJECTS.event("replica", "default/digits#2"), b"unreadable"),
+        FeedMessage(SUBJECTS.event("backend", "default/digits"), msgspec.json.encode(begun)),
+        FeedMessage(SUBJECTS.event("goal", "g7"), msgspec.json.encode(goal)),
+        FeedMessage(SUBJECTS.event("replica", "default/digits#2"), b"unreadable"),
     ]
     result = run("events", "digits", "--follow", "--json")
     assert result.exit_code == 0, result.output

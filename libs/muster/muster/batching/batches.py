@@ -27,7 +27,7 @@ from serve_common.errors import DeadlineExceeded, LimitReached
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
 from serve_common.telemetry.catalogue.replicas import BATCH_SECONDS, BATCH_SIZE, BATCH_WAIT_SECONDS
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.metrics import measures
 from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, may_be_sampled, parse_traceparent
 from serve_common.telemetry.tracer import process_tracer
@@ -276,7 +276,7 @@ class Batcher:
         self._will_look = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
-        self._misfits = QuietLog(_log.warning, MISFIT_INTERVAL_S)
+        self._misfits = RateLimitedLogger(_log.warning, MISFIT_INTERVAL_S)
 
     def submit(
         self,

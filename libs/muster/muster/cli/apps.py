@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from muster.cli import parsing as values_given
-from muster.cli.changes import Intent, changing
+from muster.cli.changes import ChangeRequest, changing
 from muster.cli.output import brief, complain, print_table, styled, table
 from muster.cli.queries import Question, asking, group
 from muster.cli.session import Session
@@ -117,7 +117,7 @@ def deploy(
     file: Annotated[
         str, typer.Option("-f", "--file", metavar="FILE", help="YAML or JSON; '-' reads standard input.")
     ],
-) -> Intent:
+) -> ChangeRequest:
     """Make an application be as in a file, and wait until it serves.
 
     Example:
@@ -142,7 +142,7 @@ def deploy(
     request, notes = read_application(file, session.directory)
     for note in notes:
         complain(note)
-    return Intent(
+    return ChangeRequest(
         command=request, what=f"application {request.name}", done="is deployed", look="muster app list"
     )
 
@@ -152,7 +152,7 @@ def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Annotated[str, typer.Argument(metavar="APP", help="Its name.")],
-) -> Intent:
+) -> ChangeRequest:
     """Delete an application with all its deployments.
 
     Example:
@@ -160,7 +160,7 @@ def delete(
 
     Requests in flight finish first.
     """
-    return Intent(
+    return ChangeRequest(
         command=DeleteApplication(name=check_name(name, "APP")),
         what=f"application {name}",
         done="is deleted",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from muster.cli.changes import Intent, changing
+from muster.cli.changes import ChangeRequest, changing
 from muster.cli.config_options import (
     BACKEND_CHANGES,
     BACKEND_OPTIONS,
@@ -37,7 +37,7 @@ def create(
     tag: Tag,
     import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Make a backend be as given, and wait until its replicas run.
 
     Example:
@@ -67,7 +67,7 @@ def update(
         typer.Option("--config", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
     ] = None,
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Change some of a backend's configuration, also of a deployment's.
 
     Examples:
@@ -94,7 +94,7 @@ def delete(
     force_kill: Annotated[
         bool, typer.Option("--force-kill", help="Do not let replicas finish what is in flight.")
     ] = False,
-) -> Intent:
+) -> ChangeRequest:
     """Delete a backend and wait until its replicas are gone.
 
     Example:
@@ -123,9 +123,9 @@ def list_(session: Session) -> Question[list[BackendView]]:  # noqa: ARG001 - ev
     return Question(lambda admin: admin.get_all_backends(), _show_backends)
 
 
-def _intent(command: Change, tag: str, done: str, already: str = "is already as given") -> Intent:
+def _intent(command: Change, tag: str, done: str, already: str = "is already as given") -> ChangeRequest:
     what = f"backend {short_name(tag)}"
-    return Intent(command=command, what=what, done=done, already=already, look="muster backend list")
+    return ChangeRequest(command=command, what=what, done=done, already=already, look="muster backend list")
 
 
 def _show_config(view: BackendConfigView) -> None:

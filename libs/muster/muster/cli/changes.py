@@ -44,7 +44,7 @@ from serve_common.errors import BadField, NotFound, ServeError
 from serve_common.names import GoalId
 
 
-class Intent(msgspec.Struct, frozen=True, kw_only=True):
+class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A command and the words in which its end is told."""
 
     command: Change | Shutdown
@@ -111,7 +111,7 @@ RESULT_OF = {
 }
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ChangeOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is known at the end of a change; with ``--json`` this is what is printed."""
 
     result: ChangeResult
@@ -139,8 +139,14 @@ _WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not
 
 
 async def perform(
-    admin: AdminPort, intent: Intent, *, timeout_s: float, is_waiting: bool, host: str, progress: Progress
-) -> Outcome:
+    admin: AdminPort,
+    intent: ChangeRequest,
+    *,
+    timeout_s: float,
+    is_waiting: bool,
+    host: str,
+    progress: Progress,
+) -> ChangeOutcome:
     """Change and wait. ``host`` stands for a proxy that listens on every address. Raises what the controller raises."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
@@ -152,13 +158,13 @@ async def perform(
 
     if not is_waiting:
         result = ChangeResult.ACCEPTED if updating else ChangeResult.UNCHANGED
-        return Outcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=passed_s())
+        return ChangeOutcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=passed_s())
     if not updating:
         # The goal of an older change: only one that is not over yet matters to whoever asks for the same.
         older = await _ended(admin, goal_ids)
         if older is None or older.status is not GoalStatus.PENDING:
             deployment = await _deployment(admin, intent)
-            return Outcome(
+            return ChangeOutcome(
                 result=ChangeResult.UNCHANGED,
                 goal_id=goal_id,
                 goal_ids=goal_ids,
@@ -176,7 +182,7 @@ async def perform(
         if view.status is not GoalStatus.SUCCEEDED:
             break
     result = ChangeResult.SUCCEEDED if view is None else RESULT_OF[view.status]
-    return Outcome(
+    return ChangeOutcome(
         result=result,
         goal_id=goal_id if view is None else view.goal_id,
         goal_ids=goal_ids,
@@ -194,7 +200,7 @@ def show_progress(goal: GoalView, progress: Progress) -> None:
         progress.say(goal.message)
 
 
-async def _send(admin: AdminPort, intent: Intent) -> tuple[list[GoalId], bool]:
+async def _send(admin: AdminPort, intent: ChangeRequest) -> tuple[list[GoalId], bool]:
     command = intent.command
     if isinstance(command, Shutdown):
         goal_ids = (await admin.shutdown(command)).goal_ids
@@ -212,7 +218,7 @@ async def _ended(admin: AdminPort, goal_ids: Sequence[GoalId]) -> GoalView | Non
     return None
 
 
-async def _deployment(admin: AdminPort, intent: Intent) -> DeploymentView | None:
+async def _deployment(admin: AdminPort, intent: ChangeRequest) -> DeploymentView | None:
     if intent.deployment is None:
         return None
     try:
@@ -221,7 +227,7 @@ async def _deployment(admin: AdminPort, intent: Intent) -> DeploymentView | None
         return None
 
 
-async def _urls(admin: AdminPort, intent: Intent, host: str) -> list[str]:
+async def _urls(admin: AdminPort, intent: ChangeRequest, host: str) -> list[str]:
     if intent.route is None:
         return []
     try:
@@ -244,7 +250,7 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
     return sorted(set(urls))
 
 
-def show_plan(view: PlanView, intent: Intent) -> None:
+def show_plan(view: PlanView, intent: ChangeRequest) -> None:
     """Which replicas would start, stop or be reconfigured, and why."""
     if not view.updating:
         say(f"nothing to do: {intent.what} {intent.already}")
@@ -271,7 +277,7 @@ def show_plan(view: PlanView, intent: Intent) -> None:
 _SERVING = frozenset({"running", "updating"})
 
 
-def describe(outcome: Outcome, intent: Intent) -> list[str]:
+def describe(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
     """What happened, and what to do next where that is known."""
     what, deployment = intent.what, outcome.deployment
     match outcome.result:
@@ -301,11 +307,11 @@ def describe(outcome: Outcome, intent: Intent) -> list[str]:
     return [*lines, *(_curl(url, intent) for url in outcome.urls)]
 
 
-def _how_it_goes(intent: Intent) -> str:
+def _how_it_goes(intent: ChangeRequest) -> str:
     return f"'{intent.look}' shows how it goes"
 
 
-def _after_failure(outcome: Outcome, intent: Intent) -> list[str]:
+def _after_failure(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
     lines = []
     command = intent.command
     if (
@@ -343,7 +349,7 @@ def _replicas(count: int) -> str:
     return f"{count} replica" if count == 1 else f"{count} replicas"
 
 
-def _curl(url: str, intent: Intent) -> str:
+def _curl(url: str, intent: ChangeRequest) -> str:
     flag = "" if not intent.methods or "GET" in intent.methods else f"-X {intent.methods[0]} "
     return f"  curl {flag}{url}"
 
@@ -354,8 +360,8 @@ DRY_RUN = "dry_run"
 
 def changing(
     *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
-) -> Callable[[Callable[..., Intent]], Callable[..., None]]:
-    """Make a command of a function that turns ``(session, *, arguments)`` into an `Intent`.
+) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
+    """Make a command of a function that turns ``(session, *, arguments)`` into an `ChangeRequest`.
 
     ``options`` are added to its own; those that were given reach it as the keyword argument ``given``, by name.
     """
@@ -368,7 +374,7 @@ def changing(
         *STACK_OPTIONS,
     )
 
-    def make(build: Callable[..., Intent]) -> Callable[..., None]:
+    def make(build: Callable[..., ChangeRequest]) -> Callable[..., None]:
         def run(context: typer.Context, values: dict[str, Any]) -> None:
             session = session_of(context)
             as_json, waits = values.pop("as_json"), values.pop("timeout_s")
@@ -399,15 +405,15 @@ def changing(
     return make
 
 
-async def _plan(session: Session, address: StackAddress, intent: Intent) -> PlanView:
+async def _plan(session: Session, address: StackAddress, intent: ChangeRequest) -> PlanView:
     with Progress(intent.what) as progress:
         async with session.connect(address, progress) as stack:
             return await stack.admin.plan(intent.command)
 
 
 async def _perform(
-    session: Session, address: StackAddress, intent: Intent, *, timeout_s: float, is_waiting: bool
-) -> Outcome:
+    session: Session, address: StackAddress, intent: ChangeRequest, *, timeout_s: float, is_waiting: bool
+) -> ChangeOutcome:
     with Progress(intent.what) as progress:
         async with session.connect(address, progress) as stack:
             return await perform(
@@ -432,14 +438,14 @@ def confirm(question: str) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _show_plan(view: PlanView, intent: Intent, *, as_json: bool) -> None:
+def _show_plan(view: PlanView, intent: ChangeRequest, *, as_json: bool) -> None:
     if as_json:
         print_json(view)
     else:
         show_plan(view, intent)
 
 
-def _show(outcome: Outcome, intent: Intent, *, as_json: bool) -> None:
+def _show(outcome: ChangeOutcome, intent: ChangeRequest, *, as_json: bool) -> None:
     if as_json:
         print_json(outcome)
         if outcome.result is not ChangeResult.FAILED:

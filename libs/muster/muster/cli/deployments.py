@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from muster.cli import parsing as values_given
-from muster.cli.changes import DRY_RUN, EXIT_CODES, RESULT_OF, Intent, changing, show_progress
+from muster.cli.changes import DRY_RUN, EXIT_CODES, RESULT_OF, ChangeRequest, changing, show_progress
 from muster.cli.config_options import (
     BACKEND_OPTIONS,
     CODE_OPTIONS,
@@ -33,7 +33,7 @@ from muster.cli.queries import (
     option_of,
 )
 from muster.cli.session import ExitCode, Session, StackChoice, session_of
-from muster.client.requests import Answer
+from muster.client.requests import AdminReply
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
 from serve_common.api.views import GoalStatus, GoalView
 from serve_common.config.backend import NUM_REPLICAS_MAX
@@ -66,7 +66,7 @@ def deploy(
         str | None, typer.Option("--prev-version", help="Refuse unless this is the version deployed now.")
     ] = None,
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Make a deployment be as given, and wait until it serves.
 
     Examples:
@@ -94,10 +94,10 @@ def deploy(
     return intent_to_deploy(request)
 
 
-def intent_to_deploy(request: Deploy) -> Intent:
+def intent_to_deploy(request: Deploy) -> ChangeRequest:
     """A deploy and its words."""
     what = short_name(request.name)
-    return Intent(
+    return ChangeRequest(
         command=request, what=what, done="is deployed", look=f"muster status {what}", deployment=request.name
     )
 
@@ -111,7 +111,7 @@ def scale(
     *,
     name: Name,
     num_replicas: Annotated[int, typer.Argument(metavar="N", help="How many replicas shall run.")],
-) -> Intent:
+) -> ChangeRequest:
     """Run another number of replicas, and wait until they do.
 
     Example:
@@ -124,7 +124,7 @@ def scale(
     tag = deployment_tag(name)
     check_between(num_replicas, 0, NUM_REPLICAS_MAX, "N")
     what = short_name(tag)
-    return Intent(
+    return ChangeRequest(
         command=Scale(backend_tag=tag, num_replicas=num_replicas),
         what=what,
         done=f"is scaled to {num_replicas}",
@@ -144,7 +144,7 @@ def rollback(
         int | None,
         typer.Option("--to-revision", min=1, help="The revision's number; see 'muster revisions'."),
     ] = None,
-) -> Intent:
+) -> ChangeRequest:
     """Make a deployment be again what it was, and wait until it serves.
 
     Examples:
@@ -160,7 +160,7 @@ def rollback(
     target = to_revision if to is None else to
     what = short_name(tag)
     words = "what it was before" if target is None else f"{'revision ' if to is None else ''}{target}"
-    return Intent(
+    return ChangeRequest(
         command=Rollback(name=tag, to=target),
         what=what,
         done=f"is rolled back to {words}",
@@ -175,7 +175,7 @@ def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-) -> Intent:
+) -> ChangeRequest:
     """Delete a deployment and wait until its replicas are gone.
 
     Example:
@@ -186,7 +186,7 @@ def delete(
     """
     tag = deployment_tag(name)
     what = short_name(tag)
-    return Intent(
+    return ChangeRequest(
         command=DeleteDeployment(name=tag),
         what=what,
         done="is deleted",
@@ -305,7 +305,7 @@ def shutdown(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-) -> Intent:
+) -> ChangeRequest:
     """Delete every application, deployment, endpoint and backend.
 
     Example:
@@ -313,7 +313,7 @@ def shutdown(
 
     Asks first. Requests in flight finish. The stack itself stays up.
     """
-    return Intent(
+    return ChangeRequest(
         command=Shutdown(confirm="everything"),
         what="everything",
         done="is deleted",
@@ -373,7 +373,7 @@ async def _call(
     body: bytes,
     headers: dict[str, str],
     timeout_s: float,
-) -> Answer:
+) -> AdminReply:
     with Progress(short_name(name)) as progress:
         async with session.connect(session.find_stack(options), progress) as stack:
             return await stack.caller.call(name, body, headers=headers, timeout_s=timeout_s)

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from muster.cli import parsing as values_given
-from muster.cli.changes import Intent, changing
+from muster.cli.changes import ChangeRequest, changing
 from muster.cli.config_options import (
     ENDPOINT_CHANGES,
     ENDPOINT_OPTIONS,
@@ -59,7 +59,7 @@ def create_endpoint(
         typer.Option("--methods", metavar="GET,POST", help="HTTP methods; GET,POST unless given."),
     ] = None,
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Make an endpoint, and wait until every proxy knows it.
 
     Example:
@@ -76,7 +76,7 @@ def create_endpoint(
         **values_given.read_methods(methods),
     )
     what = f"endpoint {short_name(tag)}"
-    return Intent(command=request, what=what, done="is created", look="muster endpoint list")
+    return ChangeRequest(command=request, what=what, done="is created", look="muster endpoint list")
 
 
 @changing(options=ENDPOINT_CHANGES)
@@ -89,7 +89,7 @@ def endpoint_options(
         typer.Option("--options", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
     ] = None,
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Change how an endpoint tells its requests apart, while it serves.
 
     Examples:
@@ -100,7 +100,7 @@ def endpoint_options(
     says them anew. No replica is touched.
     """
     tag = deployment_tag(name, "ENDPOINT")
-    return Intent(
+    return ChangeRequest(
         command=SetEndpointOptions(
             endpoint=tag, options=partial_endpoint_options(given, options, session.directory)
         ),
@@ -116,7 +116,7 @@ def delete_endpoint(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-) -> Intent:
+) -> ChangeRequest:
     """Delete an endpoint; its backends stay.
 
     Example:
@@ -125,7 +125,7 @@ def delete_endpoint(
     Deleting what does not exist is a success.
     """
     tag = deployment_tag(name, "ENDPOINT")
-    return Intent(
+    return ChangeRequest(
         command=DeleteEndpoint(endpoint=tag),
         what=f"endpoint {short_name(tag)}",
         done="is deleted",
@@ -178,7 +178,7 @@ def set_traffic(
     *,
     name: Name,
     weights: Weights,
-) -> Intent:
+) -> ChangeRequest:
     """Divide an endpoint's requests, and wait until every proxy does so.
 
     Examples:
@@ -189,7 +189,7 @@ def set_traffic(
     """
     tag = deployment_tag(name, "ENDPOINT")
     read = values_given.read_shares(weights, "BACKEND=WEIGHT")
-    return Intent(
+    return ChangeRequest(
         command=SetTraffic(endpoint=tag, weights=read),
         what=f"traffic of {short_name(tag)}",
         done="is set",
@@ -206,7 +206,7 @@ def shadow_traffic(
     proportion: Annotated[
         float, typer.Argument(metavar="PROPORTION", help="Of the requests, 0 to 1; 0 ends it.")
     ],
-) -> Intent:
+) -> ChangeRequest:
     """Copy some of an endpoint's requests to a backend on trial.
 
     Examples:
@@ -217,7 +217,7 @@ def shadow_traffic(
     """
     tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
     share = values_given.read_share(proportion, "PROPORTION")
-    return Intent(
+    return ChangeRequest(
         command=ShadowTraffic(endpoint=tag, backend_tag=copied_to, proportion=share),
         what=f"shadow traffic of {short_name(tag)} to {short_name(copied_to)}",
         done="is set" if share else "is ended",
@@ -263,7 +263,7 @@ def set_http_options(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     given: Mapping[str, Any],
-) -> Intent:
+) -> ChangeRequest:
     """Change options of all proxies while they run.
 
     Example:
@@ -280,7 +280,7 @@ def set_http_options(
         check_http_options(merged(HttpOptions(), partial, "options"))
     except BadField as error:
         raise named_by_option(error, "options") from error
-    return Intent(
+    return ChangeRequest(
         command=SetHttpOptions(options=partial),
         what="options of all proxies",
         done="are changed",

@@ -25,7 +25,7 @@ from muster.cli.output import (
 from muster.cli.queries import Question, asking, streaming
 from muster.cli.session import Session
 from muster.client.address import StackAddress
-from muster.client.requests import Heard
+from muster.client.requests import FeedMessage
 from serve_common.api.queries import GetEvents, GetHistory, GetRevisions
 from serve_common.api.views import EventView, GoalView, HistoryView, RevisionView
 from serve_common.errors import BadField
@@ -119,7 +119,7 @@ class Matching:
         return is_meant
 
 
-def read_event(heard: Heard, subjects: Subjects, now: float) -> EventView | None:
+def read_event(heard: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
     """The event in a message; None for one that this version cannot read."""
     try:
         if not heard.subject.startswith(subjects.event(_GOAL, "")):

@@ -16,7 +16,7 @@ from muster.cli.output import get_console, print_json_line, short_name
 from muster.cli.queries import streaming
 from muster.cli.session import Session
 from muster.client.address import StackAddress
-from muster.client.requests import Feed, Heard
+from muster.client.requests import Feed, FeedMessage
 from serve_common.errors import BadField
 from serve_common.names import deployment_tag
 from serve_common.protocol.logs import (
@@ -183,13 +183,13 @@ class _Following:
         for data, line in [*old[-tail:], *new.items()]:
             self._show(data, line)
 
-    def show(self, heard: Heard) -> None:
+    def show(self, heard: FeedMessage) -> None:
         """Show the lines of a message that are wanted."""
         if self._subjects.kind_of_log(heard.subject) != RECALLED:
             for data, line in self._lines(heard):
                 self._show(data, line)
 
-    def _lines(self, heard: Heard) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    def _lines(self, heard: FeedMessage) -> Iterator[tuple[bytes, dict[str, Any]]]:
         kind = self._subjects.kind_of_log(heard.subject)
         if kind == RECALLED:
             kind = heard.subject.rpartition(".")[2]

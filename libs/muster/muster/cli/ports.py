@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from muster.client.address import StackAddress
-from muster.client.requests import Answer
+from muster.client.requests import AdminReply
 from muster.embedded.options import StackOptions
 from muster.embedded.process import OnEvent
 from muster.embedded.run_record import RunRecord
@@ -141,7 +141,9 @@ class AdminPort(Protocol):
 class CallPort(Protocol):
     """Calls of endpoints; see `muster.client.Caller`."""
 
-    async def call(self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    async def call(
+        self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
+    ) -> AdminReply:
         """See `Caller.call`."""
         ...
 

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from muster.cli.changes import Intent, changing
+from muster.cli.changes import ChangeRequest, changing
 from muster.cli.output import (
     brief,
     complain,
@@ -61,7 +61,7 @@ def pause(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-) -> Intent:
+) -> ChangeRequest:
     """Leave a deployment's number of replicas as it is.
 
     Example:
@@ -70,7 +70,7 @@ def pause(
     It stays so over deploys, until 'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
-    return Intent(
+    return ChangeRequest(
         command=PauseAutoscaling(backend_tag=tag),
         what=short_name(tag),
         done="keeps its number of replicas",
@@ -84,14 +84,14 @@ def resume(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-) -> Intent:
+) -> ChangeRequest:
     """Let a deployment's number of replicas follow its load again.
 
     Example:
       muster autoscaling resume digits
     """
     tag = deployment_tag(name)
-    return Intent(
+    return ChangeRequest(
         command=ResumeAutoscaling(backend_tag=tag),
         what=short_name(tag),
         done="follows its load again",
@@ -333,11 +333,11 @@ def status(
         return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
     if (full := session.full_disk()) is not None:
         complain(full)
-    whole = _Whole(session)
+    whole = _StatusPages(session)
     return Question(whole.ask, whole.show)
 
 
-class _Whole:
+class _StatusPages:
     """The whole system, its deployments in pages where they are more than one message carries."""
 
     def __init__(self, session: Session) -> None:
@@ -374,7 +374,7 @@ def drain(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     host_id: Host,
-) -> Intent:
+) -> ChangeRequest:
     """Move every replica off a host, and wait until it runs none.
 
     Example:
@@ -384,7 +384,7 @@ def drain(
     placed there again until 'muster host undrain'.
     """
     command = DrainHost(host_id=check_name(host_id, "HOST"))
-    return Intent(
+    return ChangeRequest(
         command=command,
         what=f"host {host_id}",
         done="is drained",
@@ -398,7 +398,7 @@ def undrain(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     host_id: Host,
-) -> Intent:
+) -> ChangeRequest:
     """Place replicas on a host again.
 
     Example:
@@ -407,7 +407,7 @@ def undrain(
     What runs elsewhere by now stays there.
     """
     command = UndrainHost(host_id=check_name(host_id, "HOST"))
-    return Intent(
+    return ChangeRequest(
         command=command,
         what=f"host {host_id}",
         done="takes replicas again",

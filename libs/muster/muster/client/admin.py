@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from muster.client.requests import VERB_OF, Asker, Asking, Requests, ignore
+from muster.client.requests import VERB_OF, AdminRequests, Asker, Requests, ignore
 from serve_common.api.commands import (
     BACKUP_PAGE_BYTES_MAX,
     Change,
@@ -88,7 +88,7 @@ RESTORE_ATTEMPT_S: Final = 30.0
 """The whole file is checked with its last page."""
 
 
-class Changes(Asking):
+class AdminCommands(AdminRequests):
     """The commands. Part of `AdminClient`."""
 
     async def change(self, request: Change) -> ChangeReply:
@@ -216,7 +216,7 @@ BACKUP_TRIES: Final = 3
 """A change of leader between two pages means to begin anew."""
 
 
-class Queries(Asking):
+class AdminQueries(AdminRequests):
     """The queries. Part of `AdminClient`."""
 
     async def get_deployment_info(self, request: GetDeploymentInfo | str) -> DeploymentView:
@@ -348,7 +348,7 @@ class Queries(Asking):
                 return view
 
 
-class AdminClient(Changes, Queries):
+class AdminClient(AdminCommands, AdminQueries):
     """The admin API of one stack. Errors are those of `serve_common.errors`, as the controller raised them."""
 
     def __init__(

@@ -13,7 +13,7 @@ import msgspec
 
 from muster.client.address import StackAddress
 from muster.client.admin import AdminClient
-from muster.client.requests import Answer, NoAnswer, NobodyListens, Requests, error_of
+from muster.client.requests import AdminReply, NoAnswer, NobodyListens, Requests, error_of
 from serve_common.api.verbs import WHO_LENGTH_MAX
 from serve_common.errors import DeadlineExceeded, TransientError
 from serve_common.names import EndpointTag, deployment_tag
@@ -38,7 +38,9 @@ class Caller:
         self._retry_for_s = retry_for_s
         self._retry_pause_s = retry_pause_s
 
-    async def call(self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    async def call(
+        self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
+    ) -> AdminReply:
         """The endpoint's answer.
 
         Raises `BadField` for a name that cannot be, `TransientError` when no proxy listens, `DeadlineExceeded`, and

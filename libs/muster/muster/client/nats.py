@@ -17,7 +17,7 @@ from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoRespondersError
 
 from muster.client.address import StackAddress
-from muster.client.requests import Answer, Heard, NoAnswer, NobodyListens
+from muster.client.requests import AdminReply, FeedMessage, NoAnswer, NobodyListens
 from serve_common.errors import BadField, BusAuthorizationFailed, BusUnavailable
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.nats.client import close_nats, connect_nats, login_arguments
@@ -38,7 +38,7 @@ class NatsFeed:
         """Connects at `open`."""
         self._address = address
         self._client: Client | None = None
-        self._heard: deque[Heard] = deque(maxlen=_WAITING_MAX)
+        self._heard: deque[FeedMessage] = deque(maxlen=_WAITING_MAX)
         self._came = asyncio.Event()
 
     async def open(self, subjects: Sequence[str]) -> None:
@@ -61,7 +61,7 @@ class NatsFeed:
             client._disconnected_cb = client._closed_cb = None  # noqa: SLF001 - the library has no other way
             await close_nats(client)
 
-    async def hear(self, within_s: float | None = None) -> Heard | None:
+    async def hear(self, within_s: float | None = None) -> FeedMessage | None:
         """See `Feed.hear`."""
         try:
             async with asyncio.timeout(within_s):
@@ -81,7 +81,7 @@ class NatsFeed:
             raise BusUnavailable(f"NATS at {self._address.where} failed: {error!r}") from error
 
     async def _take(self, message: Msg) -> None:
-        self._heard.append(Heard(message.subject, message.data))
+        self._heard.append(FeedMessage(message.subject, message.data))
         self._came.set()
 
 
@@ -130,7 +130,7 @@ class NatsRequests:
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> AdminReply:
         """See `Requests.request`."""
         client = await self._connected()
         self._forbidden = None
@@ -160,7 +160,7 @@ class NatsRequests:
         finally:
             self._limits.discard(limit)
         raise_if_cancelled(cancelled)  # callers ask again and again
-        return Answer(message.data, message.headers or {})
+        return AdminReply(message.data, message.headers or {})
 
     async def _connected(self) -> Client:
         async with self._dialling:

@@ -27,7 +27,7 @@ class NoAnswer(TransientError):
     """No answer came in time, or the connection was lost meanwhile; the request may have had its effect."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AdminReply(msgspec.Struct, frozen=True):
     """What came back, an error included."""
 
     body: bytes
@@ -44,7 +44,7 @@ class Requests(Protocol):
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> AdminReply:
         """Send one request and wait for its answer.
 
         Raises `NobodyListens`, `NoAnswer`, `BusUnavailable` when there is no bus, `BusAuthorizationFailed` when it
@@ -101,7 +101,7 @@ def error_from_view(view: ErrorView) -> ServeError:
     return kind(view.message or view.code)
 
 
-def error_of(answer: Answer) -> ServeError | None:
+def error_of(answer: AdminReply) -> ServeError | None:
     """The error that an answer bears, or None."""
     short = answer.headers.get(ERROR_HEADER)
     number = answer.headers.get(ERROR_CODE_HEADER)
@@ -117,7 +117,7 @@ def error_of(answer: Answer) -> ServeError | None:
     return error_from_view(view)
 
 
-def read_reply(verb: str, answer: Answer, reply_type: Any) -> Any:
+def read_reply(verb: str, answer: AdminReply, reply_type: Any) -> Any:
     """The reply to ``verb``; raises the error that the answer bears, or `ServeError` for what cannot be read."""
     error = error_of(answer)
     if error is not None:
@@ -223,7 +223,7 @@ class Asker:
         return error
 
 
-class Asking:
+class AdminRequests:
     """What asks: base of the commands and of the queries."""
 
     def __init__(self, asker: Asker) -> None:
@@ -238,7 +238,7 @@ def with_request_id(request: Request) -> Request:
     return msgspec.structs.replace(request, request_id=uuid.uuid4().hex)
 
 
-class Heard(msgspec.Struct, frozen=True):
+class FeedMessage(msgspec.Struct, frozen=True):
     """One message."""
 
     subject: str
@@ -248,7 +248,7 @@ class Heard(msgspec.Struct, frozen=True):
 class Feed(Protocol):
     """Messages of some subjects, in the order in which they came."""
 
-    async def hear(self, within_s: float | None = None) -> Heard | None:
+    async def hear(self, within_s: float | None = None) -> FeedMessage | None:
         """The next one; None when none came in time. None as a time waits for ever."""
         ...
 

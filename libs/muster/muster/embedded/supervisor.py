@@ -104,7 +104,7 @@ OnFirstStart = Callable[[BaseException | None], None]
 """Told that the process got ready (None) or why it will not."""
 
 
-class Charge:
+class SupervisedProcess:
     """One process under supervision."""
 
     def __init__(
@@ -314,7 +314,8 @@ class Supervisor:
         """``specs`` are in an order in which every process comes after those it depends on."""
         self._stack_id = stack_id
         self._charges = {
-            spec.name: Charge(spec, stack_id, self._hear_of_first_start, on_event) for spec in specs
+            spec.name: SupervisedProcess(spec, stack_id, self._hear_of_first_start, on_event)
+            for spec in specs
         }
         for position, spec in enumerate(specs):
             missing = set(spec.depends_on) - {earlier.name for earlier in specs[:position]}

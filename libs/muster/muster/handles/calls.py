@@ -14,7 +14,7 @@ import msgspec
 from muster.handles.pickles import BODY_BYTES_MAX, Sent, join_arguments, unpickle
 from muster.handles.wakeups import Waker, Wakers
 from serve_common.dispatch.calls import Call
-from serve_common.dispatch.errors import AnswerUnusable, error_type_of
+from serve_common.dispatch.errors import ResponseUnusable, error_type_of
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
 from serve_common.protocol.frames import CallHead, Headers
@@ -66,14 +66,14 @@ class ItemReader:
         self._view, self._at = piece, 0
 
     def next_item(self) -> memoryview | None:
-        """The next item; None when more must be fed first. Raises `AnswerUnusable` for one that is too large."""
+        """The next item; None when more must be fed first. Raises `ResponseUnusable` for one that is too large."""
         view, at = self._view, self._at
         left_bytes = len(view) - at
         needed_bytes = _LENGTH_BYTES
         if left_bytes >= _LENGTH_BYTES:
             needed_bytes += int.from_bytes(view[at : at + _LENGTH_BYTES], "big")
             if needed_bytes > BODY_BYTES_MAX + _LENGTH_BYTES:
-                raise AnswerUnusable(f"an item of {needed_bytes} bytes; at most {BODY_BYTES_MAX} are taken")
+                raise ResponseUnusable(f"an item of {needed_bytes} bytes; at most {BODY_BYTES_MAX} are taken")
             if left_bytes >= needed_bytes:
                 self._at = at + needed_bytes
                 return view[at + _LENGTH_BYTES : at + needed_bytes]
@@ -155,7 +155,7 @@ class ItemStream:
         return bool(self._pieces) or self.is_ended
 
     def next_item(self) -> Any:
-        """The next item, `NOTHING_YET` or `NO_MORE`; raises what `end` was given, and `AnswerUnusable`."""
+        """The next item, `NOTHING_YET` or `NO_MORE`; raises what `end` was given, and `ResponseUnusable`."""
         while True:
             item = self._reader.next_item()
             if item is not None:
@@ -172,7 +172,7 @@ class ItemStream:
             elif self._failure is not None:
                 raise self._failure.with_traceback(None)
             elif not self._reader.is_between_items:
-                raise AnswerUnusable("the stream ended within an item")
+                raise ResponseUnusable("the stream ended within an item")
             else:
                 return NO_MORE
 
@@ -240,7 +240,7 @@ class Sources(msgspec.Struct, frozen=True):
         )
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CallOutcome(msgspec.Struct, frozen=True):
     """How a call ended; either is set, except for a stream, which ended well when neither is."""
 
     body: bytes | memoryview | None = None
@@ -314,7 +314,7 @@ class HandleCall:
         """Takes it from the calls under way of its request."""
         self.is_cancelled = False
         """Set by any thread; the outcome follows."""
-        self.outcome: Outcome | None = None
+        self.outcome: CallOutcome | None = None
         # The router's:
         self.routed: Call | None = None
         self.work: OwnedTask | None = None
@@ -342,7 +342,7 @@ class HandleCall:
 
     # -- the router's thread --
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: CallOutcome) -> None:
         """The call has ended; does nothing when it had."""
         if self.outcome is not None:
             return
@@ -359,7 +359,7 @@ class HandleCall:
 
     def fail(self, error: ServeError) -> None:
         """The call has failed."""
-        self.finish(Outcome(failure=error))
+        self.finish(CallOutcome(failure=error))
 
 
 _families: Final[WeakKeyDictionary[asyncio.Task[object], set[HandleCall]]] = WeakKeyDictionary()

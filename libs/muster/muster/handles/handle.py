@@ -13,9 +13,9 @@ import msgspec
 from muster.handles.calls import (
     NO_MORE,
     NOTHING_YET,
+    CallOutcome,
     HandleCall,
     ItemStream,
-    Outcome,
     Sources,
     begin_call,
     bind_to_request,
@@ -24,7 +24,7 @@ from muster.handles.options import HandleOptions, RequestCancelled, check_option
 from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
 from muster.handles.runtime import runtime
 from muster.handles.wakeups import refuse_on_loop, wait_in_thread, waiter_here
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_common.names import DEFAULT_APPLICATION, check_name
 from serve_common.protocol.frames import CallHead
@@ -113,14 +113,14 @@ class DeploymentResponse(_Response):
             raise self._error.with_traceback(None)
         return self._value
 
-    def _take(self, outcome: Outcome) -> None:
+    def _take(self, outcome: CallOutcome) -> None:
         if outcome.failure is not None:
             self._error = to_exception(outcome.failure)
             return
         assert outcome.body is not None
         try:
             self._value = unpickle(outcome.body)
-        except AnswerUnusable as error:
+        except ResponseUnusable as error:
             self._error = to_exception(error)
 
 

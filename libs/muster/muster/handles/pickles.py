@@ -14,7 +14,7 @@ import cloudpickle  # type: ignore[import-untyped]  # it ships no hints
 import msgspec
 
 from muster.handles.options import ArgumentsTooLarge, RequestCancelled
-from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.errors import (
     BadField,
     DeadlineExceeded,
@@ -82,11 +82,11 @@ def _limited(body: bytes) -> bytes:
 
 
 def unpickle(data: bytes | memoryview) -> Any:
-    """A value that a replica sent. Raises `AnswerUnusable`."""
+    """A value that a replica sent. Raises `ResponseUnusable`."""
     try:
         return pickle.loads(data)  # noqa: S301 - replicas of this instance are trusted
     except Exception as error:  # unpickling runs any code
-        raise AnswerUnusable(
+        raise ResponseUnusable(
             f"the answer cannot be unpickled here: {type(error).__name__}: {error}"
         ) from error
 

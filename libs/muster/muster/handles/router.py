@@ -13,19 +13,19 @@ from typing import Final, final
 
 import structlog
 
-from muster.handles.calls import HandleCall, Outcome, headers_of
+from muster.handles.calls import CallOutcome, HandleCall, headers_of
 from muster.handles.options import CallNotAllowed, RequestCancelled
 from muster.handles.pickles import BODY_BYTES_MAX
 from serve_common.config.replica import allows
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.calls import Answer, AnswerBody, Ask, Call
+from serve_common.dispatch.calls import Call, RequestSpec, Response, ResponseBody
 from serve_common.dispatch.dispatcher import Dispatcher
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.dispatch.routes import Routes
 from serve_common.dispatch.shadows import Shadows
 from serve_common.errors import BusUnavailable, DeadlineExceeded, NotFound, ServeError
 from serve_common.names import BackendTag, EndpointTag
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import HTTP_KEY
 from serve_common.runtime.request_context import HandleQueue, current_replica
@@ -157,9 +157,9 @@ class HandleRouter:
         left_s = call.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"the deadline of the call of {endpoint.tag!r} had passed")
-        ask = Ask(
+        ask = RequestSpec(
             endpoint=endpoint,
-            kind=Kind.PYTHON,
+            kind=RequestKind.PYTHON,
             method="",
             path="",
             route="",
@@ -178,7 +178,7 @@ class HandleRouter:
         if endpoint.shadows:
             self._shadows.copy(ask)
 
-        def on_answer(routed: Call, answer: Answer) -> None:
+        def on_answer(routed: Call, answer: Response) -> None:
             self._answered(call, routed, answer)
 
         def on_error(_routed: Call, error: ServeError) -> None:
@@ -252,17 +252,17 @@ class HandleRouter:
 
     # -- answers --
 
-    def _answered(self, call: HandleCall, routed: Call, answer: Answer) -> None:
+    def _answered(self, call: HandleCall, routed: Call, answer: Response) -> None:
         """In the bus' read path."""
         if call.items is not None:
             call.items.put(answer.body if answer.stream is None else _NO_BYTES)
         if answer.stream is None:
-            call.finish(Outcome(body=answer.body))
+            call.finish(CallOutcome(body=answer.body))
             return
         call.routed = routed  # the answer may come before `begin` returns
         call.work = self._tasks.start(self._follow(call, routed, answer.stream), "answer")
 
-    async def _follow(self, call: HandleCall, routed: Call, body: AnswerBody) -> None:
+    async def _follow(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:
         """Read an answer that comes in pieces."""
         pieces: list[memoryview] = []
         size = 0
@@ -275,8 +275,8 @@ class HandleRouter:
                 size += len(piece)
                 pieces.append(piece)
                 if size > BODY_BYTES_MAX:
-                    raise AnswerUnusable(f"the answer has more than {BODY_BYTES_MAX} bytes")
-            call.finish(Outcome(body=b"".join(pieces)))
+                    raise ResponseUnusable(f"the answer has more than {BODY_BYTES_MAX} bytes")
+            call.finish(CallOutcome(body=b"".join(pieces)))
         except ServeError as error:
             call.fail(error)
         finally:

@@ -22,7 +22,7 @@ from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import ModelHolders, Routes
 from serve_common.dispatch.shadows import Shadows
-from serve_common.dispatch.timers import Beat
+from serve_common.dispatch.timers import RequestTimers
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable, ServeError
 from serve_common.identities.roles import Role, inbox_prefix
 from serve_common.nats.bucket_watch import BucketConnection
@@ -126,7 +126,7 @@ class _Parts:
         )
         models = ModelHolders(routes, subjects, loop.time)
         self._bus.subscribe(subjects.all_models, models.take)
-        self._beat = Beat(dispatcher, routes, outgoing, models)
+        self._beat = RequestTimers(dispatcher, routes, outgoing, models)
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_is_back)
         self._bus.on_answers_again.append(dispatcher.bus_answers_again)

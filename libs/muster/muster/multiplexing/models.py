@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar, cast, final, overload
 import structlog
 
 from muster.context import before_requests
-from muster.multiplexing.shelf import UNLIMITED, Shelf
+from muster.multiplexing.model_cache import UNLIMITED, ModelCache
 from muster.per_instance import PerInstance, is_method
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
@@ -107,7 +107,7 @@ class Models:
 
     def __init__(self, name: str, places: int) -> None:
         self.loop = asyncio.get_running_loop()
-        self._shelf: Shelf[_Model] = Shelf(places)
+        self._shelf: ModelCache[_Model] = ModelCache(places)
         self._wanted: dict[str, _Model] = {}
         """Those that wait for a place."""
         self._waiting_tasks: set[asyncio.Task[Any]] = set()

@@ -38,7 +38,7 @@ class ShadowOutcome(Enum):
     """It was not sent, for a limit or because its backend was scaled to zero."""
 
 
-class EndpointTally:
+class RequestStats:
     """Requests of one endpoint so far."""
 
     __slots__ = ("bucket_counts", "counts", "seconds_sum", "shadows")
@@ -72,7 +72,7 @@ class EndpointTally:
 
 
 @final
-class NoTally(EndpointTally):
+class NoTally(RequestStats):
     """Counts no requests: for measuring what counting costs."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ class Endpoint:
         "tally",
     )
 
-    def __init__(self, snapshot: EndpointSnapshot, tally: EndpointTally) -> None:
+    def __init__(self, snapshot: EndpointSnapshot, tally: RequestStats) -> None:
         self.tag = snapshot.endpoint_tag
         self.route = snapshot.route or ""
         self.methods = frozenset(snapshot.methods)
@@ -158,7 +158,7 @@ PROBE_SILENT_S: Final = 0.1
 
 
 @final
-class Suspicions:
+class FailureDetector:
     """The replicas that nobody listened for when they were asked last."""
 
     __slots__ = ("_asked_at", "_not_before", "_since")

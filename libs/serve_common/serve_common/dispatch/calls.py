@@ -11,7 +11,7 @@ import msgspec
 
 from serve_common.dispatch.admission import Endpoint
 from serve_common.dispatch.request_body import RequestBody
-from serve_common.dispatch.sockets import Socket
+from serve_common.dispatch.sockets import ReplicaSocket
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.frames import (
@@ -20,20 +20,20 @@ from serve_common.protocol.frames import (
     WINDOW_FRAMES,
     CallHead,
     Headers,
-    Kind,
+    RequestKind,
     split_body,
 )
-from serve_common.routing.outcomes import Dispatch, Refusal
 from serve_common.routing.queues import RequestKey
+from serve_common.routing.request_events import Dispatch, Refusal
 from serve_common.routing.router import Router
-from serve_common.telemetry.request_traces import RequestFollower
+from serve_common.telemetry.request_traces import RequestObserver
 
 HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
 """A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
 
 
 @final
-class AnswerBody:
+class ResponseBody:
     """The body of an answer that comes in pieces; it has one reader."""
 
     __slots__ = (
@@ -113,21 +113,21 @@ class AnswerBody:
 
 
 # Seen by the garbage collector, as `Ask` is: a stream leads back to its call, and the call to what was asked.
-class Answer(msgspec.Struct, frozen=True):
+class Response(msgspec.Struct, frozen=True):
     """What a replica answered. ``stream`` is None when ``body`` is all there is; ``socket`` is that of a 101."""
 
     status: int
     headers: Headers
     body: memoryview
-    stream: AnswerBody | None
-    socket: Socket | None = None
+    stream: ResponseBody | None
+    socket: ReplicaSocket | None = None
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be asked of an endpoint."""
 
     endpoint: Endpoint
-    kind: Kind = Kind.HTTP
+    kind: RequestKind = RequestKind.HTTP
     method: str
     path: str
     route: str
@@ -155,7 +155,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """By the loop's clock."""
     shadow_backend: BackendTag | None = None
     """Set for a copy: it goes to this backend only, after all real requests, and is not kept when it cannot be sent."""
-    trace: RequestFollower | None = None
+    trace: RequestObserver | None = None
     """Of a request that is followed; ``traceparent`` names the request's own span when that is traced."""
 
 
@@ -180,7 +180,9 @@ class Attempt:
         "upload",
     )
 
-    def __init__(self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, ask: Ask) -> None:
+    def __init__(
+        self, replica: ReplicaTag, subject: bytes, token: bytes, reply: bytes, ask: RequestSpec
+    ) -> None:
         body = ask.body
         self.replica = replica
         self.subject = subject
@@ -245,8 +247,8 @@ class Call:
     def __init__(
         self,
         key: RequestKey,
-        ask: Ask,
-        on_answer: Callable[[Call, Answer], None],
+        ask: RequestSpec,
+        on_answer: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
         *,
         on_reply: Callable[[Call, bytes], None],
@@ -266,7 +268,7 @@ class Call:
         """Whose queue or slot it holds; None while it is parked."""
         self.attempt: Attempt | None = None
         """None while it waits."""
-        self.answer: AnswerBody | Socket | None = None
+        self.answer: ResponseBody | ReplicaSocket | None = None
         """Set once the client may have seen a part of the answer."""
         self.credit_owed = 0
         self.losses = 0
@@ -287,7 +289,9 @@ class Call:
         Only HTTP's bodies are worked on before they are whole.
         """
         ask = self.ask
-        return self.is_whole and (ask.is_repeatable or ask.kind is not Kind.HTTP) and self.answer is None
+        return (
+            self.is_whole and (ask.is_repeatable or ask.kind is not RequestKind.HTTP) and self.answer is None
+        )
 
     @property
     def is_whole(self) -> bool:
@@ -336,7 +340,7 @@ class Keeper(Protocol):
         ...
 
 
-class Bus(Protocol):
+class DataPlaneBus(Protocol):
     """The data plane's bus; `serve_common.nats.connection.BusConnection` is one."""
 
     @property

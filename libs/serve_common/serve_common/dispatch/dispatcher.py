@@ -14,17 +14,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, final
 
-from serve_common.dispatch.calls import Answer, Ask, Call
-from serve_common.dispatch.errors import (
-    HeadersTooLarge,
-    ReplicaError,
-    ReplicaTimedOut,
-    error_type_of,
-)
+from serve_common.dispatch.calls import Call, RequestSpec, Response
+from serve_common.dispatch.errors import HeadersTooLarge, ReplicaError, ReplicaTimedOut, error_type_of
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.placing import Changes, Choosing
-from serve_common.dispatch.recovery import Losses, Parking
-from serve_common.dispatch.responses import Incoming
+from serve_common.dispatch.placing import RequestPlacement, SnapshotUpdates
+from serve_common.dispatch.recovery import LostRequests, PendingReconnect
+from serve_common.dispatch.responses import ResponseReader
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import (
     BusUnavailable,
@@ -37,8 +32,8 @@ from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import InboxFull, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.protocol.frames import FrameUnreadable
 from serve_common.protocol.snapshots import Snapshot
-from serve_common.routing.outcomes import Dispatch, Refusal, SendTo
 from serve_common.routing.queues import RequestKey
+from serve_common.routing.request_events import Dispatch, Refusal, SendTo
 from serve_common.routing.route_table import HttpChange
 from serve_common.routing.router import Router
 
@@ -52,12 +47,12 @@ class Dispatcher:
         self.calls: Final[dict[RequestKey, Call]] = {}
         self._routes = routes
         self._outgoing = outgoing
-        self._choosing = Choosing(routes, outgoing)
-        self._losses = Losses(self, outgoing)
+        self._choosing = RequestPlacement(routes, outgoing)
+        self._losses = LostRequests(self, outgoing)
         self.suspicions: Final = self._losses.suspicions
-        self._changes = Changes(self, routes, self._losses)
-        self._incoming = Incoming(self, outgoing, self.suspicions)
-        self._parking = Parking(self, outgoing, self.suspicions, bus_wait_s=bus_wait_s)
+        self._changes = SnapshotUpdates(self, routes, self._losses)
+        self._incoming = ResponseReader(self, outgoing, self.suspicions)
+        self._parking = PendingReconnect(self, outgoing, self.suspicions, bus_wait_s=bus_wait_s)
         self._parked = self._parking.parked
         self._loop = asyncio.get_running_loop()
         self._last_key = 0
@@ -69,8 +64,8 @@ class Dispatcher:
 
     def begin(
         self,
-        ask: Ask,
-        on_answer: Callable[[Call, Answer], None],
+        ask: RequestSpec,
+        on_answer: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
         """Send a request without a future and without a task: exactly one of the callbacks is called, once.
@@ -96,14 +91,14 @@ class Dispatcher:
         self.submit(call)
         return call
 
-    async def ask(self, ask: Ask) -> tuple[Call, Answer]:
+    async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
         """`begin` for tasks: the answer of a replica; raises a `ServeError` when there is none.
 
         When the answer has a stream, the caller must read it to its end or call `abandon`.
         """
-        waiter: asyncio.Future[Answer] = self._loop.create_future()
+        waiter: asyncio.Future[Response] = self._loop.create_future()
 
-        def on_answer(_call: Call, answer: Answer) -> None:
+        def on_answer(_call: Call, answer: Response) -> None:
             if not waiter.done():  # the task was cancelled, and has not run since
                 waiter.set_result(answer)
 

@@ -37,7 +37,7 @@ class HeadersTooLarge(LimitReached):
     status_hint = 431
 
 
-class AnswerUnusable(RequestFailed):
+class ResponseUnusable(RequestFailed):
     """The replica's answer cannot be passed on."""
 
     error_code = "answer_unusable"

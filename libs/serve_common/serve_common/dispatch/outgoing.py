@@ -11,7 +11,7 @@ from typing import Final, final
 
 import msgspec
 
-from serve_common.dispatch.calls import Attempt, Bus, Call, Replies
+from serve_common.dispatch.calls import Attempt, Call, DataPlaneBus, Replies
 from serve_common.errors import DeadlineExceeded
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.nats.options import NotConnected, OutboundFull
@@ -35,7 +35,7 @@ _TIMEOUT_S_MIN: Final = 0.001
 class Outgoing:
     """Publishes the frames of calls."""
 
-    def __init__(self, bus: Bus, replies: Replies, subjects: Subjects) -> None:
+    def __init__(self, bus: DataPlaneBus, replies: Replies, subjects: Subjects) -> None:
         self._bus = bus
         self._replies = replies
         self._subjects = subjects
@@ -96,7 +96,7 @@ class Outgoing:
             self.send_pieces(attempt)
 
     def send_pieces(self, attempt: Attempt) -> None:
-        """Send as much of the body as there is credit for; raises as `Bus.publish`."""
+        """Send as much of the body as there is credit for; raises as `DataPlaneBus.publish`."""
         upload = attempt.upload
         while attempt.credit > 0 and not attempt.is_body_sent:
             at = attempt.sent_pieces
@@ -113,7 +113,7 @@ class Outgoing:
             attempt.credit -= 1
 
     def tell(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
-        """Send a frame to the call's replica; raises as `Bus.publish`, and nothing when there is no attempt."""
+        """Send a frame to the call's replica; raises as `DataPlaneBus.publish`, nothing without an attempt."""
         attempt = call.attempt
         if attempt is not None:
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)

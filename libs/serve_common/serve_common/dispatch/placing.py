@@ -7,26 +7,26 @@ from collections.abc import Collection, Mapping
 from typing import Final, final
 
 from serve_common.dispatch.admission import Endpoint
-from serve_common.dispatch.calls import Ask, Call, Keeper
+from serve_common.dispatch.calls import Call, Keeper, RequestSpec
 from serve_common.dispatch.errors import BackendStopped, CircuitOpen, QueueIsFull
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.recovery import Losses
+from serve_common.dispatch.recovery import LostRequests
 from serve_common.dispatch.routes import Routes
 from serve_common.errors import NoReplicaAvailable, NotFound, ReplicaDied, ServeError
 from serve_common.names import BackendTag, EndpointTag, backend_tag_of
 from serve_common.protocol.snapshots import BackendSnapshot, Snapshot
 from serve_common.protocol.subjects import backend_key, endpoint_key
-from serve_common.routing.outcomes import Queued, QueueFull, SendTo
-from serve_common.routing.replica_choice import Wish, stable_hash
+from serve_common.routing.replica_choice import Affinity, stable_hash
+from serve_common.routing.request_events import Queued, QueueFull, SendTo
 from serve_common.routing.route_table import HttpChange
 from serve_common.routing.router import Router
 
 
 @final
-class Changes:
+class SnapshotUpdates:
     """Brings snapshots to the routers and to the calls."""
 
-    def __init__(self, keeper: Keeper, routes: Routes, losses: Losses) -> None:
+    def __init__(self, keeper: Keeper, routes: Routes, losses: LostRequests) -> None:
         self._keeper = keeper
         self._routes = routes
         self._losses = losses
@@ -124,7 +124,7 @@ _MAY_HAVE_RUN: Final = "the request was lost and may have run"
 
 
 @final
-class Choosing:
+class RequestPlacement:
     """Brings calls to routers."""
 
     def __init__(self, routes: Routes, outgoing: Outgoing) -> None:
@@ -197,8 +197,8 @@ def _backend_of_suspect(call: Call, endpoint: Endpoint) -> BackendTag | None:
     return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
 
 
-def _wish_of(ask: Ask, backend_tag: BackendTag, shard_hash: int | None) -> Wish:
-    return Wish(
+def _wish_of(ask: RequestSpec, backend_tag: BackendTag, shard_hash: int | None) -> Affinity:
+    return Affinity(
         None if ask.code_versions is None else ask.code_versions.get(backend_tag),
         shard_hash,
         "" if ask.call is None else ask.call.model_id,

@@ -8,24 +8,24 @@ from typing import Final, final
 
 import structlog
 
-from serve_common.dispatch.admission import DEATHS_MAX, Suspicions, may_send_again
+from serve_common.dispatch.admission import DEATHS_MAX, FailureDetector, may_send_again
 from serve_common.dispatch.calls import Call, Keeper
 from serve_common.dispatch.errors import LostTwice
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.errors import BusUnavailable, ReplicaDied
-from serve_common.routing.outcomes import Refusal
 from serve_common.routing.queues import RequestKey
+from serve_common.routing.request_events import Refusal
 from serve_common.routing.router import Router
 
 _log = structlog.get_logger(__name__)
 
 
 @final
-class Losses:
+class LostRequests:
     """Decides about calls that a replica has and will not answer."""
 
     def __init__(self, keeper: Keeper, outgoing: Outgoing) -> None:
-        self.suspicions: Final = Suspicions()
+        self.suspicions: Final = FailureDetector()
         self._keeper = keeper
         self._outgoing = outgoing
         self._loop = asyncio.get_running_loop()
@@ -128,11 +128,11 @@ _CUT_OFF: Final = "NATS went away while the body was sent; the request may have 
 
 
 @final
-class Parking:
+class PendingReconnect:
     """Holds the calls that wait for the bus."""
 
     def __init__(
-        self, keeper: Keeper, outgoing: Outgoing, suspicions: Suspicions, *, bus_wait_s: float
+        self, keeper: Keeper, outgoing: Outgoing, suspicions: FailureDetector, *, bus_wait_s: float
     ) -> None:
         """``bus_wait_s`` is how long a request waits for a bus that is away."""
         self.parked: Final[dict[RequestKey, Call]] = {}

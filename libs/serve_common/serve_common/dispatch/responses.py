@@ -7,11 +7,11 @@ from typing import Final, Protocol, final
 
 import structlog
 
-from serve_common.dispatch.admission import Suspicions
-from serve_common.dispatch.calls import HELD_FRAMES_MAX, Answer, AnswerBody, Attempt, Call
-from serve_common.dispatch.errors import AnswerUnusable, ReplicaError
+from serve_common.dispatch.admission import FailureDetector
+from serve_common.dispatch.calls import HELD_FRAMES_MAX, Attempt, Call, Response, ResponseBody
+from serve_common.dispatch.errors import ReplicaError, ResponseUnusable
 from serve_common.dispatch.outgoing import Outgoing
-from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, Socket
+from serve_common.dispatch.sockets import HELD_MESSAGES_MAX, ReplicaSocket
 from serve_common.errors import ReplicaDied, ServeError
 from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.protocol.frames import (
@@ -23,14 +23,14 @@ from serve_common.protocol.frames import (
     FrameUnreadable,
     Head,
     Headers,
-    Kind,
     MessageHead,
     RefusedHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
 )
-from serve_common.routing.outcomes import Refusal
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.routing.request_events import Refusal
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -42,7 +42,7 @@ _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 
 
 def _is_accepted(head: ResponseHead, call: Call) -> bool:
-    return head.status == ACCEPTED and call.ask.kind is Kind.WEBSOCKET
+    return head.status == ACCEPTED and call.ask.kind is RequestKind.WEBSOCKET
 
 
 class Outcomes(Protocol):
@@ -99,15 +99,15 @@ class _SocketOfCall:
 
 
 @final
-class Incoming:
+class ResponseReader:
     """Reads the frames that come for calls, in the bus' read path."""
 
-    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, suspicions: Suspicions) -> None:
+    def __init__(self, outcomes: Outcomes, outgoing: Outgoing, suspicions: FailureDetector) -> None:
         self._outcomes = outcomes
         self._outgoing = outgoing
         self._suspicions = suspicions
         self._loop = asyncio.get_running_loop()
-        self._bad_frames = QuietLog(_log.warning)
+        self._bad_frames = RateLimitedLogger(_log.warning)
 
     def take(self, call: Call, payload: bytes) -> None:
         """A frame came to the reply subject of the call's current attempt."""
@@ -118,7 +118,7 @@ class Incoming:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
             self._complain("frame_unreadable", attempt, str(error))
-            self._outcomes.fail(call, AnswerUnusable("the replica's answer is not a frame"))
+            self._outcomes.fail(call, ResponseUnusable("the replica's answer is not a frame"))
             return
         if self._suspicions:
             self._suspicions.heard(attempt.replica)
@@ -126,7 +126,7 @@ class Incoming:
             call.status = head.status
             # The slot first: whoever is told may send the next request at once.
             self._outcomes.answered(call)
-            call.on_answer(call, Answer(head.status, head.headers, body, None))
+            call.on_answer(call, Response(head.status, head.headers, body, None))
             return
         attempt.heard_at = self._loop.time()
         match head:
@@ -154,27 +154,27 @@ class Incoming:
 
     def _open_stream(self, call: Call, status: int, headers: Headers, body: memoryview) -> None:
         if call.answer is not None:
-            self._outcomes.fail(call, AnswerUnusable("the replica began its answer twice"))
+            self._outcomes.fail(call, ResponseUnusable("the replica began its answer twice"))
             return
         call.status = status
         self._prove_alive(call)
-        if status == ACCEPTED and call.ask.kind is Kind.WEBSOCKET:
+        if status == ACCEPTED and call.ask.kind is RequestKind.WEBSOCKET:
             attempt = call.attempt
-            socket = call.answer = Socket(_SocketOfCall(call, self._outgoing, self._outcomes))
+            socket = call.answer = ReplicaSocket(_SocketOfCall(call, self._outgoing, self._outcomes))
             if attempt is not None:
                 attempt.has_asked = True
-            call.on_answer(call, Answer(status, headers, body, None, socket))
+            call.on_answer(call, Response(status, headers, body, None, socket))
             return
-        call.answer = AnswerBody(body, lambda frames: self._outgoing.give_credit(call, frames))
-        call.on_answer(call, Answer(status, headers, body, call.answer))
+        call.answer = ResponseBody(body, lambda frames: self._outgoing.give_credit(call, frames))
+        call.on_answer(call, Response(status, headers, body, call.answer))
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
         answer = call.answer
-        if not isinstance(answer, AnswerBody) or sequence != answer.next_sequence:
+        if not isinstance(answer, ResponseBody) or sequence != answer.next_sequence:
             # The bus lost a frame, as it may when a server goes away.
             self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
         elif answer.held_frames >= HELD_FRAMES_MAX:
-            self._outcomes.fail(call, AnswerUnusable("the replica sends more than it was allowed to"))
+            self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             answer.add(piece, last=last)
             if last:
@@ -182,7 +182,7 @@ class Incoming:
 
     def _take_credit(self, call: Call, attempt: Attempt, frames: int) -> None:
         frames = max(0, min(frames, _CREDIT_MAX))
-        if isinstance(call.answer, Socket):
+        if isinstance(call.answer, ReplicaSocket):
             call.answer.allow(frames)
             return
         attempt.has_asked = True
@@ -208,15 +208,17 @@ class Incoming:
 
     def _take_said(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
         socket = call.answer
-        if not isinstance(socket, Socket):
-            self._outcomes.fail(call, AnswerUnusable("the replica speaks as to a socket, which this is not"))
+        if not isinstance(socket, ReplicaSocket):
+            self._outcomes.fail(
+                call, ResponseUnusable("the replica speaks as to a socket, which this is not")
+            )
         elif isinstance(head, CloseHead):
             socket.closed(head.code, head.reason)
             self._outcomes.answered(call)
         elif head.sequence != socket.next_sequence:
             self._outcomes.fail(call, ReplicaDied("a part of the messages was lost"))
         elif socket.held_frames >= HELD_MESSAGES_MAX:
-            self._outcomes.fail(call, AnswerUnusable("the replica sends more than it was allowed to"))
+            self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
             socket.add(head, piece)
 

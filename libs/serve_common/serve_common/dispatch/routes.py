@@ -9,7 +9,7 @@ from typing import Final, final
 import msgspec
 import structlog
 
-from serve_common.dispatch.admission import Endpoint, EndpointTally, NoTally
+from serve_common.dispatch.admission import Endpoint, NoTally, RequestStats
 from serve_common.names import BackendTag, EndpointTag, ReplicaTag, backend_tag_of
 from serve_common.protocol.snapshots import EndpointSnapshot, Snapshot
 from serve_common.protocol.subjects import Subjects, backend_key
@@ -17,7 +17,7 @@ from serve_common.routing.queues import Clock
 from serve_common.routing.replica_choice import Draw
 from serve_common.routing.route_table import RouteTable, SnapshotChanges, SnapshotTable
 from serve_common.routing.router import Router
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ class Routes:
         self.table = RouteTable()
         self.endpoints: dict[EndpointTag, Endpoint] = {}
         self.routers: dict[BackendTag, Router] = {}
-        self.unmatched = EndpointTally()
+        self.unmatched = RequestStats()
         """Requests that no endpoint was found for."""
         self._snapshots = SnapshotTable()
         self._draw = draw
@@ -122,8 +122,8 @@ class Routes:
                 self.endpoints[tag] = Endpoint(snapshot, tally)
         self.table = RouteTable(self._snapshots.endpoints().values())
 
-    def _new_tally(self, tag: EndpointTag) -> EndpointTally:
-        return NoTally() if tag in self._uncounted else EndpointTally()
+    def _new_tally(self, tag: EndpointTag) -> RequestStats:
+        return NoTally() if tag in self._uncounted else RequestStats()
 
 
 SILENT_S: Final = 15.0
@@ -160,7 +160,7 @@ class ModelHolders:
         """Of those that were taken in lately."""
         self._waiting: dict[ReplicaTag, bytes] = {}
         """What they said since."""
-        self._bad_messages = QuietLog(_log.warning)
+        self._bad_messages = RateLimitedLogger(_log.warning)
 
     def __len__(self) -> int:
         """Replicas that are known to hold a model."""

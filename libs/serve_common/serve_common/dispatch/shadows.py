@@ -15,14 +15,14 @@ import msgspec
 import structlog
 
 from serve_common.dispatch.admission import ShadowOutcome
-from serve_common.dispatch.calls import Answer, Ask, Call
+from serve_common.dispatch.calls import Call, RequestSpec, Response
 from serve_common.dispatch.errors import ReplicaError
 from serve_common.errors import ServeError
 from serve_common.names import BackendTag
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_common.routing.replica_choice import Draw
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -34,10 +34,10 @@ SHADOW_BODY_BYTES_MAX: Final = 32 * 1024 * 1024
 """Of all copies under way; half of what may wait for the bus, so that real requests find room there."""
 
 
-class Asking(Protocol):
+class RequestSender(Protocol):
     """Sends requests; the dispatcher."""
 
-    def ask(self, ask: Ask) -> Awaitable[tuple[Call, Answer]]:
+    def ask(self, ask: RequestSpec) -> Awaitable[tuple[Call, Response]]:
         """See `Dispatcher.ask`."""
         ...
 
@@ -54,7 +54,7 @@ class Asking(Protocol):
 class Shadows:
     """Copies requests and follows the copies."""
 
-    def __init__(self, asking: Asking, draw: Draw, now: Callable[[], float]) -> None:
+    def __init__(self, asking: RequestSender, draw: Draw, now: Callable[[], float]) -> None:
         """``draw`` gives random numbers in [0, 1); ``now`` reads the loop's clock."""
         self._asking = asking
         self._draw = draw
@@ -63,20 +63,20 @@ class Shadows:
         self._of_backend: Counter[BackendTag] = Counter()
         self._body_bytes = 0
         self._is_closed = False
-        self._failures = QuietLog(_log.info, interval_s=10.0)
+        self._failures = RateLimitedLogger(_log.info, interval_s=10.0)
 
     @property
     def in_flight(self) -> int:
         """Copies under way."""
         return self._of_backend.total()
 
-    def copy(self, ask: Ask) -> None:
+    def copy(self, ask: RequestSpec) -> None:
         """Send copies of ``ask`` as its endpoint wants it. Never fails, and sends nothing before the caller waits."""
         for backend_tag, proportion in ask.endpoint.shadows:
             if self._draw() >= proportion:
                 continue
             # A body that is still arriving, and the messages of a socket, can be read only once.
-            is_single = ask.upload is not None or ask.kind is Kind.WEBSOCKET
+            is_single = ask.upload is not None or ask.kind is RequestKind.WEBSOCKET
             if is_single or self._has_no_room(backend_tag, len(ask.body)):
                 ask.endpoint.tally.add_shadow(backend_tag, ShadowOutcome.SKIPPED)
                 continue
@@ -99,7 +99,7 @@ class Shadows:
             or self._body_bytes + body_bytes > SHADOW_BODY_BYTES_MAX
         )
 
-    async def _follow(self, ask: Ask, backend_tag: BackendTag) -> None:
+    async def _follow(self, ask: RequestSpec, backend_tag: BackendTag) -> None:
         outcome = ShadowOutcome.FAILED
         try:
             call, answer = await self._asking.ask(ask)
@@ -123,7 +123,7 @@ class Shadows:
             self._body_bytes -= len(ask.body)
             ask.endpoint.tally.add_shadow(backend_tag, outcome)
 
-    async def _drop(self, ask: Ask, call: Call, answer: Answer) -> None:
+    async def _drop(self, ask: RequestSpec, call: Call, answer: Response) -> None:
         """Read the rest of an answer, as a client would, and keep nothing of it."""
         if answer.stream is None:
             return

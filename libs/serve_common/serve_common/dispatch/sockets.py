@@ -12,7 +12,7 @@ from typing import Final, Protocol, final
 
 import msgspec
 
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -49,7 +49,7 @@ class SocketBus(Protocol):
 
 
 @final
-class Socket:
+class ReplicaSocket:
     """The replica's end of a WebSocket. One task may receive while another one sends."""
 
     __slots__ = (
@@ -102,7 +102,7 @@ class Socket:
             self._took_one()
             size += len(piece)
             if size > MESSAGE_BYTES_MAX:
-                raise AnswerUnusable(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
+                raise ResponseUnusable(f"a message has more than {MESSAGE_BYTES_MAX} bytes")
             pieces.append(piece)
             if head.last:
                 return SocketMessage(head.is_text, b"".join(pieces))

@@ -29,7 +29,7 @@ PATIENCE_S: Final = 0.25
 
 
 @final
-class Beat:
+class RequestTimers:
     """Looks at everything that is under way, for as long as it runs."""
 
     def __init__(

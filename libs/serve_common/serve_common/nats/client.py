@@ -20,8 +20,8 @@ from serve_common.nats.options import Login
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner, cancellations, raise_if_cancelled
-from serve_common.telemetry.log_forwarder import LogRelay, recalled
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_forwarder import LogForwarder, recalled
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
@@ -243,7 +243,7 @@ class NatsLogOutlet:
 
     def __init__(
         self,
-        relay: LogRelay,
+        relay: LogForwarder,
         subjects: Subjects,
         kind: str,
         process_id: str,
@@ -258,7 +258,7 @@ class NatsLogOutlet:
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("logs")
         self._client: Client | None = None
-        self._refused = QuietLog(_log.warning)
+        self._refused = RateLimitedLogger(_log.warning)
 
     async def join(self, client: Client) -> None:
         """Publish by ``client`` from now on. Raises what its `subscribe` raises."""

@@ -18,7 +18,7 @@ from serve_common.nats.options import BusOptions, InboxFull, Login, NotConnected
 from serve_common.nats.protocol import ServerError, check_subject, says_no_responders
 from serve_common.nats.subscriptions import MessageCallback, Subscription, Subscriptions
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -75,8 +75,8 @@ class BusConnection:
         self._link_ended = asyncio.Event()
         self._tasks = TaskOwner("bus")
         self._log = _log.bind(bus=options.name)
-        self._failed_callbacks = QuietLog(self._log.error)
-        self._server_errors = QuietLog(self._log.warning)
+        self._failed_callbacks = RateLimitedLogger(self._log.error)
+        self._server_errors = RateLimitedLogger(self._log.warning)
         self._dialer = Dialer(self, options, chance)
         self._is_renewing = False
 

@@ -24,7 +24,7 @@ from serve_common.nats.protocol import (
     encode_unsub,
 )
 from serve_common.nats.subscriptions import Subscription
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -39,7 +39,7 @@ class Dialer:
         self._addresses = options.addresses
         self._chance = chance
         self._turn = 0
-        self._failures = QuietLog(_log.bind(bus=options.name).warning, interval_s=5.0)
+        self._failures = RateLimitedLogger(_log.bind(bus=options.name).warning, interval_s=5.0)
 
     async def dial(self, timeout_s: float | None) -> Link:
         """A link to the next server that accepts.

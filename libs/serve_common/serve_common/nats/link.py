@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol, cast, final
 
 from serve_common.errors import BusAuthorizationFailed, BusUnavailable
-from serve_common.nats.options import BusOptions, NotConnected, ProtocolError
+from serve_common.nats.options import BusOptions, NatsProtocolError, NotConnected
 from serve_common.nats.outbox import Outbox, SharedSocket
 from serve_common.nats.protocol import PING, PONG, Greeting, Message, Parser, ServerError, ServerOp, Signal
 
@@ -92,7 +92,7 @@ class Link(asyncio.Protocol):
             self._end_silence()
         try:
             ops = self._parser.feed(data)
-        except ProtocolError as error:
+        except NatsProtocolError as error:
             self.end(error)
             return
         take_message = self._take_message
@@ -114,7 +114,7 @@ class Link(asyncio.Protocol):
             self._has_heard = True
             try:
                 ops = self._parser.feed(data)
-            except ProtocolError as error:
+            except NatsProtocolError as error:
                 failure = error
             else:
                 take_message = self._take_message

@@ -40,7 +40,7 @@ class InvalidSubject(PermanentError, ValueError):
     error_code = "invalid_subject"
 
 
-class ProtocolError(PermanentError):
+class NatsProtocolError(PermanentError):
     """The bytes are not what the NATS client protocol allows; the message says what is wrong."""
 
     error_code = "bus_protocol_error"

@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from serve_common.nats.options import InvalidSubject, ProtocolError
+from serve_common.nats.options import InvalidSubject, NatsProtocolError
 
 NO_RESPONDERS_STATUS: Final = 503
 _VERSION: Final = b"NATS/1.0"
@@ -23,9 +23,9 @@ def encode_headers(headers: Iterable[tuple[str, str]]) -> bytes:
     for key, value in headers:
         is_key_good = key.isascii() and key.isprintable() and key and ":" not in key and " " not in key
         if not is_key_good:
-            raise ProtocolError(f"header key {key!r}: it must be printable ASCII without ':' and blanks")
+            raise NatsProtocolError(f"header key {key!r}: it must be printable ASCII without ':' and blanks")
         if "\r" in value or "\n" in value:
-            raise ProtocolError(f"header {key!r}: its value has a line break")
+            raise NatsProtocolError(f"header {key!r}: its value has a line break")
         lines.append(f"{key}: {value.strip(' ')}".encode())
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
@@ -36,12 +36,14 @@ def parse_headers(block: bytes) -> list[tuple[str, str]]:
     Raises ProtocolError when the block is none.
     """
     if not block.startswith(_VERSION) or not block.endswith(b"\r\n\r\n"):
-        raise ProtocolError(f"headers must begin with NATS/1.0 and end with an empty line: {block[:80]!r}")
+        raise NatsProtocolError(
+            f"headers must begin with NATS/1.0 and end with an empty line: {block[:80]!r}"
+        )
     headers: list[tuple[str, str]] = []
     for line in block[:-4].split(b"\r\n")[1:]:
         key, colon, value = line.partition(b":")
         if not key or not colon:
-            raise ProtocolError(f"header line without key and colon: {line[:80]!r}")
+            raise NatsProtocolError(f"header line without key and colon: {line[:80]!r}")
         headers.append((key.decode("utf-8", "replace"), value.strip(b" ").decode("utf-8", "replace")))
     return headers
 
@@ -281,7 +283,7 @@ class Parser:
                 continue
             subject, sid, reply, headers_bytes, total_bytes = _decode_message(words)
             if total_bytes > self._payload_bytes_max:
-                raise ProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
+                raise NatsProtocolError(f"message of {total_bytes} bytes: at most {self._payload_bytes_max}")
             body = line_end + 2
             body_end = body + total_bytes
             at_next = body_end + 2
@@ -289,7 +291,7 @@ class Parser:
                 self._keep(data, at, at_next - at)
                 break
             if data[body_end:at_next] != CRLF:
-                raise ProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
+                raise NatsProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
             if headers_bytes < 0:
                 ops.append(Message(subject, sid, reply, data[body:body_end]))
             else:
@@ -311,7 +313,7 @@ def _check_line_length(data: bytes, at: int, line_end: int) -> None:
         limit = GREETING_BYTES_MAX if data.startswith(b"INFO ", at) else SERVER_LINE_BYTES_MAX
         if length > limit:
             verb = data[at : at + 8].split(b" ")[0]
-            raise ProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
+            raise NatsProtocolError(f"{verb!r} line of {length} bytes or more: at most {limit}")
 
 
 def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
@@ -323,17 +325,19 @@ def _decode_message(words: list[bytes]) -> tuple[bytes, int, bytes, int, int]:
             _, subject, sid, size = words
             reply = b""
         else:
-            raise ProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
+            raise NatsProtocolError(f"MSG has 3 or 4 words after it, not {len(words) - 1}: {_shown(words)}")
         try:
             return subject, _SMALL_NUMBERS[sid], reply, -1, _SMALL_NUMBERS[size]
         except KeyError:
             return subject, _number(words, sid), reply, -1, _number(words, size)
     if not 5 <= len(words) <= 6:
-        raise ProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
+        raise NatsProtocolError(f"HMSG has 4 or 5 words after it, not {len(words) - 1}: {_shown(words)}")
     reply = words[3] if len(words) == 6 else b""
     headers_bytes, total_bytes = _number(words, words[-2]), _number(words, words[-1])
     if headers_bytes > total_bytes:
-        raise ProtocolError(f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}")
+        raise NatsProtocolError(
+            f"HMSG headers of {headers_bytes} bytes in {total_bytes} bytes: {_shown(words)}"
+        )
     return words[1], _number(words, words[2]), reply, headers_bytes, total_bytes
 
 
@@ -346,18 +350,18 @@ def _decode_line(line: bytes) -> ServerOp:
         try:
             return _greeting_decoder.decode(rest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ProtocolError(f"INFO cannot be read: {error}") from error
+            raise NatsProtocolError(f"INFO cannot be read: {error}") from error
     if verb == b"-ERR":
         return ServerError(rest.decode("utf-8", "replace").strip().strip("'"))
     if verb in _SIGNALS:
-        raise ProtocolError(f"{verb.decode()} stands alone: {line[:200]!r}")
-    raise ProtocolError(f"unknown verb {verb[:32]!r}")
+        raise NatsProtocolError(f"{verb.decode()} stands alone: {line[:200]!r}")
+    raise NatsProtocolError(f"unknown verb {verb[:32]!r}")
 
 
 def _number(words: list[bytes], word: bytes) -> int:
     if word.isdigit() and len(word) <= 19:
         return int(word)
-    raise ProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
+    raise NatsProtocolError(f"{word[:32]!r} is no number: {_shown(words)}")
 
 
 def _shown(words: list[bytes]) -> str:

@@ -52,7 +52,7 @@ Status = Annotated[int, Meta(ge=100, le=999)]
 """Of HTTP: three digits."""
 
 
-class Kind(IntEnum):
+class RequestKind(IntEnum):
     """What a request is; see the module's text."""
 
     HTTP = 0
@@ -77,7 +77,7 @@ class CallHead(msgspec.Struct, frozen=True, array_like=True):
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     """Opens a request."""
 
-    kind: Kind
+    kind: RequestKind
     method: str
     path: str
     """Path as the client sent it, percent-encoding kept."""

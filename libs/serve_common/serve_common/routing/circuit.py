@@ -15,7 +15,7 @@ replica is needed, the second for how many requests."""
 
 
 @final
-class Alarm:
+class WakeSignal:
     """What was said last, and when."""
 
     __slots__ = ("_told", "_told_at")

@@ -12,8 +12,8 @@ import msgspec
 
 from serve_common.config.backend import ReplicaPolicyName
 from serve_common.names import ReplicaTag
-from serve_common.routing.outcomes import SendTo
 from serve_common.routing.queues import RequestKey
+from serve_common.routing.request_events import SendTo
 
 _MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _MIX_1: Final = 0xBF58_476D_1CE4_E5B9
@@ -284,7 +284,7 @@ def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
             return FixedPacking(packing_num)
 
 
-class Wish(msgspec.Struct, frozen=True, gc=False):
+class Affinity(msgspec.Struct, frozen=True, gc=False):
     """What one request prefers; the first of the fields that decides, decides."""
 
     code_version: int | None = None
@@ -297,7 +297,7 @@ class Wish(msgspec.Struct, frozen=True, gc=False):
 
 
 def choose_by_wish(
-    wish: Wish, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+    wish: Affinity, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
 ) -> ReplicaSlots:
     """One of ``replicas``, which is not empty; ``requests_max`` is how many requests a replica takes at once."""
     if wish.code_version is not None:

@@ -15,19 +15,19 @@ import msgspec
 from serve_common.config.backend import BackendConfig
 from serve_common.names import BackendTag, ReplicaTag
 from serve_common.protocol.snapshots import BackendProtection, BackendSnapshot
-from serve_common.routing.circuit import Alarm, Circuit, RetryBudget
-from serve_common.routing.outcomes import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
+from serve_common.routing.circuit import Circuit, RetryBudget, WakeSignal
 from serve_common.routing.queues import Clock, RequestKey, TieredQueue
 from serve_common.routing.replica_choice import (
+    Affinity,
     Block,
     Draw,
     ReplicaPolicy,
     ReplicaSlots,
-    Wish,
     choose_by_wish,
     policy_named,
 )
 from serve_common.routing.replica_pool import ReplicaPool
+from serve_common.routing.request_events import Applied, Dispatch, Dropped, Queued, QueueFull, Refusal, SendTo
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()
@@ -40,7 +40,7 @@ class _Place(msgspec.Struct, gc=False):
     deadline: float
     arrival: int
     is_spare: bool
-    wish: Wish | None
+    wish: Affinity | None
     slots: ReplicaSlots | None = None
     avoid: frozenset[ReplicaTag] = _NOBODY
     """Replicas that refused it: taken only when there is no other."""
@@ -77,7 +77,7 @@ class Router:
         """True when the backend was scaled to zero: what waits must wake it."""
         self.is_stopped = False
         """True when a user wants no replica: nothing that waits will be answered."""
-        self.alarm: Final = Alarm()
+        self.alarm: Final = WakeSignal()
         """Keeps what was said of that."""
         self._draw = draw
         self._policy: ReplicaPolicy = policy_named(
@@ -158,7 +158,7 @@ class Router:
         is_admitted: bool = False,
         is_spare: bool = False,
         is_suspect: bool = False,
-        wish: Wish | None = None,
+        wish: Affinity | None = None,
     ) -> SendTo | Queued | QueueFull:
         """Take a new request.
 

@@ -26,7 +26,7 @@ class Cancellable(Protocol):
 
 
 @final
-class Departures:
+class DisconnectPropagation:
     """Of all requests of this process, by `RequestContext.key`; callable from any thread."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Departures:
             one.cancel()
 
 
-departures: Final = Departures()
+departures: Final = DisconnectPropagation()
 
 
 class HandleQueue(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class HandleQueue(msgspec.Struct, frozen=True):
     """Calls that wait now."""
 
 
-class ReplicaContext(msgspec.Struct, kw_only=True):
+class CurrentReplica(msgspec.Struct, kw_only=True):
     """A running replica as its own code sees it."""
 
     replica_tag: ReplicaTag
@@ -102,16 +102,16 @@ class ReplicaContext(msgspec.Struct, kw_only=True):
     """Of every backend that a handle of this process has called; callable from any thread. Set by the first call."""
 
 
-_current: ReplicaContext | None = None
+_current: CurrentReplica | None = None
 
 
-def set_replica_context(context: ReplicaContext | None) -> None:
+def set_replica_context(context: CurrentReplica | None) -> None:
     """For the replica process, once at its start."""
     global _current  # noqa: PLW0603 - see the module's text
     _current = context
 
 
-def current_replica() -> ReplicaContext | None:
+def current_replica() -> CurrentReplica | None:
     """None when this process is no replica."""
     return _current
 

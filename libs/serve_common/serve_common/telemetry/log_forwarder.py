@@ -21,7 +21,7 @@ from serve_common.ports import Clock
 from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.logs import RECALL_LINES_MAX, RecallLogs, kind_of, read_line
 from serve_common.protocol.subjects import Subjects
-from serve_common.telemetry.log_lines import TOO_MANY, QuietLog, dropped_line, dropped_lines
+from serve_common.telemetry.log_lines import TOO_MANY, RateLimitedLogger, dropped_line, dropped_lines
 
 WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
 """Lines that the thread has not taken yet."""
@@ -66,7 +66,7 @@ class PublishedRate:
 
 
 @final
-class LogRelay:
+class LogForwarder:
     """Lines in, from any thread; lines out to ``write`` and to an outlet."""
 
     def __init__(
@@ -255,11 +255,11 @@ _NOT_SENT = (NotConnected, OutboundFull, PayloadTooLarge)
 
 
 @final
-class BusLogOutlet:
+class NatsLogSink:
     """A `LogOutlet` on the loop of a `BusConnection`."""
 
     def __init__(
-        self, relay: LogRelay, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
+        self, relay: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
     ) -> None:
         """To be called on the connection's loop; publishes from now on."""
         self._relay = relay
@@ -268,7 +268,7 @@ class BusLogOutlet:
         self._kind = kind
         self._subject = subjects.log(kind, process_id)
         self._loop = asyncio.get_running_loop()
-        self._refused = QuietLog(_log.warning)
+        self._refused = RateLimitedLogger(_log.warning)
         bus.subscribe(subjects.log_recall, self._recall)
         relay.use(self)
 

@@ -192,7 +192,7 @@ class StandardError:
 
 
 @final
-class QuietLog:
+class RateLimitedLogger:
     """Calls `write` at most once per `interval_s` (by the `now_s` that it is given) for one kind of event."""
 
     __slots__ = ("_interval_s", "_last_s", "_left_out", "_write")
@@ -228,7 +228,7 @@ class RefusedMessages:
         """``now`` gives monotonic seconds."""
         self.counts: Final = dict.fromkeys(KINDS, 0)
         self._now = now
-        self._logs = {kind: QuietLog(_log.error) for kind in KINDS}
+        self._logs = {kind: RateLimitedLogger(_log.error) for kind in KINDS}
 
     def refuse(self, kind: str, sender: str, error: Exception) -> None:
         """Note a message of one of `KINDS`; ``sender`` is the subject or name that it came by."""

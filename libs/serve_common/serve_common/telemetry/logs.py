@@ -17,7 +17,7 @@ import structlog
 
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import request_context
-from serve_common.telemetry.log_forwarder import LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder
 from serve_common.telemetry.log_lines import StandardError, whole_or_short
 from serve_common.telemetry.tracer import current_trace_id
 
@@ -35,31 +35,31 @@ def log_level() -> int:
     return _LEVELS.get(os.environ.get("SERVE_LOG_LEVEL", "").upper(), logging.INFO)
 
 
-def configure_logs(service: str, **ids: str) -> LogRelay:
+def configure_logs(service: str, **ids: str) -> LogForwarder:
     """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``.
 
     What it returns is given an outlet once there is a bus.
     """
     lines_ids, clock = {"service": service, **ids}, SystemClock()
-    relay = LogRelay(StandardError(lines_ids, clock).write, lines_ids, clock)
+    relay = LogForwarder(StandardError(lines_ids, clock).write, lines_ids, clock)
     atexit.register(relay.flush)
     _configure(relay, service, ids)
     return relay
 
 
-def configure_replica_logs(relay: LogRelay, **ids: str) -> None:
+def configure_replica_logs(relay: LogForwarder, **ids: str) -> None:
     """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
     _configure(relay, "replica", ids)
 
 
-def configure_child_logs(service: str, write: Callable[[bytes], None], **ids: str) -> LogRelay:
+def configure_child_logs(service: str, write: Callable[[bytes], None], **ids: str) -> LogForwarder:
     """Send all logs of a process that a service has started to ``write``, which takes whole lines."""
-    relay = LogRelay(write, {"service": service, **ids}, SystemClock())
+    relay = LogForwarder(write, {"service": service, **ids}, SystemClock())
     _configure(relay, service, ids)
     return relay
 
 
-def _configure(relay: LogRelay, service: str, ids: dict[str, str]) -> None:
+def _configure(relay: LogForwarder, service: str, ids: dict[str, str]) -> None:
     def add_ids(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         event.setdefault("service", service)
         for name, value in ids.items():
@@ -107,7 +107,7 @@ def _configure(relay: LogRelay, service: str, ids: dict[str, str]) -> None:
 class _RelayFile:
     """Where finished lines are written to; never waits and never raises."""
 
-    def __init__(self, relay: LogRelay) -> None:
+    def __init__(self, relay: LogForwarder) -> None:
         self._relay = relay
 
     def write(self, text: str) -> int:

@@ -97,7 +97,7 @@ class Measure(ABC):
 
 
 @final
-class Total(Measure):
+class LocalCounter(Measure):
     """A counter."""
 
     def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
@@ -123,7 +123,7 @@ class Total(Measure):
 
 
 @final
-class Level(Measure):
+class LocalGauge(Measure):
     """A gauge."""
 
     def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
@@ -150,7 +150,7 @@ class Level(Measure):
 
 
 @final
-class Distribution(Measure):
+class LocalHistogram(Measure):
     """A histogram."""
 
     def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
@@ -177,8 +177,8 @@ class Distribution(Measure):
         return bool(self._pending)
 
 
-AnyMeasure = Total | Level | Distribution
-_M = TypeVar("_M", Total, Level, Distribution)
+AnyMeasure = LocalCounter | LocalGauge | LocalHistogram
+_M = TypeVar("_M", LocalCounter, LocalGauge, LocalHistogram)
 _OWN_LABEL: Final = "backend_tag"
 
 
@@ -194,28 +194,28 @@ class Measures:
     def __len__(self) -> int:
         return len(self._measures)
 
-    def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> Total:
+    def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> LocalCounter:
         """The counter of that specification, made when there is none.
 
         The label ``backend_tag`` is not the callers': it is added when the measure is written out. Raises
         `MeasureConflict` when the name is taken by another one.
         """
-        return self._declare(Total, spec, series_max)
+        return self._declare(LocalCounter, spec, series_max)
 
     def level(
         self, spec: MetricSpec, series_max: int = SERIES_MAX, aggregate: Aggregate = Aggregate.SUM
-    ) -> Level:
+    ) -> LocalGauge:
         """The gauge; as `total`."""
-        level = self._declare(Level, spec, series_max, aggregate)
+        level = self._declare(LocalGauge, spec, series_max, aggregate)
         if level.aggregate is not aggregate:
             raise MeasureConflict(
                 f"the metric {spec.name!r} exists already, with aggregate={level.aggregate.value!r}"
             )
         return level
 
-    def distribution(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> Distribution:
+    def distribution(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> LocalHistogram:
         """The histogram; as `total`."""
-        return self._declare(Distribution, spec, series_max)
+        return self._declare(LocalHistogram, spec, series_max)
 
     def pending(self) -> Iterator[AnyMeasure]:
         """Those that have something to drain."""

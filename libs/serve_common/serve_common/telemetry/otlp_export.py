@@ -31,7 +31,7 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlag
 from opentelemetry.util.types import AttributeValue
 
 from serve_common.runtime.request_context import request_context
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.otlp import DROPPED_AT_QUEUE, DROPPED_AT_RECEIVER
 from serve_common.telemetry.spans import Event, Span, SpanKind, SpanRef, cut
 from serve_common.telemetry.tracer import Sampler as OurSampler
@@ -384,7 +384,7 @@ class _Exporter(SpanExporter):
         self.counts: Final = Counts(_queue_max())
         self._resource = resource
         self._inner = OTLPSpanExporter()
-        self._losses = QuietLog(_log.warning, LOG_INTERVAL_S)
+        self._losses = RateLimitedLogger(_log.warning, LOG_INTERVAL_S)
         self._is_closed = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

@@ -12,7 +12,7 @@ from serve_common.telemetry.spans import Span, SpanKind, SpanRef, Value, cut, pa
 from serve_common.telemetry.tracer import Tracer, current_operation, process_tracer
 
 
-class RequestFollower(Protocol):
+class RequestObserver(Protocol):
     """Of one request; `RequestTrace` is one."""
 
     def waits(self, why: str) -> None:
@@ -37,7 +37,7 @@ CHILDREN_MAX: Final = 64
 
 
 class RequestTrace:
-    """Follows one request; a `RequestFollower`. Used by one thread at a time."""
+    """Follows one request; a `RequestObserver`. Used by one thread at a time."""
 
     __slots__ = ("_attempt", "_attempts", "_children", "_error", "_tracer", "_wait", "span")
 

@@ -25,7 +25,7 @@ from serve_common.api.verbs import COMMANDS, VERBS, WHO_HEADER, sanitized_who
 from serve_common.errors import LimitReached, ServeError
 from serve_common.protocol.subjects import ADMIN_SERVICE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_common.telemetry.request_traces import operation
 from serve_common.telemetry.spans import TRACEPARENT, TRACESTATE, SpanKind, usable_tracestate
 from serve_controller.shell.queries import error_view
@@ -40,7 +40,7 @@ _STOP_TIMEOUT_S = 2.0
 _LAST_CALLS_S = 0.5
 
 
-class Admin(Protocol):
+class AdminCalls(Protocol):
     """Who answers the admin verbs."""
 
     async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
@@ -57,7 +57,7 @@ class _InboxesOnly:
     def __init__(self, client: Client, on_dropped: Callable[[], object]) -> None:
         self._client = client
         self._on_dropped = on_dropped
-        self._quiet = QuietLog(_log.warning)
+        self._quiet = RateLimitedLogger(_log.warning)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -88,7 +88,7 @@ class AdminService:
         client: Client,
         subjects: Subjects,
         version: str,
-        admin: Admin,
+        admin: AdminCalls,
         on_dropped: Callable[[], object] = lambda: None,
     ) -> None:
         """``version`` is shown by ``nats micro info``.

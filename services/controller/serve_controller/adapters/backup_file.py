@@ -18,18 +18,18 @@ import msgspec
 from serve_common.errors import BadField, CheckpointUnreadable
 from serve_controller.adapters.checkpoint_rows import SCHEMA_VERSION, Row, dump, load_rows
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Kind, key_of
+from serve_controller.core.objects import ObjectKind, key_of
 
 FORMAT: Final = "muster-backup"
 VERSION: Final = 1
 KINDS: Final = (
-    Kind.BACKEND,
-    Kind.ENDPOINT,
-    Kind.DEPLOYMENT,
-    Kind.APPLICATION,
-    Kind.REVISION,
-    Kind.HTTP,
-    Kind.COUNTERS,
+    ObjectKind.BACKEND,
+    ObjectKind.ENDPOINT,
+    ObjectKind.DEPLOYMENT,
+    ObjectKind.APPLICATION,
+    ObjectKind.REVISION,
+    ObjectKind.HTTP,
+    ObjectKind.COUNTERS,
 )
 """What a backup holds."""
 TEXT_BYTES_MAX: Final = 1024 * 1024 * 1024

@@ -18,14 +18,14 @@ from serve_controller.core.objects import (
     CLASSES,
     Backend,
     BackendVersion,
-    Changes,
     CheckpointObject,
     Deployment,
-    Endpoint,
+    EndpointRecord,
     Goal,
     GoalKind,
     Key,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     Replica,
     Revision,
     key_of,
@@ -52,17 +52,17 @@ class GoalV1(msgspec.Struct, frozen=True, kw_only=True):
 
 
 KINDS_V1: Final = (
-    Kind.BACKEND,
-    Kind.ENDPOINT,
-    Kind.REPLICA,
-    Kind.GOAL,
-    Kind.HOST,
-    Kind.PROXY,
-    Kind.SNAPSHOT,
-    Kind.COUNTERS,
+    ObjectKind.BACKEND,
+    ObjectKind.ENDPOINT,
+    ObjectKind.REPLICA,
+    ObjectKind.GOAL,
+    ObjectKind.HOST,
+    ObjectKind.PROXY,
+    ObjectKind.SNAPSHOT,
+    ObjectKind.COUNTERS,
 )
-DECODERS_V1: Final[Mapping[Kind, msgspec.json.Decoder[Any]]] = {
-    kind: msgspec.json.Decoder(GoalV1 if kind is Kind.GOAL else CLASSES[kind]) for kind in KINDS_V1
+DECODERS_V1: Final[Mapping[ObjectKind, msgspec.json.Decoder[Any]]] = {
+    kind: msgspec.json.Decoder(GoalV1 if kind is ObjectKind.GOAL else CLASSES[kind]) for kind in KINDS_V1
 }
 """Of all but goals the present classes read the old rows: what is new in them has a default, completed below."""
 
@@ -87,7 +87,7 @@ def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject
     known = [*old, *others]
     goals = [value for value in known if isinstance(value, Goal)]
     backends = {value.backend_tag: value for value in known if isinstance(value, Backend)}
-    endpoints = {value.endpoint_tag: value for value in known if isinstance(value, Endpoint)}
+    endpoints = {value.endpoint_tag: value for value in known if isinstance(value, EndpointRecord)}
     begun: dict[str, float] = {}
     for value in known:
         if isinstance(value, Goal):
@@ -140,7 +140,9 @@ def _sized(replica: Replica, backend: Backend | None, sizes: _Sizes) -> Replica:
     return msgspec.structs.replace(replica, needs=needs, goal_bytes=goal_bytes)
 
 
-def _first_revision(backend: Backend, succeeded: Goal | None, endpoint: Endpoint | None) -> Revision | None:
+def _first_revision(
+    backend: Backend, succeeded: Goal | None, endpoint: EndpointRecord | None
+) -> Revision | None:
     """What the newest goal made, so that the first deploy after the upgrade can be rolled back."""
     if succeeded is None or backend.last_good is None:
         return None
@@ -186,7 +188,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class RowChanges(msgspec.Struct, frozen=True):
-    """`Changes` as rows; no key occurs twice."""
+    """`ObjectChanges` as rows; no key occurs twice."""
 
     puts: tuple[Row, ...]
     deletes: tuple[tuple[str, str], ...]
@@ -237,7 +239,7 @@ def load_rows(rows: Iterable[Row]) -> Loaded:
     for row in rows:
         (old if row.schema_version == 1 else current).append(load(row))
     upgraded = tuple(completed(old, current)) if old else ()
-    return Loaded(Checkpoint().applied(Changes(puts=(*current, *upgraded))), upgraded)
+    return Loaded(Checkpoint().applied(ObjectChanges(puts=(*current, *upgraded))), upgraded)
 
 
 def load_checkpoint(rows: Iterable[Row]) -> Checkpoint:
@@ -245,7 +247,7 @@ def load_checkpoint(rows: Iterable[Row]) -> Checkpoint:
     return load_rows(rows).checkpoint
 
 
-def dump_changes(changes: Changes, upgraded: Iterable[CheckpointObject] = ()) -> RowChanges:
+def dump_changes(changes: ObjectChanges, upgraded: Iterable[CheckpointObject] = ()) -> RowChanges:
     """What a store must write. Of several values of one key the last counts; a deleted key is not put.
 
     ``upgraded`` is what the last `load_rows` found to be rewritten; ``changes`` were decided after it and go before.

@@ -34,7 +34,7 @@ from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger()
 
@@ -211,8 +211,8 @@ class EventStream:
         self._is_closed = False
         self._check_at = 0.0
         """When to look next whether the stream exists, by the loop's time."""
-        self._drops = QuietLog(_log.warning, _LOG_EVERY_S)
-        self._failures = QuietLog(_log.warning, _LOG_EVERY_S)
+        self._drops = RateLimitedLogger(_log.warning, _LOG_EVERY_S)
+        self._failures = RateLimitedLogger(_log.warning, _LOG_EVERY_S)
 
     def start(self) -> None:
         """Begin to send, and make the stream where it is missing."""

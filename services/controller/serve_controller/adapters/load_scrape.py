@@ -20,7 +20,7 @@ from serve_common.telemetry.catalogue.proxies import PROXY_INFO, QUEUE_DEPTH, RE
 from serve_common.telemetry.catalogue.replicas import REPLICA_IN_FLIGHT
 from serve_controller.adapters.load_windows import LoadWindows, Sample, parse_page
 from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
-from serve_controller.core.autoscaling.values import Reading
+from serve_controller.core.autoscaling.values import LoadSample
 from serve_controller.ports import LoadAsk, LoadSource, Targets
 
 _BUCKET: Final = f"{REQUEST_SECONDS.name}_bucket"
@@ -112,13 +112,13 @@ class LoadScrape:
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         """As `LoadSource`; the first one waits until everybody was scraped twice."""
         asked = [ask for ask in asks if ask.config.query is None]
         if asked:
             await self._use(asked, targets)
         look = self._windows.at(self._clock())
-        readings: dict[BackendTag, Reading] = {}
+        readings: dict[BackendTag, LoadSample] = {}
         for number, ask in enumerate(asks):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
@@ -272,7 +272,7 @@ class LoadSources:
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         """As `LoadSource`."""
         if self._prometheus is None:
             return await self._scrape.read(asks, targets, now)
@@ -290,7 +290,7 @@ class LoadSources:
             await self._prometheus.close()
         await self._scrape.close()
 
-    def _is_behind(self, ask: LoadAsk, reading: Reading, now: float) -> bool:
+    def _is_behind(self, ask: LoadAsk, reading: LoadSample, now: float) -> bool:
         """Whether the load of this backend is scraped, by how Prometheus did lately."""
         until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
         known = self._known.get(ask.backend_tag)
@@ -319,7 +319,7 @@ class LoadSources:
             _log.info("prometheus_has_all_loads")
 
 
-def _better(first: Reading, second: Reading) -> Reading:
+def _better(first: LoadSample, second: LoadSample) -> LoadSample:
     """The scrape's, when it has one."""
     if second.seen is not None:
         return second

@@ -14,7 +14,7 @@ from serve_common.config.autoscaling import AggregationFunction
 from serve_common.names import BackendTag
 from serve_controller.adapters.prometheus_api import CONNECTED, HOST, ONGOING, PROXY, QUEUED
 from serve_controller.adapters.prometheus_coverage import Process
-from serve_controller.core.autoscaling.values import LoadAsk, Reading, unmeasured
+from serve_controller.core.autoscaling.values import LoadAsk, LoadSample, unmeasured
 
 _LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"')
 _ESCAPE: Final = re.compile(r"\\(.)")
@@ -285,10 +285,10 @@ class LoadLook:
         self._known: dict[tuple[object, ...], _Seen | str] = {}
         self._moments: dict[float, list[Between]] = {}
 
-    def reading(self, ask: LoadAsk, wall_now: float) -> Reading:
+    def reading(self, ask: LoadAsk, wall_now: float) -> LoadSample:
         """The load of one backend; ``wall_now`` is now in seconds since 1970."""
         if ask.config.query is not None:
-            return Reading(
+            return LoadSample(
                 at=wall_now,
                 seen=None,
                 source=SOURCE,
@@ -298,7 +298,7 @@ class LoadLook:
         seen = self._seen(ask, config.look_back_period_s, wall_now)
         why = seen if isinstance(seen, str) else unmeasured(ask, self._measured.get(ask.backend_tag, 0))
         if why or isinstance(seen, str):
-            return Reading(at=wall_now, seen=None, source=SOURCE, missing=why)
+            return LoadSample(at=wall_now, seen=None, source=SOURCE, missing=why)
         ongoing, queued = self._mean(ask.backend_tag, seen.end - seen.length_s, seen.end)
         load = ongoing + queued
         if config.aggregation_function is not AggregationFunction.MEAN:
@@ -308,7 +308,7 @@ class LoadLook:
             burst = sum(
                 self._mean(ask.backend_tag, seen.end - min(config.panic_window_s, seen.length_s), seen.end)
             )
-        return Reading(
+        return LoadSample(
             at=wall_now - (self._now - seen.end),
             seen=load,
             burst=burst,

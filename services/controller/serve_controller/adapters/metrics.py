@@ -46,7 +46,7 @@ from serve_common.telemetry.catalogue.controllers import (
 )
 from serve_common.telemetry.catalogue.specs import MetricSpec
 from serve_common.telemetry.log_lines import RefusedMessages
-from serve_controller.core.autoscaling.values import ScalingStatus, Verdict
+from serve_controller.core.autoscaling.values import ScalingDecisionKind, ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import Backend, Goal
 from serve_controller.core.observed import HostStatus, ObservedState, host_status, is_proxy_live
@@ -82,7 +82,7 @@ class AutoscalingCollector(Collector):
         yield from _findings(dict(term.autoscaling), self._clock.now())
         decisions, wakeups = family_of(DECISIONS), family_of(WAKEUPS)
         for tag, (verdicts, count) in autoscaler.counts().items():
-            for verdict in Verdict:
+            for verdict in ScalingDecisionKind:
                 decisions.add_metric([tag, verdict.value], verdicts.get(verdict.value, 0))
             wakeups.add_metric([tag], count)
         yield decisions
@@ -118,7 +118,7 @@ def _findings(statuses: Mapping[BackendTag, ScalingStatus], now: float) -> Itera
             wanted.add_metric([tag], decision.wanted)
         if status.read_at is not None:
             age.add_metric([tag], max(0.0, now - status.read_at))
-        for each in Verdict:
+        for each in ScalingDecisionKind:
             verdict.add_metric([tag, each.value], each is decision.verdict)
     return seen, wanted, age, verdict
 

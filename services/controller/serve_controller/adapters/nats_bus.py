@@ -26,7 +26,7 @@ from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_lines import RefusedMessages
-from serve_controller.adapters.admin_service import Admin, AdminService
+from serve_controller.adapters.admin_service import AdminCalls, AdminService
 from serve_controller.adapters.jetstream import EventStream, SnapshotBucket, recent_events
 
 _log = structlog.get_logger()
@@ -42,7 +42,7 @@ _LOOK_EVERY_S: Final = 1.0
 
 
 @final
-class WakeHearing:
+class WakeSubscription:
     """Subscribed for as long as it is open."""
 
     def __init__(
@@ -180,7 +180,7 @@ class Listener(Protocol):
 
 
 class NatsBus:
-    """Implements `serve_controller.ports.Bus`."""
+    """Implements `serve_controller.ports.ControllerBus`."""
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class NatsBus:
         self._service: AdminService | None = None
         self._listener: Listener | None = None
         self._events: EventStream | None = None
-        self._wakes: WakeHearing | None = None
+        self._wakes: WakeSubscription | None = None
 
-    async def start(self, listener: Listener, admin: Admin) -> None:
+    async def start(self, listener: Listener, admin: AdminCalls) -> None:
         """Subscribe to the reports; ``admin`` answers while this controller leads. Raises `BusUnavailable`."""
         self._listener = listener
         self._service = AdminService(self._client, self._subjects, self._version, admin, self._on_dropped)
@@ -213,7 +213,7 @@ class NatsBus:
             await subscribe(self._subjects.host_reports, cb=self._report_handler(HostReport))
             await subscribe(self._subjects.proxy_reports, cb=self._report_handler(ProxyReport))
             await subscribe(self._subjects.leader, cb=self._hear_leader)
-            self._wakes = WakeHearing(
+            self._wakes = WakeSubscription(
                 self._client, self._subjects, self._refused, listener.hear_wake, listener.sleeping
             )
             await self._wakes.open()

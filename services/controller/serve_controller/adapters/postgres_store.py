@@ -16,7 +16,7 @@ from serve_controller.adapters.checkpoint_rows import Row, dump_changes, load_ro
 from serve_controller.adapters.postgres_pool import PostgresPool
 from serve_controller.adapters.sql import MIGRATIONS, QUERIES, Migration
 from serve_controller.core.checkpoint import Checkpoint
-from serve_controller.core.objects import Changes, CheckpointObject
+from serve_controller.core.objects import CheckpointObject, ObjectChanges
 from serve_controller.ports import HistoryEntry
 
 HISTORY_ROWS_MAX: Final = 10_000
@@ -208,7 +208,7 @@ class PostgresStore:
             _log.info("checkpoint_upgraded", objects=len(loaded.upgraded))
         return loaded.checkpoint
 
-    async def record(self, epoch: int, changes: Changes, history: Sequence[HistoryEntry] = ()) -> None:
+    async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
         """Write ``changes`` and ``history``, all or nothing. Raises `FencedOut`, `StoreUnavailable`."""
         rows = dump_changes(changes, self._upgraded)
         trims = bool(history) and self._history_since_trim >= HISTORY_TRIM_EVERY

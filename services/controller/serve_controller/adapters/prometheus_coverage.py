@@ -240,7 +240,7 @@ class Group(NamedTuple):
     aggregation: AggregationFunction
 
 
-class Placed(NamedTuple):
+class CoveredQuery(NamedTuple):
     """An ask and the windows that it may be answered over."""
 
     ask: LoadAsk
@@ -249,7 +249,7 @@ class Placed(NamedTuple):
 
 
 @final
-class Placer:
+class WindowChooser:
     """Finds each ask's windows; those that expect the same processes are decided once."""
 
     def __init__(self, coverage: Coverage, now: float) -> None:
@@ -257,7 +257,7 @@ class Placer:
         self._now = now
         self._known: dict[tuple[object, ...], Window | str] = {}
 
-    def place(self, ask: LoadAsk) -> Placed | str:
+    def place(self, ask: LoadAsk) -> CoveredQuery | str:
         interval_s = self._coverage.interval_s
         if interval_s is not None and interval_s > _INTERVAL_MAX_S:
             return f"Prometheus scrapes every {interval_s:.0f} s, more than {_INTERVAL_MAX_S:.0f} s"
@@ -266,7 +266,9 @@ class Placer:
             return seen
         burst = self._window(ask, ask.config.panic_window_s) if ask.config.panic_threshold else ""
         burst_s = burst.length_s if isinstance(burst, Window) else None
-        return Placed(ask, Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at)
+        return CoveredQuery(
+            ask, Group(seen.length_s, burst_s, ask.config.aggregation_function), seen.newest_at
+        )
 
     def _window(self, ask: LoadAsk, wanted_s: float) -> Window | str:
         key = (wanted_s, ask.proxies, ask.hosts)

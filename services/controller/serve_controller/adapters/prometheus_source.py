@@ -32,13 +32,13 @@ from serve_controller.adapters.prometheus_api import (
 from serve_controller.adapters.prometheus_coverage import (
     WINDOW_INTERVALS,
     Coverage,
+    CoveredQuery,
     Group,
-    Placed,
-    Placer,
     Process,
     Scraped,
+    WindowChooser,
 )
-from serve_controller.core.autoscaling.values import Reading, unmeasured
+from serve_controller.core.autoscaling.values import LoadSample, unmeasured
 from serve_controller.ports import LoadAsk, Targets
 
 SOURCE: Final = "prometheus"
@@ -55,14 +55,14 @@ class Found:
         self._queued = queued
         self._burst = burst
 
-    def reading(self, placed: Placed, at: float) -> Reading:
+    def reading(self, placed: CoveredQuery, at: float) -> LoadSample:
         """A backend without a series never had a request: everybody who could tell of one was scraped."""
         tag = placed.ask.backend_tag
         seen = self._seen.get(tag, 0.0)
         burst = None if self._burst is None else self._burst.get(tag, 0.0)
         if not math.isfinite(seen) or (burst is not None and not math.isfinite(burst)):
             return missing(at, f"Prometheus: the rate of its requests is {seen}")
-        return Reading(
+        return LoadSample(
             at=at,
             seen=seen,
             burst=burst,
@@ -125,9 +125,9 @@ def _sum(first: _Loads, second: _Loads) -> _Loads:
     return {tag: first.get(tag, 0.0) + second.get(tag, 0.0) for tag in first.keys() | second.keys()}
 
 
-def missing(at: float, why: str) -> Reading:
+def missing(at: float, why: str) -> LoadSample:
     """A reading that says why there is none."""
-    return Reading(at=at, seen=None, source=SOURCE, missing=why)
+    return LoadSample(at=at, seen=None, source=SOURCE, missing=why)
 
 
 _log = structlog.get_logger(__name__)
@@ -171,11 +171,11 @@ class PrometheusSource:
         asks: Sequence[LoadAsk],
         targets: Targets,  # noqa: ARG002 - of the port
         now: float,
-    ) -> Mapping[BackendTag, Reading]:
+    ) -> Mapping[BackendTag, LoadSample]:
         """As `LoadSource`. ``targets`` are Prometheus' own affair."""
         if not asks:
             return {}
-        readings: dict[BackendTag, Reading] = {}
+        readings: dict[BackendTag, LoadSample] = {}
         coverage: Coverage | None = None
         why = f"Prometheus: nothing but slow answers for {_LOADS_DEADLINE_S:g} s"
         loop = asyncio.get_running_loop()
@@ -255,12 +255,12 @@ class PrometheusSource:
         asks: Sequence[LoadAsk],
         coverage: Coverage,
         now: float,
-        readings: dict[BackendTag, Reading],
+        readings: dict[BackendTag, LoadSample],
     ) -> None:
         """Fill in ``readings``; what was read stays when it raises `PrometheusAway`."""
         measured = await self._measured(asks, coverage)
-        groups: defaultdict[Group, list[Placed]] = defaultdict(list)
-        placer = Placer(coverage, now)
+        groups: defaultdict[Group, list[CoveredQuery]] = defaultdict(list)
+        placer = WindowChooser(coverage, now)
         for number, ask in enumerate(asks):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
@@ -297,9 +297,9 @@ class PrometheusSource:
 
     async def _read_queries(
         self, asks: Sequence[LoadAsk], coverage: Coverage, now: float
-    ) -> dict[BackendTag, Reading]:
+    ) -> dict[BackendTag, LoadSample]:
         expressions: dict[BackendTag, str] = {}
-        readings: dict[BackendTag, Reading] = {}
+        readings: dict[BackendTag, LoadSample] = {}
         last_break = coverage.last_break()
         for ask in asks:
             look_back_s = ask.config.look_back_period_s
@@ -315,7 +315,7 @@ class PrometheusSource:
             readings[tag] = (
                 missing(now, answer)
                 if isinstance(answer, str)
-                else Reading(at=now, seen=answer, source=SOURCE)
+                else LoadSample(at=now, seen=answer, source=SOURCE)
             )
         return readings
 

@@ -16,14 +16,14 @@ from serve_controller.core.objects import (
     Application,
     Backend,
     BackendVersion,
-    Changes,
     CheckpointObject,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     HostRecord,
     HttpRecord,
     Key,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     key_of,
 )
 
@@ -44,7 +44,7 @@ Side: TypeAlias = dict[str, Any] | None
 """Objects by kind and name ("backend default/a"), None for one that is not there; None: nothing of it is logged."""
 
 
-def audit_of(before: Checkpoint, changes: Changes) -> tuple[Side, Side]:
+def audit_of(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side]:
     """What ``changes`` do to what users decide on, as (old, new); each with the same keys, as far as there is room."""
     changed: list[tuple[Key, CheckpointObject | None]] = [(key_of(value), value) for value in changes.puts]
     changed += [(key, None) for key in changes.deletes]
@@ -52,7 +52,7 @@ def audit_of(before: Checkpoint, changes: Changes) -> tuple[Side, Side]:
     for key, value in sorted(changed, key=lambda entry: _title(entry[0])):
         known = before.lookup(key)
         was, becomes = _plain(known), _plain(value)
-        if was == becomes or (key[0] is Kind.HOST and not (_drains(known) or _drains(value))):
+        if was == becomes or (key[0] is ObjectKind.HOST and not (_drains(known) or _drains(value))):
             continue
         old.add(_title(key), was)
         new.add(_title(key), becomes)
@@ -61,7 +61,7 @@ def audit_of(before: Checkpoint, changes: Changes) -> tuple[Side, Side]:
 
 def _title(key: Key) -> str:
     kind, name = key
-    return "http options" if kind is Kind.HTTP else f"{kind.value} {name}"
+    return "http options" if kind is ObjectKind.HTTP else f"{kind.value} {name}"
 
 
 def _drains(value: CheckpointObject | None) -> bool:
@@ -75,7 +75,7 @@ def _plain(value: CheckpointObject | None) -> Any:
             plain: dict[str, Any] = {"target": msgspec.to_builtins(value.target)}
             flags = {"deleting": value.deleting, "halted": value.halted}
             return plain | {name: True for name, is_set in flags.items() if is_set}
-        case Endpoint() | HttpRecord():
+        case EndpointRecord() | HttpRecord():
             return msgspec.to_builtins(value.target)
         case Application():
             plain = msgspec.to_builtins(value.target)

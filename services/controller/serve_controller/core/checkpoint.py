@@ -13,16 +13,16 @@ from serve_common.names import BackendTag, EndpointTag, GoalId, HostId, ProxyId,
 from serve_controller.core.objects import (
     Application,
     Backend,
-    Changes,
     CheckpointObject,
     Counters,
     Deployment,
-    Endpoint,
+    EndpointRecord,
     Goal,
     HostRecord,
     HttpRecord,
     Key,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     ProxyRecord,
     Replica,
     ReplicaState,
@@ -171,7 +171,7 @@ def index_goal(indices: Indices, before: Goal | None, after: Goal | None) -> Non
         indices.requests = indices.requests.set(after.request_id, after.goal_id)
 
 
-def index_endpoint(indices: Indices, before: Endpoint | None, after: Endpoint | None) -> None:
+def index_endpoint(indices: Indices, before: EndpointRecord | None, after: EndpointRecord | None) -> None:
     """The same of an endpoint."""
     if before is not None:
         for route in {config.route for config in before.configs()}:
@@ -209,7 +209,7 @@ class Checkpoint(Indices):
         """The empty checkpoint of a new system."""
         super().__init__()
         self.backends: Map[BackendTag, Backend] = Map()
-        self.endpoints: Map[EndpointTag, Endpoint] = Map()
+        self.endpoints: Map[EndpointTag, EndpointRecord] = Map()
         self.deployments: Map[BackendTag, Deployment] = Map()
         self.applications: Map[str, Application] = Map()
         self.revisions: Map[BackendTag, Map[int, Revision]] = Map()
@@ -222,7 +222,7 @@ class Checkpoint(Indices):
         self.http: HttpRecord | None = None
         self.counters = Counters()
 
-    def applied(self, changes: Changes) -> Checkpoint:
+    def applied(self, changes: ObjectChanges) -> Checkpoint:
         """The checkpoint after ``changes``; what did not change is shared with this one."""
         draft = Draft(self)
         for value in changes.puts:
@@ -258,30 +258,30 @@ class Checkpoint(Indices):
         """The object under ``key`` or None."""
         kind, name = key
         match kind:
-            case Kind.BACKEND:
+            case ObjectKind.BACKEND:
                 return self.backends.get(BackendTag(name))
-            case Kind.ENDPOINT:
+            case ObjectKind.ENDPOINT:
                 return self.endpoints.get(EndpointTag(name))
-            case Kind.DEPLOYMENT:
+            case ObjectKind.DEPLOYMENT:
                 return self.deployments.get(BackendTag(name))
-            case Kind.APPLICATION:
+            case ObjectKind.APPLICATION:
                 return self.applications.get(name)
-            case Kind.REVISION:
+            case ObjectKind.REVISION:
                 tag, _, number = name.rpartition("@")
                 return self.revisions.get(BackendTag(tag), Map()).get(int(number))
-            case Kind.REPLICA:
+            case ObjectKind.REPLICA:
                 return self.replicas_of(backend_tag_of(ReplicaTag(name))).get(ReplicaTag(name))
-            case Kind.GOAL:
+            case ObjectKind.GOAL:
                 return self.goals.get(GoalId(name))
-            case Kind.HOST:
+            case ObjectKind.HOST:
                 return self.hosts.get(HostId(name))
-            case Kind.PROXY:
+            case ObjectKind.PROXY:
                 return self.proxies.get(ProxyId(name))
-            case Kind.HTTP:
+            case ObjectKind.HTTP:
                 return self.http
-            case Kind.SNAPSHOT:
+            case ObjectKind.SNAPSHOT:
                 return self.snapshots.get(name)
-            case Kind.COUNTERS:
+            case ObjectKind.COUNTERS:
                 return self.counters
 
 
@@ -310,7 +310,7 @@ class Draft(Checkpoint):
         match value:
             case Backend():
                 self.backends = self.backends.set(value.backend_tag, value)
-            case Endpoint():
+            case EndpointRecord():
                 index_endpoint(self, self.endpoints.get(value.endpoint_tag), value)
                 self.endpoints = self.endpoints.set(value.endpoint_tag, value)
             case Deployment():
@@ -345,7 +345,7 @@ class Draft(Checkpoint):
         match before:
             case Backend():
                 self.backends = self.backends.delete(before.backend_tag)
-            case Endpoint():
+            case EndpointRecord():
                 index_endpoint(self, before, None)
                 self.endpoints = self.endpoints.delete(before.endpoint_tag)
             case Deployment():
@@ -424,7 +424,7 @@ class Draft(Checkpoint):
         """Keys of what was put or deleted, in the order of the first time; some may be as they were."""
         return list(self._touched)
 
-    def changes(self) -> Changes:
+    def changes(self) -> ObjectChanges:
         """What differs from the base; objects put back as they were do not count."""
         puts: list[CheckpointObject] = []
         deletes: list[Key] = []
@@ -434,7 +434,7 @@ class Draft(Checkpoint):
                 deletes.append(key)
             elif after is not None and after != before:
                 puts.append(after)
-        return Changes(tuple(puts), tuple(deletes))
+        return ObjectChanges(tuple(puts), tuple(deletes))
 
     def checkpoint(self) -> Checkpoint:
         """The draft as it is now, as a checkpoint."""

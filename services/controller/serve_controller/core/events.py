@@ -24,11 +24,11 @@ from serve_controller.core.goals.scope import application_owned, host_owned
 from serve_controller.core.objects import (
     Backend,
     BackendVersion,
-    Changes,
     CheckpointObject,
     Goal,
     HostRecord,
-    Kind,
+    ObjectChanges,
+    ObjectKind,
     ProxyRecord,
     Replica,
     ReplicaState,
@@ -178,7 +178,7 @@ _Place = tuple[int, str, int]
 _GOAL_BEGAN, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
 
 
-def events_of(before: Checkpoint, after: Checkpoint, changes: Changes, now: float) -> list[EventView]:
+def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now: float) -> list[EventView]:
     """What ``changes``, which lead from ``before`` to ``after``, mean for people. The same always in the same order.
 
     Goals that begin come first and goals that end last, so that what one brought about stands between.
@@ -237,15 +237,15 @@ class _Telling:
             case _:
                 return
 
-    def of_delete(self, kind: Kind, name: str) -> None:
+    def of_delete(self, kind: ObjectKind, name: str) -> None:
         """Find what it means that an object is gone."""
-        if kind is Kind.HOST:
+        if kind is ObjectKind.HOST:
             self._add((_HOST, name, 0), "host", "forgotten", "is lost, runs nothing and is forgotten")
-        elif kind is Kind.PROXY:
+        elif kind is ObjectKind.PROXY:
             self._add((_PROXY, name, 0), "proxy", "gone", "is silent or leaves: no goal waits for it")
-        elif kind is Kind.BACKEND:
+        elif kind is ObjectKind.BACKEND:
             self._add((_BACKEND, name, 0), "backend", "deleted", "its last replica is gone")
-        elif kind is Kind.REPLICA:
+        elif kind is ObjectKind.REPLICA:
             tag = ReplicaTag(name)
             replica = self._before.replicas_of(backend_tag_of(tag)).get(tag)
             if replica is not None:

@@ -121,7 +121,7 @@ TRAFFIC: Final = ("traffic", "shadows")
 """Fields of an endpoint's configuration that say where its requests go."""
 
 
-class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An endpoint: what it is now, and what it was with the last success."""
 
     endpoint_tag: EndpointTag
@@ -313,7 +313,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 CheckpointObject = (
     Backend
-    | Endpoint
+    | EndpointRecord
     | Deployment
     | Application
     | Revision
@@ -327,7 +327,7 @@ CheckpointObject = (
 )
 
 
-class Kind(Enum):
+class ObjectKind(Enum):
     """What kinds of objects there are; the same word in SQL."""
 
     BACKEND = "backend"
@@ -344,25 +344,25 @@ class Kind(Enum):
     COUNTERS = "counters"
 
 
-Key = tuple[Kind, str]
+Key = tuple[ObjectKind, str]
 """Which object: its kind and its name within the kind."""
 
-COUNTERS_KEY: Final[Key] = (Kind.COUNTERS, "counters")
-HTTP_RECORD_KEY: Final[Key] = (Kind.HTTP, "options")
+COUNTERS_KEY: Final[Key] = (ObjectKind.COUNTERS, "counters")
+HTTP_RECORD_KEY: Final[Key] = (ObjectKind.HTTP, "options")
 
-CLASSES: Final[Mapping[Kind, type[CheckpointObject]]] = {
-    Kind.BACKEND: Backend,
-    Kind.ENDPOINT: Endpoint,
-    Kind.DEPLOYMENT: Deployment,
-    Kind.APPLICATION: Application,
-    Kind.REVISION: Revision,
-    Kind.REPLICA: Replica,
-    Kind.GOAL: Goal,
-    Kind.HOST: HostRecord,
-    Kind.PROXY: ProxyRecord,
-    Kind.HTTP: HttpRecord,
-    Kind.SNAPSHOT: SnapshotRecord,
-    Kind.COUNTERS: Counters,
+CLASSES: Final[Mapping[ObjectKind, type[CheckpointObject]]] = {
+    ObjectKind.BACKEND: Backend,
+    ObjectKind.ENDPOINT: EndpointRecord,
+    ObjectKind.DEPLOYMENT: Deployment,
+    ObjectKind.APPLICATION: Application,
+    ObjectKind.REVISION: Revision,
+    ObjectKind.REPLICA: Replica,
+    ObjectKind.GOAL: Goal,
+    ObjectKind.HOST: HostRecord,
+    ObjectKind.PROXY: ProxyRecord,
+    ObjectKind.HTTP: HttpRecord,
+    ObjectKind.SNAPSHOT: SnapshotRecord,
+    ObjectKind.COUNTERS: Counters,
 }
 
 
@@ -375,32 +375,32 @@ def key_of(value: CheckpointObject) -> Key:  # noqa: C901 - a table
     """The key under which an object is kept."""
     match value:
         case Backend():
-            return Kind.BACKEND, value.backend_tag
-        case Endpoint():
-            return Kind.ENDPOINT, value.endpoint_tag
+            return ObjectKind.BACKEND, value.backend_tag
+        case EndpointRecord():
+            return ObjectKind.ENDPOINT, value.endpoint_tag
         case Deployment():
-            return Kind.DEPLOYMENT, value.tag
+            return ObjectKind.DEPLOYMENT, value.tag
         case Application():
-            return Kind.APPLICATION, value.name
+            return ObjectKind.APPLICATION, value.name
         case Revision():
-            return Kind.REVISION, revision_name(value.backend_tag, value.revision)
+            return ObjectKind.REVISION, revision_name(value.backend_tag, value.revision)
         case Replica():
-            return Kind.REPLICA, value.replica_tag
+            return ObjectKind.REPLICA, value.replica_tag
         case Goal():
-            return Kind.GOAL, value.goal_id
+            return ObjectKind.GOAL, value.goal_id
         case HostRecord():
-            return Kind.HOST, value.host_id
+            return ObjectKind.HOST, value.host_id
         case ProxyRecord():
-            return Kind.PROXY, value.proxy_id
+            return ObjectKind.PROXY, value.proxy_id
         case HttpRecord():
             return HTTP_RECORD_KEY
         case SnapshotRecord():
-            return Kind.SNAPSHOT, value.key
+            return ObjectKind.SNAPSHOT, value.key
         case Counters():
             return COUNTERS_KEY
 
 
-class Changes(msgspec.Struct, frozen=True):
+class ObjectChanges(msgspec.Struct, frozen=True):
     """What one transaction writes: objects as they are now, and keys of those that are gone."""
 
     puts: tuple[CheckpointObject, ...] = ()

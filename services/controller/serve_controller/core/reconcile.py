@@ -12,12 +12,12 @@ import msgspec
 from serve_common.names import BackendTag, EndpointTag, GoalId, HostId
 from serve_common.protocol.snapshots import Snapshot
 from serve_common.protocol.subjects import ENDPOINTS, backend_key, endpoint_key, parse_key
-from serve_controller.core.attention import EVERYTHING, Attention, of_changes
 from serve_controller.core.checkpoint import Checkpoint, Draft
+from serve_controller.core.dirty_set import EVERYTHING, DirtySet, of_changes
 from serve_controller.core.goals.progress import fail_if_hopeless, succeed_where_reached
 from serve_controller.core.goals.scope import host_owned
 from serve_controller.core.host_goals import DueTime, Fault, SendHostGoal, send_host_goals
-from serve_controller.core.objects import Backend, Changes, Kind, ProxyRecord, number_of
+from serve_controller.core.objects import Backend, ObjectChanges, ObjectKind, ProxyRecord, number_of
 from serve_controller.core.observed import HostStatus, ObservedState, holder_of, host_status, is_proxy_live
 from serve_controller.core.placement import Ledger
 from serve_controller.core.replica_reports import follow_reports
@@ -52,7 +52,7 @@ def _forget_goals(draft: Draft, now: float) -> None:
     surplus = len(finished) - FINISHED_KEPT_MAX
     for index, goal in enumerate(finished):
         if index < surplus or now - (goal.finished_at or now) > 2 * FINISHED_KEPT_S:
-            draft.delete((Kind.GOAL, goal.goal_id))
+            draft.delete((ObjectKind.GOAL, goal.goal_id))
 
 
 def _forget_deployments(draft: Draft) -> None:
@@ -61,7 +61,7 @@ def _forget_deployments(draft: Draft) -> None:
         key=lambda d: (d.ended_at or 0.0, d.tag),
     )
     for deployment in ended[: max(0, len(ended) - ENDED_KEPT_MAX)]:
-        draft.delete((Kind.DEPLOYMENT, deployment.tag))
+        draft.delete((ObjectKind.DEPLOYMENT, deployment.tag))
 
 
 def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
@@ -69,7 +69,7 @@ def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
     for host_id, record in sorted(draft.hosts.items()):
         is_used = host_id in draft.by_host or host_id in observed.hosts
         if not is_used and not record.draining and host_status(observed, host_id, now) is HostStatus.LOST:
-            draft.delete((Kind.HOST, host_id))
+            draft.delete((ObjectKind.HOST, host_id))
 
 
 class PublishSnapshot(msgspec.Struct, frozen=True):
@@ -92,10 +92,10 @@ FAULT_RETRY_S = 5.0
 """When a backend whose part of a plan could not be made is looked at again, whatever is heard."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything to do now, in the order of the fields."""
 
-    changes: Changes
+    changes: ObjectChanges
     """Durable BEFORE any action is performed."""
     checkpoint: Checkpoint
     """The checkpoint once ``changes`` are recorded."""
@@ -103,7 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Performed in this order: snapshots first, so that routers leave a replica before its host drains it."""
     due: tuple[DueTime, ...]
     """When time alone will make a new plan necessary, and of what; the core cannot sleep, so it asks to be called."""
-    attention: Attention
+    attention: DirtySet
     """What the changes make necessary to look at in the next plan."""
     faults: tuple[Fault, ...]
 
@@ -111,7 +111,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class _Scope:
     """What one plan looks at; grows while it is made."""
 
-    def __init__(self, checkpoint: Checkpoint, observed: ObservedState, attention: Attention) -> None:
+    def __init__(self, checkpoint: Checkpoint, observed: ObservedState, attention: DirtySet) -> None:
         self.backends: set[BackendTag] = set(attention.backends)
         self.endpoints: set[EndpointTag] = set(attention.endpoints)
         self.hosts: set[HostId] = set(attention.hosts)
@@ -149,10 +149,10 @@ def reconcile(
     observed: ObservedState,
     epoch: int,
     now: float,
-    attention: Attention = EVERYTHING,
+    attention: DirtySet = EVERYTHING,
     *,
     scalings: Mapping[BackendTag, int] = NO_SCALINGS,
-) -> Plan:
+) -> ReconcilePlan:
     """The next plan. The same arguments always give the same plan.
 
     ``scalings``: how many replicas the autoscaler wants of some backends; see `core.scaling.apply_scalings`.
@@ -172,8 +172,8 @@ def reconcile(
     renew_snapshots(
         draft,
         epoch,
-        scope.endpoints.union(EndpointTag(name) for kind, name in touched if kind is Kind.ENDPOINT),
-        scope.backends.union(BackendTag(name) for kind, name in touched if kind is Kind.BACKEND),
+        scope.endpoints.union(EndpointTag(name) for kind, name in touched if kind is ObjectKind.ENDPOINT),
+        scope.backends.union(BackendTag(name) for kind, name in touched if kind is ObjectKind.BACKEND),
     )
     void_last(draft, observed.bucket, epoch)
     succeed_where_reached(draft, observed, _goals_in(draft, scope), now)
@@ -182,12 +182,12 @@ def reconcile(
     changes = draft.changes()
     result = draft.checkpoint()
     for kind, name in draft.touched():
-        if kind is Kind.HOST:
+        if kind is ObjectKind.HOST:
             scope.hosts.add(HostId(name))
-        elif kind is Kind.SNAPSHOT:
+        elif kind is ObjectKind.SNAPSHOT:
             scope.keys.add(name)
     host_actions, host_times, host_faults = send_host_goals(result, observed, epoch, now, scope.hosts)
-    return Plan(
+    return ReconcilePlan(
         changes=changes,
         checkpoint=result,
         actions=(*_bucket_actions(result, observed, scope.keys), *host_actions),
@@ -228,8 +228,8 @@ def _reconcile_backends(
     for tag in tags:
         guarded(tag, lambda backend: fail_if_hopeless(draft, backend, now))
     # A failed goal of an application changes its other backends too, before any of them is rolled.
-    scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is Kind.BACKEND)
-    if scope.has_room or any(kind is Kind.REPLICA for kind, _ in draft.touched()):
+    scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is ObjectKind.BACKEND)
+    if scope.has_room or any(kind is ObjectKind.REPLICA for kind, _ in draft.touched()):
         scope.backends.update(draft.unplaced)
     ledger = Ledger(draft, observed, now)
     for tag in sorted(scope.backends):
@@ -259,7 +259,7 @@ def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: f
         elif is_live and proxy_id not in draft.proxies:
             draft.put(ProxyRecord(proxy_id=proxy_id))
         elif not is_live and proxy_id in draft.proxies:
-            draft.delete((Kind.PROXY, proxy_id))
+            draft.delete((ObjectKind.PROXY, proxy_id))
 
 
 def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
@@ -268,9 +268,9 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
         backend = draft.backends.get(tag)
         if backend is None or not backend.deleting or draft.replicas_of(tag):
             continue
-        draft.delete((Kind.BACKEND, tag))
+        draft.delete((ObjectKind.BACKEND, tag))
         for number in sorted(draft.revisions.get(tag, {})):
-            draft.delete((Kind.REVISION, f"{tag}@{number}"))
+            draft.delete((ObjectKind.REVISION, f"{tag}@{number}"))
         deployment = draft.deployments.get(tag)
         if deployment is not None and deployment.ended_at is None:
             draft.put(

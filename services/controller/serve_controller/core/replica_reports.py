@@ -12,9 +12,9 @@ from serve_common.protocol.reports import ReplicaReport, ReplicaStatus
 from serve_controller.core.checkpoint import Draft
 from serve_controller.core.goals.progress import fail
 from serve_controller.core.goals.scope import goal_at_stake
-from serve_controller.core.objects import Backend, BackendVersion, Kind, Replica, ReplicaState
+from serve_controller.core.objects import Backend, BackendVersion, ObjectKind, Replica, ReplicaState
 from serve_controller.core.observed import HostObserved, HostStatus, ObservedState, host_status
-from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, Event, moved
+from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TransitionEvent, moved
 
 SHORT_LIFE_S = 10.0
 """A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
@@ -38,11 +38,11 @@ def retry_wait_s(start_failures: int, *, had_run: bool = False) -> float:
     return min(RETRY_WAIT_MIN_S * 2.0 ** min(start_failures - 2, 20), longest_s)
 
 
-def with_event(draft: Draft, replica: Replica, event: Event, now: float) -> Replica | None:
+def with_event(draft: Draft, replica: Replica, event: TransitionEvent, now: float) -> Replica | None:
     """Move a replica along the transition table; None when it is gone (its row is deleted)."""
     state = moved(replica.state, event)
     if state is ReplicaState.STOPPED:
-        draft.delete((Kind.REPLICA, replica.replica_tag))
+        draft.delete((ObjectKind.REPLICA, replica.replica_tag))
         if replica.host_id is not None and replica.state in IN_HOST_GOAL:
             # One number names one goal: a late copy of the former must not bring the replica back.
             draft.renew_host_goal(replica.host_id)
@@ -73,7 +73,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
         if replica.host_id is None:
             continue
         if host_status(observed, replica.host_id, now) is HostStatus.LOST:
-            with_event(draft, replica, Event.GONE, now)
+            with_event(draft, replica, TransitionEvent.GONE, now)
             continue
         at = stuck_at(backend, replica)
         if at is not None and now >= at:
@@ -96,7 +96,7 @@ def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
     if replica.state is ReplicaState.STARTING:
         text = f"{replica.replica_tag} has been starting for {since_s:.0f} s and its host {replica.host_id} neither "
         _count_failure(draft, replica, text + "runs it nor gives it up", now)
-        stopping = with_event(draft, replica, Event.UNWANTED, now)
+        stopping = with_event(draft, replica, TransitionEvent.UNWANTED, now)
         assert stopping is not None
         draft.put(msgspec.structs.replace(stopping, force_kill=True, message="was stuck in starting"))
         return
@@ -121,7 +121,7 @@ def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: flo
     if replica.state is ReplicaState.STARTING and not host.report.leaving:
         # Told to start it, the host neither does nor says why; without a wait that would go round for ever.
         _count_failure(draft, replica, f"the host {replica.host_id} was told to start it and does not", now)
-    with_event(draft, replica, Event.GONE, now)
+    with_event(draft, replica, TransitionEvent.GONE, now)
 
 
 def _follow_report(
@@ -132,7 +132,7 @@ def _follow_report(
         _follow_end(draft, host, replica, report, now)
     elif state is ReplicaState.SHOULD_STOP:
         if host.report.generation >= replica.generation:
-            with_event(draft, replica, Event.ACKNOWLEDGED, now)
+            with_event(draft, replica, TransitionEvent.ACKNOWLEDGED, now)
     elif state is ReplicaState.STOPPING:
         return
     elif (
@@ -140,30 +140,30 @@ def _follow_report(
     ):
         # No late report, for it obeys a goal of this leader's. So a new life of its host was told to run the replica
         # before that life was heard of: what had served is gone.
-        with_event(draft, replica, Event.UNWANTED, now)
+        with_event(draft, replica, TransitionEvent.UNWANTED, now)
     elif _is_config_refused(draft, replica, report):
         _follow_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
-        running = with_event(draft, replica, Event.HEARD_RUNNING, now)
+        running = with_event(draft, replica, TransitionEvent.HEARD_RUNNING, now)
         if running is not None and report.config_version < replica.config_version:
             # It was told of a newer configuration before or while it was unhealthy, and has yet to take it.
-            with_event(draft, running, Event.RECONFIGURE, now)
+            with_event(draft, running, TransitionEvent.RECONFIGURE, now)
     elif status is ReplicaStatus.UNHEALTHY:
         _follow_unhealthy(draft, replica, report, now)
     elif state is ReplicaState.UPDATING and report.config_version >= replica.config_version:
-        with_event(draft, replica, Event.HEARD_CONFIG, now)
+        with_event(draft, replica, TransitionEvent.HEARD_CONFIG, now)
     elif status is ReplicaStatus.DRAINING and (
         host.report.leaving or host.report.epoch < draft.counters.restored_epoch
     ):
         # The host stops by itself, or obeys a goal that is lost: what it drains must be replaced.
-        with_event(draft, replica, Event.UNWANTED, now)
+        with_event(draft, replica, TransitionEvent.UNWANTED, now)
 
 
 def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """It leaves the routes and is replaced. One that was young never proved itself: that counts as a failed start."""
     unhealthy = replica
     if replica.state in ROUTED:
-        heard = with_event(draft, replica, Event.HEARD_UNHEALTHY, now)
+        heard = with_event(draft, replica, TransitionEvent.HEARD_UNHEALTHY, now)
         assert heard is not None
         unhealthy = heard
     backend = draft.backends[replica.backend_tag]
@@ -175,7 +175,7 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
     never_ran = replica.state is ReplicaState.STARTING  # the report that said so was lost
     if never_ran or now - replica.since < max(SHORT_LIFE_S, checks_s):
         _count_failure(draft, replica, report.error or "its health checks fail", now)
-    stopping = with_event(draft, unhealthy, Event.UNWANTED, now)
+    stopping = with_event(draft, unhealthy, TransitionEvent.UNWANTED, now)
     assert stopping is not None
     draft.put(msgspec.structs.replace(stopping, message="its health checks failed"))
 
@@ -183,7 +183,7 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
 def _follow_end(
     draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
 ) -> None:
-    with_event(draft, replica, Event.GONE, now)
+    with_event(draft, replica, TransitionEvent.GONE, now)
     # What ends while its host leaves says nothing about the code.
     wanted = (
         replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) and not host.report.leaving
@@ -229,4 +229,4 @@ def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport
     if goal is not None:
         fail(draft, goal, report.error or "reconfigure raised", now, of=replica.backend_tag)
     else:
-        with_event(draft, replica, Event.UNWANTED, now)
+        with_event(draft, replica, TransitionEvent.UNWANTED, now)

@@ -35,7 +35,7 @@ from serve_controller.core.observed import (
 from serve_controller.core.placement import goal_bytes_of, needs_of
 from serve_controller.core.replica_reports import with_event
 from serve_controller.core.snapshots import put_snapshot
-from serve_controller.core.transitions import Event
+from serve_controller.core.transitions import TransitionEvent
 
 MARGIN: Final = 1_000_000
 """Counters are raised so far beyond the highest claim: more than can have been given in what is lost unheard."""
@@ -202,14 +202,14 @@ def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
 def _doubt(draft: Draft, observed: ObservedState, replica: Replica, now: float) -> None:
     """A replica that was about to start may have run, and ended, since: its tag is not used again unless it runs."""
     if replica.state is ReplicaState.SHOULD_START:
-        with_event(draft, replica, Event.GONE, now)
+        with_event(draft, replica, TransitionEvent.GONE, now)
     elif replica.state is ReplicaState.STARTING:
         host = observed.hosts.get(replica.host_id) if replica.host_id is not None else None
         if host is None:
             return  # not heard of yet
         report = host.replicas.get(replica.replica_tag)
         if report is None or report.status not in _HOLDS:
-            with_event(draft, replica, Event.GONE, now)
+            with_event(draft, replica, TransitionEvent.GONE, now)
         else:
             draft.put(msgspec.structs.replace(replica, since=now))  # else it had been starting since then
     elif replica.state is ReplicaState.STOPPING:

@@ -12,7 +12,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import Backend, Replica, ReplicaState
 from serve_controller.core.placement import Ledger, goal_bytes_of, needs_of
 from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_event
-from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Event
+from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, TransitionEvent
 
 
 def companions_of(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
@@ -125,7 +125,7 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
                 draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
             continue
         room -= replica.state is ReplicaState.RUNNING
-        told = with_event(draft, replica, Event.RECONFIGURE, now)
+        told = with_event(draft, replica, TransitionEvent.RECONFIGURE, now)
         assert told is not None
         assert replica.host_id is not None
         draft.put(
@@ -176,7 +176,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
         if host_id is None:
             _tell_why_not(draft, ledger, backend, waiting, number)
             return
-        placed = with_event(draft, replica, Event.PLACED, now)
+        placed = with_event(draft, replica, TransitionEvent.PLACED, now)
         assert placed is not None
         draft.put(
             msgspec.structs.replace(
@@ -212,7 +212,7 @@ def stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
     if surplus <= 0:
         return
     for replica in sorted(current, key=stop_rank)[:surplus]:
-        with_event(draft, replica, Event.UNWANTED, now)
+        with_event(draft, replica, TransitionEvent.UNWANTED, now)
 
 
 _ORDER = list(ReplicaState)
@@ -241,9 +241,9 @@ def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None
         floor, is_proven = wanted - unavailable_of(backend.target.backend_config), True
     for replica in old:
         if replica.state not in ROUTED:
-            with_event(draft, replica, Event.UNWANTED, now)
+            with_event(draft, replica, TransitionEvent.UNWANTED, now)
         elif serving > floor and is_proven:
-            with_event(draft, replica, Event.UNWANTED, now)
+            with_event(draft, replica, TransitionEvent.UNWANTED, now)
             serving -= 1
     _make_room(draft, ledger, backend, now)
 
@@ -270,7 +270,7 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
                 break
             if ledger.would_fit_without(backend.backend_tag, host_id, leaving, backend.target):
                 for left in leaving:
-                    with_event(draft, left, Event.UNWANTED, now)
+                    with_event(draft, left, TransitionEvent.UNWANTED, now)
                 serving, made, leaving = serving - len(leaving), made + 1, []
 
 
@@ -280,7 +280,7 @@ def take_out_of_goals(draft: Draft, backend: Backend) -> None:
     for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=age_rank):
         if replica.state is ReplicaState.SHOULD_STOP:
             if replica.host_id is None:
-                with_event(draft, replica, Event.GONE, replica.since)
+                with_event(draft, replica, TransitionEvent.GONE, replica.since)
                 continue
             if not _is_taken_out(draft, replica):
                 draft.put(

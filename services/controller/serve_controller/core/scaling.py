@@ -20,7 +20,7 @@ from serve_common.api.views import EventView
 from serve_common.config.backend import BackendConfig
 from serve_common.errors import BadField
 from serve_common.names import BackendTag
-from serve_controller.core.autoscaling.values import ScalingDecision, Verdict
+from serve_controller.core.autoscaling.values import ScalingDecision, ScalingDecisionKind
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.events import cut
 from serve_controller.core.objects import Backend, BackendVersion
@@ -91,6 +91,6 @@ def scaling_events(
     return events
 
 
-def scaling_event(tag: BackendTag, verdict: Verdict, words: str, now: float) -> EventView:
+def scaling_event(tag: BackendTag, verdict: ScalingDecisionKind, words: str, now: float) -> EventView:
     """One thing that the autoscaler did or could not do."""
     return EventView(at=now, kind="autoscaling", subject=tag, message=cut(words), state=verdict.value)

@@ -23,9 +23,9 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.objects import (
     Application,
     Backend,
-    Endpoint,
     EndpointConfig,
-    Kind,
+    EndpointRecord,
+    ObjectKind,
     Replica,
     ReplicaState,
     SnapshotRecord,
@@ -118,7 +118,7 @@ _PROTECTION: Final = BackendSnapshot(
 ).protection
 
 
-def derive_endpoint(endpoint: Endpoint) -> EndpointSnapshot:
+def derive_endpoint(endpoint: EndpointRecord) -> EndpointSnapshot:
     """What routers need of an endpoint."""
     return EndpointSnapshot(
         endpoint_tag=endpoint.endpoint_tag,
@@ -207,7 +207,7 @@ def forget_tombstones(draft: Draft) -> None:
         key=lambda r: r.snapshot.snapshot_id,
     )
     for record in tombstones[:-TOMBSTONES_MAX]:
-        draft.delete((Kind.SNAPSHOT, record.key))
+        draft.delete((ObjectKind.SNAPSHOT, record.key))
 
 
 def _gives_up_route(draft: Draft, key: str, content: SnapshotContent | None) -> bool:

@@ -22,7 +22,7 @@ from typing import Final
 from serve_controller.core.objects import ReplicaState as S
 
 
-class Event(Enum):
+class TransitionEvent(Enum):
     """What can happen to a replica."""
 
     PLACED = "placed"
@@ -42,41 +42,41 @@ class Event(Enum):
     """Its process does not exist (any more)."""
 
 
-TRANSITIONS: Final[dict[S, dict[Event, S]]] = {
+TRANSITIONS: Final[dict[S, dict[TransitionEvent, S]]] = {
     S.SHOULD_START: {
-        Event.PLACED: S.STARTING,
-        Event.UNWANTED: S.SHOULD_STOP,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.PLACED: S.STARTING,
+        TransitionEvent.UNWANTED: S.SHOULD_STOP,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.STARTING: {
-        Event.HEARD_RUNNING: S.RUNNING,
-        Event.UNWANTED: S.SHOULD_STOP,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.HEARD_RUNNING: S.RUNNING,
+        TransitionEvent.UNWANTED: S.SHOULD_STOP,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.RUNNING: {
-        Event.RECONFIGURE: S.UPDATING,
-        Event.HEARD_UNHEALTHY: S.UNHEALTHY,
-        Event.UNWANTED: S.SHOULD_STOP,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.RECONFIGURE: S.UPDATING,
+        TransitionEvent.HEARD_UNHEALTHY: S.UNHEALTHY,
+        TransitionEvent.UNWANTED: S.SHOULD_STOP,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.UPDATING: {
-        Event.RECONFIGURE: S.UPDATING,
-        Event.HEARD_CONFIG: S.RUNNING,
-        Event.HEARD_UNHEALTHY: S.UNHEALTHY,
-        Event.UNWANTED: S.SHOULD_STOP,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.RECONFIGURE: S.UPDATING,
+        TransitionEvent.HEARD_CONFIG: S.RUNNING,
+        TransitionEvent.HEARD_UNHEALTHY: S.UNHEALTHY,
+        TransitionEvent.UNWANTED: S.SHOULD_STOP,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.UNHEALTHY: {
-        Event.HEARD_RUNNING: S.RUNNING,
-        Event.UNWANTED: S.SHOULD_STOP,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.HEARD_RUNNING: S.RUNNING,
+        TransitionEvent.UNWANTED: S.SHOULD_STOP,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.SHOULD_STOP: {
-        Event.ACKNOWLEDGED: S.STOPPING,
-        Event.GONE: S.STOPPED,
+        TransitionEvent.ACKNOWLEDGED: S.STOPPING,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.STOPPING: {
-        Event.GONE: S.STOPPED,
+        TransitionEvent.GONE: S.STOPPED,
     },
     S.STOPPED: {},
 }
@@ -95,7 +95,7 @@ class IllegalTransition(AssertionError):
     """A programmer's error: an event that cannot happen in this state. Nothing was changed."""
 
 
-def moved(state: S, event: Event) -> S:
+def moved(state: S, event: TransitionEvent) -> S:
     """The state after ``event``; raises `IllegalTransition` when the table has no such move."""
     try:
         return TRANSITIONS[state][event]

@@ -25,7 +25,7 @@ from serve_controller.core.observed import ObservedState
 from serve_controller.core.views import view_goal
 from serve_controller.ports import Backups
 from serve_controller.shell.boundary import Boundary
-from serve_controller.shell.queries import LeadingTerm, Queries, ReadLoad, parse_request
+from serve_controller.shell.queries import LeadingTerm, QueryApi, ReadLoad, parse_request
 
 FILES_MAX: Final = 4
 """Backups, and uploads, that are under way at once; of more, the one that was asked for longest ago is dropped."""
@@ -40,7 +40,7 @@ class _Kept(msgspec.Struct):
     used_at: float
 
 
-class BackupDesk:
+class BackupTransfers:
     """What is under way; belongs to one process, and a change of leader means to begin anew."""
 
     def __init__(self, files: Backups, clock: Clock) -> None:
@@ -170,7 +170,7 @@ class GoalViews:
         return view
 
 
-class Admin:
+class AdminApi:
     """Answers every verb from the current term."""
 
     def __init__(
@@ -187,10 +187,10 @@ class Admin:
 
         ``read_load`` scrapes all services, ``backups`` writes and reads files; None: this controller cannot.
         """
-        self._backups = None if backups is None else BackupDesk(backups, clock)
+        self._backups = None if backups is None else BackupTransfers(backups, clock)
         self._boundary = boundary
         self._current_term = current_term
-        self._queries = Queries(controller_id, clock, read_load)
+        self._queries = QueryApi(controller_id, clock, read_load)
         self._waits = GoalWaits()
         self._seen = GoalViews()
 
@@ -228,7 +228,7 @@ class Admin:
         return term
 
     @property
-    def _desk(self) -> BackupDesk:
+    def _desk(self) -> BackupTransfers:
         if self._backups is None:
             raise NotLeading("this controller has no backups")
         return self._backups

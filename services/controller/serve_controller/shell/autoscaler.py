@@ -22,12 +22,12 @@ from serve_common.ports import Clock
 from serve_common.protocol.reports import Wake
 from serve_controller.core.autoscaling.policy import decide_scaling, wake
 from serve_controller.core.autoscaling.values import (
-    Reading,
+    LoadSample,
     ScalingDecision,
+    ScalingDecisionKind,
     ScalingInput,
     ScalingState,
     ScalingStatus,
-    Verdict,
     asks_of,
     autoscaled,
     num_running,
@@ -77,7 +77,7 @@ class _Followed:
     def __init__(self) -> None:
         self.look_at = 0.0
         self.state = ScalingState()
-        self.readings: deque[Reading] = deque(maxlen=READINGS_MAX)
+        self.readings: deque[LoadSample] = deque(maxlen=READINGS_MAX)
         self.read_at: float | None = None
         self.counts: Counter[str] = Counter()
         """Decisions by verdict."""
@@ -131,7 +131,7 @@ class Autoscaler:
         decisions: dict[BackendTag, ScalingDecision] = {}
         asking = asyncio.Semaphore(POLICIES_AT_ONCE)
 
-        async def decide(tag: BackendTag, reading: Reading) -> None:
+        async def decide(tag: BackendTag, reading: LoadSample) -> None:
             async with asking:
                 decision = await self._decide(tag, reading)
             if decision is not None:
@@ -153,7 +153,7 @@ class Autoscaler:
         for tag in [tag for tag in self._term.autoscaling if tag not in tags]:
             del self._term.autoscaling[tag]
 
-    async def _decide(self, tag: BackendTag, reading: Reading) -> ScalingDecision | None:
+    async def _decide(self, tag: BackendTag, reading: LoadSample) -> ScalingDecision | None:
         followed = self._followed.get(tag)
         backend = self._term.checkpoint.backends.get(tag)
         if followed is None or backend is None or backend.autoscaling is None:
@@ -210,8 +210,8 @@ class Autoscaler:
     def _decided(self, tag: BackendTag, followed: _Followed, decision: ScalingDecision, source: str) -> None:
         now = self._clock.now()
         known = self._term.autoscaling.get(tag)
-        was_held = known is not None and known.decision.verdict is Verdict.HELD
-        is_held = decision.verdict is Verdict.HELD
+        was_held = known is not None and known.decision.verdict is ScalingDecisionKind.HELD
+        is_held = decision.verdict is ScalingDecisionKind.HELD
         if is_held and not was_held:
             self._term.tell([scaling_event(tag, decision.verdict, decision.why, now)])
         elif was_held and not is_held:

@@ -20,17 +20,17 @@ from serve_common.ports import Clock
 from serve_common.protocol.reports import HostReport, ProxyReport
 from serve_common.telemetry.request_traces import current_ref, note, operation
 from serve_common.telemetry.spans import SpanRef, Value
-from serve_controller.core.attention import EVERYTHING, Attention, of_changes
 from serve_controller.core.audit import audit_of
 from serve_controller.core.autoscaling.values import ScalingDecision, ScalingStatus
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.commands import Accepted, decide
 from serve_controller.core.commands.restoring import RestoreFrom
+from serve_controller.core.dirty_set import EVERYTHING, DirtySet, of_changes
 from serve_controller.core.events import audit_event, events_of
 from serve_controller.core.host_goals import SendHostGoal
-from serve_controller.core.objects import Changes, Goal
+from serve_controller.core.objects import Goal, ObjectChanges
 from serve_controller.core.observed import ObservedState
-from serve_controller.core.reconcile import Action, Plan, PublishSnapshot, RetractSnapshot, reconcile
+from serve_controller.core.reconcile import Action, PublishSnapshot, ReconcilePlan, RetractSnapshot, reconcile
 from serve_controller.core.restored import (
     EPOCH_MARGIN,
     NO_CLAIMS,
@@ -43,7 +43,7 @@ from serve_controller.core.restored import (
 from serve_controller.core.scaling import scaling_events
 from serve_controller.ports import EventSink, HistoryEntry, HostLink, Publisher, Store
 from serve_controller.shell.boundary import Boundary, Telemetry
-from serve_controller.shell.observations import Hearing, Telling
+from serve_controller.shell.observations import EventLog, TermObservations
 
 _log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ class Performing:
         host_link: HostLink,
         publisher: Publisher,
         boundary: Boundary,
-        hearing: Hearing,
+        hearing: TermObservations,
         clock: Clock,
         *,
         on_change: Callable[[], None],
@@ -105,9 +105,9 @@ class Performing:
                 self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
 
 
-def _of_actions(actions: Sequence[Action]) -> Attention:
+def _of_actions(actions: Sequence[Action]) -> DirtySet:
     """What to look at again because these were not performed."""
-    return Attention(
+    return DirtySet(
         hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
         keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
     )
@@ -152,10 +152,10 @@ class Term:
         """Called when goals were recorded, for those who wait for them."""
         self.on_reload: Callable[[], None] = lambda: None
         """Called when the checkpoint was read anew: any goal may have ended."""
-        self._hearing = Hearing(clock.now(), telemetry.message_refused, claims)
+        self._hearing = TermObservations(clock.now(), telemetry.message_refused, claims)
         self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
-        self._telling = Telling(events)
+        self._telling = EventLog(events)
         self._performing = Performing(
             host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
         )
@@ -219,7 +219,7 @@ class Term:
             self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """See `Hearing.hear_bucket`."""
+        """See `TermObservations.hear_bucket`."""
         self._hearing.hear_bucket(entries, whole=whole)
         self.on_change()
 
@@ -333,7 +333,7 @@ class Term:
             self._telling.tell_progress(self.checkpoint, self.observed)
         return await self._performing.perform_all(plan.actions)
 
-    def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> Plan:
+    def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:
         now = self._clock.now()
         attention = self._hearing.fold(self.checkpoint, now)
         conflicts = self._hearing.take_conflicts(now)
@@ -350,7 +350,7 @@ class Term:
     async def _record(
         self,
         effect: str,
-        changes: Changes,
+        changes: ObjectChanges,
         after: Checkpoint,
         history: list[HistoryEntry],
         told: list[EventView],
@@ -444,7 +444,7 @@ class Term:
         self._telling.remember(events)
 
 
-def _counts(plan: Plan, epoch: int) -> dict[str, Value]:
+def _counts(plan: ReconcilePlan, epoch: int) -> dict[str, Value]:
     """What a trace says of ``plan``."""
     actions = plan.actions
     return {

@@ -13,17 +13,17 @@ from serve_common.api.views import EventView
 from serve_common.errors import BadField
 from serve_common.names import BackendTag, GoalId, HostId, ProxyId
 from serve_common.protocol.reports import HostReport, ProxyReport
-from serve_controller.core.attention import (
+from serve_controller.core.checkpoint import Checkpoint
+from serve_controller.core.dirty_set import (
     EVERYTHING,
     NOTHING,
-    Agenda,
-    Attending,
-    Attention,
-    Silence,
+    DirtySet,
+    DirtySets,
+    DueChecks,
+    SilenceDetector,
     of_host_report,
     of_proxy_report,
 )
-from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.events import conflict_event, goal_progress
 from serve_controller.core.host_goals import DueTime
 from serve_controller.core.objects import HostRecord, ProxyRecord
@@ -110,7 +110,7 @@ def _sender(report: HostReport | ProxyReport) -> tuple[str, str]:
     return "proxy", report.proxy_id
 
 
-class Hearing:
+class TermObservations:
     """Soft knowledge of one term."""
 
     def __init__(
@@ -122,16 +122,16 @@ class Hearing:
         """
         self._on_refused = on_refused
         self.observed = ObservedState(since=now)
-        self.attending = Attending()
+        self.attending = DirtySets()
         self.attending.add(EVERYTHING)
-        self._agenda = Agenda()
-        self._silence = Silence()
+        self._agenda = DueChecks()
+        self._silence = SilenceDetector()
         self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
         self._revisions: Map[str, int] = Map()
         """The bucket's revision of each key, also of those that are gone."""
         self._tidy_at = now + TIDY_EVERY_S
         self._sweep_at = now + SWEEP_STEP_S
-        self._to_sweep: deque[Attention] = deque()
+        self._to_sweep: deque[DirtySet] = deque()
         self._heard_hosts: set[HostId] = set()
         self._heard_proxies: set[ProxyId] = set()
         self.claims = claims
@@ -187,7 +187,7 @@ class Hearing:
                 bucket = bucket.delete(key)
             changed.add(key)
         self.observed = observe_bucket(self.observed, bucket)
-        self.attending.add(Attention(keys=frozenset(changed), goals=bool(changed)))
+        self.attending.add(DirtySet(keys=frozenset(changed), goals=bool(changed)))
 
     def revision_of(self, key: str) -> int:
         """The bucket's newest known revision of a key; 0 for none."""
@@ -273,7 +273,7 @@ class Hearing:
         if claims.are_ahead_of(self.claims):
             self.claims = self.claims.with_those(claims)
 
-    def fold(self, checkpoint: Checkpoint, now: float) -> Attention:
+    def fold(self, checkpoint: Checkpoint, now: float) -> DirtySet:
         """Fold in everything that came, and say what to look at now."""
         self.take_in(checkpoint)
         hosts, self._heard_hosts = self._heard_hosts, set()
@@ -324,9 +324,9 @@ class Hearing:
         for kind, name in self._agenda.pop_due(now):
             match kind:
                 case "backend":
-                    self.attending.add(Attention(backends=frozenset({BackendTag(name)})))
+                    self.attending.add(DirtySet(backends=frozenset({BackendTag(name)})))
                 case "host_goal":
-                    self.attending.add(Attention(hosts=frozenset({HostId(name)})))
+                    self.attending.add(DirtySet(hosts=frozenset({HostId(name)})))
                 case "host":
                     hosts.add(HostId(name))
                 case "proxy":
@@ -341,7 +341,7 @@ class Hearing:
         self._silence.forget(
             {*checkpoint.hosts, *self.observed.hosts}, {*checkpoint.proxies, *self.observed.proxies}
         )
-        self.attending.add(Attention(tidy=True))
+        self.attending.add(DirtySet(tidy=True))
 
     def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
         """Look at one more slice of everything; the last slices of a round may hold what is gone by now."""
@@ -352,7 +352,7 @@ class Hearing:
             hosts, keys = sorted(checkpoint.hosts), sorted(checkpoint.snapshots)
             proxies = sorted({*checkpoint.proxies, *self.observed.proxies})
             self._to_sweep.extend(
-                Attention(
+                DirtySet(
                     backends=frozenset(backends[n::slices]),
                     endpoints=frozenset(endpoints[n::slices]),
                     hosts=frozenset(hosts[n::slices]),
@@ -370,7 +370,7 @@ PROGRESS_MAX: Final = 50
 """Goals whose progress is told after one plan; of more, the rest is told later or never."""
 
 
-class Telling:
+class EventLog:
     """The events of one term."""
 
     def __init__(self, sink: EventSink) -> None:

@@ -121,7 +121,7 @@ HISTORY_LIMIT_MAX: Final = 500
 HISTORY_ID_MAX: Final = 2**63 - 1
 
 
-class Queries:
+class QueryApi:
     """Answers every query but the one that waits."""
 
     def __init__(self, controller_id: str, clock: Clock, read_load: ReadLoad | None) -> None:

@@ -19,8 +19,8 @@ from serve_common.protocol.reports import HostReport, LeaderNotice, ProxyReport,
 from serve_common.runtime.tasks import TaskOwner, raise_if_cancelled
 from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.restored import NO_CLAIMS
-from serve_controller.ports import Backups, Bus, LoadSource, PolicyRunner, Store
-from serve_controller.shell.admin import Admin
+from serve_controller.ports import Backups, ControllerBus, LoadSource, PolicyRunner, Store
+from serve_controller.shell.admin import AdminApi
 from serve_controller.shell.autoscaler import Autoscaler
 from serve_controller.shell.boundary import Boundary, LeadersBoundary, Telemetry
 from serve_controller.shell.control_loop import Term
@@ -52,7 +52,7 @@ class ControllerService:
         *,
         controller_id: ControllerId,
         store: Store,
-        bus: Bus,
+        bus: ControllerBus,
         clock: Clock,
         boundary: Boundary,
         telemetry: Telemetry,
@@ -63,7 +63,7 @@ class ControllerService:
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
         """Of the present term."""
-        self.admin = Admin(
+        self.admin = AdminApi(
             controller_id,
             clock,
             boundary,

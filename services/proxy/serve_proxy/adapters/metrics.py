@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from serve_common.dispatch.admission import EndpointTally
+from serve_common.dispatch.admission import RequestStats
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
 from serve_common.names import BackendTag, ProxyId
@@ -171,7 +171,7 @@ def _by_backend(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> M
     return family
 
 
-def _request_families(tallies: Iterable[tuple[str, EndpointTally]]) -> Iterable[Metric]:
+def _request_families(tallies: Iterable[tuple[str, RequestStats]]) -> Iterable[Metric]:
     requests, seconds = family_of(REQUESTS), histogram_of(REQUEST_SECONDS)
     for tag, tally in tallies:
         for (method, code), count in list(tally.counts.items()):
@@ -196,7 +196,7 @@ def _protection_families(routers: _Routers) -> Iterable[Metric]:
     yield refusals
 
 
-def _shadow_family(tallies: Iterable[tuple[str, EndpointTally]]) -> Metric:
+def _shadow_family(tallies: Iterable[tuple[str, RequestStats]]) -> Metric:
     shadows = family_of(SHADOW_REQUESTS)
     for tag, tally in tallies:
         for (backend_tag, outcome), count in list(tally.shadows.items()):

@@ -10,16 +10,16 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.protocol.frames import Headers
-from serve_common.telemetry.request_traces import RequestFollower
+from serve_common.telemetry.request_traces import RequestObserver
 from serve_proxy.core.problems import Problem
 
 
-class FollowedRequest(RequestFollower, Protocol):
+class ObservedRequest(RequestObserver, Protocol):
     """One request from its arrival to its end."""
 
-    def asks(self, ask: Ask) -> None:
+    def asks(self, ask: RequestSpec) -> None:
         """Its endpoint was found, and this is what is asked of it."""
         ...
 
@@ -146,7 +146,7 @@ class RequestHeaders(msgspec.Struct, gc=False):
     request_id: str = ""
     """As the client sent it when that is usable; otherwise empty."""
     traceparent: str = ""
-    follower: FollowedRequest | None = None
+    follower: ObservedRequest | None = None
     """Set by whoever decides that the request is followed."""
     has_idempotency_key: bool = False
     host: bytes = b""

@@ -18,7 +18,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
 from serve_common.dispatch.admission import CLIENT_GONE
-from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.calls import Call, Response
 from serve_common.dispatch.errors import HeadersTooLarge
 from serve_common.errors import ServeError
 from serve_common.runtime.tasks import OwnedTask, TaskOwner
@@ -92,7 +92,7 @@ class ConnectionOwner(Protocol):
         ...
 
     async def respond(
-        self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
+        self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
     ) -> web.StreamResponse:
         """See `http_answers.respond`."""
         ...
@@ -268,7 +268,7 @@ class HttpConnection(web.RequestHandler):
             self.transport.write(answer)
             self.drop_rest()
 
-    def stream_fast(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
+    def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
         """See `http_fast.Connection`."""
         self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
 
@@ -314,7 +314,7 @@ class HttpConnection(web.RequestHandler):
         if self._messages:
             self._wake()
 
-    async def _stream(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
+    async def _stream(self, exchange: FastExchange, call: Call, answer: Response) -> None:
         """Write an answer in pieces by the long way's means."""
         closes, status = True, CLIENT_GONE
         try:

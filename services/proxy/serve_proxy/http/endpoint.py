@@ -12,12 +12,12 @@ import structlog
 from aiohttp import web
 
 from serve_common.config.endpoint import EndpointOptions, HttpOptions
-from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, EndpointTally, can_repeat
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, RequestStats, can_repeat
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.dispatch.request_body import RequestBody
 from serve_common.dispatch.responses import ACCEPTED as SWITCHED
 from serve_common.errors import ServeError
-from serve_common.protocol.frames import CallHead, Kind
+from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.callers import earliest_deadline, forward
@@ -30,7 +30,7 @@ from serve_proxy.core.headers import (
 )
 from serve_proxy.core.problems import BodiesFull, Problem, problem_of
 from serve_proxy.http.bodies import body_need, check_announced, feed_body, receive_body
-from serve_proxy.http.middlewares import Exchange
+from serve_proxy.http.middlewares import MiddlewareExchange
 from serve_proxy.http.request_heads import authority_of, is_socket_wanted, peer_of, scheme_of
 from serve_proxy.http.responses import problem_response, respond, whole_bytes
 from serve_proxy.http.websockets import HttpSockets
@@ -38,7 +38,7 @@ from serve_proxy.shell.access_log import AccessLog
 from serve_proxy.shell.ingress import Ingress
 from serve_proxy.shell.request_traces import RequestTraces
 
-_WEBSOCKET: Final = Kind.WEBSOCKET
+_WEBSOCKET: Final = RequestKind.WEBSOCKET
 _DEFAULT_SHARD_KEY: Final = EndpointOptions().shard_key_header
 _CLOCK: Final = SystemClock()
 
@@ -56,8 +56,8 @@ def ask_of(
     deadline: float,
     peer: str,
     scheme: str = "http",
-    kind: Kind = Kind.HTTP,
-) -> Ask:
+    kind: RequestKind = RequestKind.HTTP,
+) -> RequestSpec:
     """What a request asks of ``endpoint``.
 
     ``now`` and ``deadline``, the latest that the options allow, are by the loop's clock. ``headers`` are used up: call
@@ -81,7 +81,7 @@ def ask_of(
     upload = None
     if isinstance(body, RequestBody):
         upload, body = body, b""
-    ask = Ask(
+    ask = RequestSpec(
         endpoint=endpoint,
         kind=kind,
         method=method,
@@ -112,7 +112,7 @@ _log = structlog.get_logger(__name__)
 
 
 @final
-class _Visit:
+class _RequestState:
     """One request on its way to the endpoint and back, and what is to be counted of it."""
 
     __slots__ = (
@@ -129,7 +129,12 @@ class _Visit:
     )
 
     def __init__(
-        self, path: str, query: str, options: HttpOptions, exchange: Exchange | None, tally: EndpointTally
+        self,
+        path: str,
+        query: str,
+        options: HttpOptions,
+        exchange: MiddlewareExchange | None,
+        tally: RequestStats,
     ) -> None:
         self.path = path
         self.query = query
@@ -171,7 +176,7 @@ class EndpointAnswers:
         options: HttpOptions,
         *,
         following: RequestTraces | AccessLog | None,
-        exchange: Exchange | None,
+        exchange: MiddlewareExchange | None,
     ) -> web.StreamResponse:
         """The answer of the endpoint for ``path``.
 
@@ -179,7 +184,7 @@ class EndpointAnswers:
         """
         began = time.perf_counter()  # the loop's own time stands still within an iteration
         headers = self._read_headers(request, is_checked=exchange is not None)
-        visit = _Visit(path, query, options, exchange, self._ingress.routes.unmatched)
+        visit = _RequestState(path, query, options, exchange, self._ingress.routes.unmatched)
         if exchange is None:
             visit.request_id = headers.request_id or self._new_request_id()
             visit.deadline = self._now() + options.request_timeout_s
@@ -238,7 +243,7 @@ class EndpointAnswers:
         return headers
 
     async def _answer_endpoint(
-        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _RequestState
     ) -> web.StreamResponse:
         method, options = request.method, visit.options
         endpoint = self._ingress.admit(method, visit.path)
@@ -255,7 +260,7 @@ class EndpointAnswers:
             self._room.leave(need_bytes)
 
     async def _answer_admitted(
-        self, request: web.BaseRequest, headers: RequestHeaders, visit: _Visit, endpoint: Endpoint
+        self, request: web.BaseRequest, headers: RequestHeaders, visit: _RequestState, endpoint: Endpoint
     ) -> web.StreamResponse:
         """There is room for the request's body, if it has one."""
         method, options = request.method, visit.options
@@ -284,7 +289,7 @@ class EndpointAnswers:
             deadline=visit.deadline,
             peer=peer_of(request),
             scheme=scheme_of(request),
-            kind=Kind.WEBSOCKET if is_socket else Kind.HTTP,
+            kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
         if ask.upload is None:
             return await self._pass_on(request, ask, visit)
@@ -294,7 +299,9 @@ class EndpointAnswers:
         finally:
             feeding.cancel()
 
-    async def _pass_on(self, request: web.BaseRequest, ask: Ask, visit: _Visit) -> web.StreamResponse:
+    async def _pass_on(
+        self, request: web.BaseRequest, ask: RequestSpec, visit: _RequestState
+    ) -> web.StreamResponse:
         """Ask, and write the answer."""
         call, answer = await self._ingress.ask(ask)
         visit.status = answer.status

@@ -18,9 +18,9 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from serve_common.dispatch.admission import CLIENT_GONE, EndpointTally
-from serve_common.dispatch.calls import Answer, Call
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.admission import CLIENT_GONE, RequestStats
+from serve_common.dispatch.calls import Call, Response
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import (
     REQUEST_ID,
@@ -63,7 +63,7 @@ class Connection(Protocol):
         """Write the whole answer to a request whose body still comes, and take up nothing else."""
         ...
 
-    def stream_fast(self, exchange: FastExchange, call: Call, answer: Answer) -> None:
+    def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
         """Write an answer that comes in pieces; the exchange is told when it has ended."""
         ...
 
@@ -151,7 +151,7 @@ class FastExchange:
         if not self._is_done:
             self.call = call
 
-    def refuse(self, requests: HttpRequests, tally: EndpointTally, error: ServeError) -> None:
+    def refuse(self, requests: HttpRequests, tally: RequestStats, error: ServeError) -> None:
         """Answer before the body has come; it counts in ``tally``."""
         self._follow(requests, self.message.path.partition("?")[0])
         self._tally = tally
@@ -185,7 +185,7 @@ class FastExchange:
         if self._headers.follower is not None:
             self._headers.follower.ended(status, None, len(sent))
 
-    def _take_answer(self, call: Call, answer: Answer) -> None:
+    def _take_answer(self, call: Call, answer: Response) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
             self._connection.stream_fast(self, call, answer)
             return
@@ -197,7 +197,7 @@ class FastExchange:
             else:
                 head, is_bodiless = _answer_head.__wrapped__(status, headers)
         except ValueError as error:
-            self.fail(AnswerUnusable(f"the replica's answer cannot be sent: {error}"))
+            self.fail(ResponseUnusable(f"the replica's answer cannot be sent: {error}"))
             return
         if is_bodiless:
             self._finish(status, head, b"", b"")

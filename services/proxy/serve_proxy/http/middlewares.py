@@ -15,9 +15,9 @@ import structlog
 from aiohttp import web
 
 from serve_common.config.endpoint import HttpOptions
-from serve_common.dispatch.admission import EndpointTally
+from serve_common.dispatch.admission import RequestStats
 from serve_common.errors import ServeError
-from serve_proxy.core.headers import FollowedRequest, checked_headers
+from serve_proxy.core.headers import ObservedRequest, checked_headers
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.http.bodies import check_announced, let_continue
 from serve_proxy.http.request_heads import replace_headers
@@ -114,12 +114,12 @@ _MIDDLEWARE_GRACE_S: Final = 0.5
 
 
 @final
-class Exchange:
+class MiddlewareExchange:
     """What a request with middlewares carries through them."""
 
     __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
 
-    def __init__(self, request_id: str, deadline: float, tally: EndpointTally, client: str) -> None:
+    def __init__(self, request_id: str, deadline: float, tally: RequestStats, client: str) -> None:
         self.request_id = request_id
         self.deadline = deadline
         self.tally = tally
@@ -128,7 +128,7 @@ class Exchange:
         """Who asks as ``host:port``, as far as the proxies in front are believed."""
         self.problem: Problem | None = None
         """What it is answered with, when this process has failed it."""
-        self.follower: FollowedRequest | None = None
+        self.follower: ObservedRequest | None = None
         """Of a request that is followed."""
         self.traceparent = ""
         """What goes on to replicas, where it was decided here whether the request is traced."""
@@ -190,4 +190,4 @@ class Exchange:
         return problem_response(problem, self.request_id)
 
 
-EXCHANGE: Final = web.RequestKey("muster.exchange", Exchange)
+EXCHANGE: Final = web.RequestKey("muster.exchange", MiddlewareExchange)

@@ -20,7 +20,7 @@ from serve_proxy.core.headers import REQUEST_ID, read_request_headers
 from serve_proxy.core.problems import Problem, problem_of
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.endpoint import EndpointAnswers
-from serve_proxy.http.middlewares import EXCHANGE, Exchange, Handler, Middleware, compose
+from serve_proxy.http.middlewares import EXCHANGE, Handler, Middleware, MiddlewareExchange, compose
 from serve_proxy.http.request_heads import check_head, peer_of, scheme_of, target_of
 from serve_proxy.http.responses import SERVER_NAME, problem_response, whole_bytes
 from serve_proxy.shell.access_log import AccessLog
@@ -158,7 +158,7 @@ class HttpRequests:
         request_id = read.request_id or self.new_request_id()
         deadline = self.now() + options.request_timeout_s
         client = client_of(read.forwarded_for, peer_of(request))
-        exchange = Exchange(request_id, deadline, self._ingress.routes.unmatched, client)
+        exchange = MiddlewareExchange(request_id, deadline, self._ingress.routes.unmatched, client)
         if self.following is not None:
             path = target_of(request).partition("?")[0]
             scheme, peer = scheme_of(request), peer_of(request)

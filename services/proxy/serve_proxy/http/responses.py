@@ -15,8 +15,8 @@ from aiohttp.hdrs import CONTENT_TYPE
 from aiohttp.http_writer import StreamWriter
 from multidict import CIMultiDict
 
-from serve_common.dispatch.calls import Answer, AnswerBody, Call
-from serve_common.dispatch.errors import AnswerUnusable, error_type_of
+from serve_common.dispatch.calls import Call, Response, ResponseBody
+from serve_common.dispatch.errors import ResponseUnusable, error_type_of
 from serve_common.errors import ServeError
 from serve_proxy.core.headers import REQUEST_ID, as_bytes, as_exact_text, read_response_head
 from serve_proxy.core.problems import CONTENT_TYPE as PROBLEM_TYPE
@@ -60,7 +60,7 @@ class _AsGiven(web.StreamResponse):
         writer._headers_buf = head  # noqa: SLF001 - as above
 
 
-class _Stream(_AsGiven):
+class _StreamedResponse(_AsGiven):
     """An answer that is written as it comes."""
 
     async def _write_headers(self) -> None:
@@ -69,7 +69,7 @@ class _Stream(_AsGiven):
             self._payload_writer.send_headers()  # the first piece may be long in coming
 
 
-class _Whole(_AsGiven, web.Response):
+class _WholeResponse(_AsGiven, web.Response):
     """An answer that is all here."""
 
 
@@ -77,21 +77,21 @@ async def respond(
     ingress: Ingress,
     request: web.BaseRequest,
     call: Call,
-    answer: Answer,
+    answer: Response,
     request_id: str,
     *,
     rate_min: int = 0,
 ) -> web.StreamResponse:
     """The HTTP answer; one that comes in pieces, or is large, is written to its end.
 
-    A client that takes less than ``rate_min`` bytes a second of it is cut off. Raises `AnswerUnusable` before anything
+    A client that takes less than ``rate_min`` bytes a second is cut off. Raises `ResponseUnusable` before anything
     is written.
     """
     try:
         forwarded, content_length = read_response_head(answer.status, answer.headers)
     except ValueError as error:
         ingress.abandon(call)
-        raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
+        raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     headers = CIMultiDict(as_exact_text(forwarded))
     headers[REQUEST_ID] = request_id
     if request.method == "HEAD" or answer.status in (204, 304):
@@ -100,10 +100,10 @@ async def respond(
             content_length = len(answer.body)
         if content_length is not None and answer.status != 204:
             headers["Content-Length"] = str(content_length)
-        return _Whole(status=answer.status, headers=headers)
+        return _WholeResponse(status=answer.status, headers=headers)
     if answer.stream is None and len(answer.body) <= WATCHED_BYTES_MIN:
-        return _Whole(status=answer.status, headers=headers, body=bytes(answer.body))
-    response = _Stream(status=answer.status, headers=headers)
+        return _WholeResponse(status=answer.status, headers=headers, body=bytes(answer.body))
+    response = _StreamedResponse(status=answer.status, headers=headers)
     response.content_length = content_length if answer.stream is not None else len(answer.body)
     response.headers["Server"] = SERVER_NAME
     if ingress.is_draining:
@@ -152,7 +152,7 @@ def _cut_off(request: web.BaseRequest, request_id: str, progress: _Progress) -> 
 async def _stream(
     request: web.BaseRequest,
     response: web.StreamResponse,
-    body: AnswerBody,
+    body: ResponseBody,
     content_length: int | None,
     progress: _Progress,
 ) -> None:
@@ -163,7 +163,7 @@ async def _stream(
                 progress.written_bytes += len(piece)
                 await response.write(piece)
         if content_length is not None and progress.written_bytes != content_length:
-            raise AnswerUnusable(
+            raise ResponseUnusable(
                 f"the replica promised {content_length} bytes and sent {progress.written_bytes}"
             )
     except ServeError as error:

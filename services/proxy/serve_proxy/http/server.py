@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from serve_common.dispatch.calls import Answer, Call
+from serve_common.dispatch.calls import Call, Response
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.http.bodies import is_mostly_unread
 from serve_proxy.http.connection import HttpConnection
@@ -163,7 +163,7 @@ class HttpServer:
         return refuse_full(connection, self.requests, self._ingress, message, payload)
 
     async def respond(
-        self, request: web.BaseRequest, call: Call, answer: Answer, request_id: str
+        self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
     ) -> web.StreamResponse:
         """See `http_answers.respond`."""
         rate_min = self.requests.options.body_rate_min

@@ -17,9 +17,9 @@ from aiohttp import WSMsgType, web
 from aiohttp._websocket.reader import WebSocketDataQueue
 from aiohttp.http_websocket import WebSocketError, WebSocketReader, WebSocketWriter, WSCloseCode
 
-from serve_common.dispatch.calls import Answer, Ask
-from serve_common.dispatch.errors import AnswerUnusable, error_type_of
-from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, Socket, SocketClosed
+from serve_common.dispatch.calls import RequestSpec, Response
+from serve_common.dispatch.errors import ResponseUnusable, error_type_of
+from serve_common.dispatch.sockets import MESSAGE_BYTES_MAX, ReplicaSocket, SocketClosed
 from serve_common.errors import ServeError, TransientError
 from serve_common.runtime.tasks import TaskOwner
 from serve_proxy.core.headers import REQUEST_ID, as_text, read_response_head
@@ -79,7 +79,7 @@ class HttpSockets:
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
         self._tasks = TaskOwner("sockets")
-        self._open: set[Socket] = set()
+        self._open: set[ReplicaSocket] = set()
         self._is_leaving = False
 
     def __len__(self) -> int:
@@ -99,9 +99,14 @@ class HttpSockets:
         check_handshake(request)
 
     async def serve(
-        self, request: web.BaseRequest, ask: Ask, answer: Answer, socket: Socket, rate_min: int
+        self,
+        request: web.BaseRequest,
+        ask: RequestSpec,
+        answer: Response,
+        socket: ReplicaSocket,
+        rate_min: int,
     ) -> web.StreamResponse:
-        """Answer the handshake, and pass messages until one side closes. Raises `AnswerUnusable` before it begins."""
+        """Answer the handshake, and pass messages until one side closes. Raises `ResponseUnusable` before it begins."""
         response = _accept(request, answer, ask.request_id)
         self._open.add(socket)
         try:
@@ -127,7 +132,7 @@ class HttpSockets:
         self,
         request: web.BaseRequest,
         response: _ClientSocket,
-        socket: Socket,
+        socket: ReplicaSocket,
         request_id: str,
         rate_min: int,
     ) -> None:
@@ -172,11 +177,11 @@ class HttpSockets:
         return INTERNAL
 
 
-def _accept(request: web.BaseRequest, answer: Answer, request_id: str) -> _ClientSocket:
+def _accept(request: web.BaseRequest, answer: Response, request_id: str) -> _ClientSocket:
     try:
         headers = as_text(read_response_head(200, answer.headers).forwarded)
     except ValueError as error:
-        raise AnswerUnusable(f"the replica's answer cannot be sent: {error}") from error
+        raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     protocol = ""
     kept = []
     for name, value in headers:
@@ -186,7 +191,7 @@ def _accept(request: web.BaseRequest, answer: Answer, request_id: str) -> _Clien
             kept.append((name, value))
     offered = ",".join(request.headers.getall("Sec-WebSocket-Protocol", []))
     if protocol and protocol not in [offer.strip() for offer in offered.split(",")]:
-        raise AnswerUnusable(f"the replica chose the protocol {protocol[:80]!r}, which was not offered")
+        raise ResponseUnusable(f"the replica chose the protocol {protocol[:80]!r}, which was not offered")
     response = _ClientSocket(
         protocols=(protocol,) if protocol else (),
         compress=False,
@@ -203,7 +208,7 @@ def _accept(request: web.BaseRequest, answer: Answer, request_id: str) -> _Clien
     return response
 
 
-async def _from_client(response: _ClientSocket, socket: Socket) -> None:
+async def _from_client(response: _ClientSocket, socket: ReplicaSocket) -> None:
     """Pass on what the client says until it closes; how the socket ends is told by the task that sends."""
     try:
         while True:
@@ -229,7 +234,9 @@ async def _from_client(response: _ClientSocket, socket: Socket) -> None:
         _log.debug("socket_not_heard", reason=str(error))  # whoever receives is told the same
 
 
-def _end(response: _ClientSocket, socket: Socket, kind: WSMsgType, data: object, extra: object) -> None:
+def _end(
+    response: _ClientSocket, socket: ReplicaSocket, kind: WSMsgType, data: object, extra: object
+) -> None:
     if kind is WSMsgType.CLOSE:
         socket.close(int(str(data or NO_STATUS)), str(extra or ""))
     elif kind is WSMsgType.ERROR:
@@ -240,7 +247,7 @@ def _end(response: _ClientSocket, socket: Socket, kind: WSMsgType, data: object,
         socket.close(ABNORMAL, "")
 
 
-def _close(socket: Socket, code: int, reason: str) -> None:
+def _close(socket: ReplicaSocket, code: int, reason: str) -> None:
     try:
         socket.close(code, reason)
     except ServeError as error:

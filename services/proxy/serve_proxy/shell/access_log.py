@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, final
 
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.names import ReplicaTag, backend_tag_of
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_proxy.core.access_line import METHOD_LENGTH_MAX, AccessLine, bounded_path
 from serve_proxy.core.callers import client_of
 from serve_proxy.core.headers import ReceivedBody, RequestHeaders
@@ -49,7 +49,7 @@ class OpenSocket(Protocol):
 
 @final
 class LoggedRequest:
-    """Gathers what is said of one request; a `FollowedRequest`."""
+    """Gathers what is said of one request; a `ObservedRequest`."""
 
     __slots__ = (
         "_answer",
@@ -97,25 +97,25 @@ class LoggedRequest:
         self._socket: OpenSocket | None = None
         self._is_ended = False
 
-    # -- a `FollowedRequest` --
+    # -- a `ObservedRequest` --
 
-    def asks(self, ask: Ask) -> None:
-        """See `FollowedRequest`."""
+    def asks(self, ask: RequestSpec) -> None:
+        """See `ObservedRequest`."""
         self._endpoint_tag = ask.endpoint.tag
         self._backend_tag = ask.backend_tag or ask.endpoint.split.sole or ""
         self._traceparent = ask.traceparent
-        if ask.kind is Kind.WEBSOCKET:
+        if ask.kind is RequestKind.WEBSOCKET:
             self._kind = _WEBSOCKET
         if self._trace is not None:
             self._trace.asks(ask)
 
     def waits(self, why: str) -> None:
-        """See `RequestFollower`."""
+        """See `RequestObserver`."""
         if self._trace is not None:
             self._trace.waits(why)
 
     def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
-        """See `RequestFollower`."""
+        """See `RequestObserver`."""
         self._replica_tag = replica
         self._attempts += 1
         if self._trace is not None:
@@ -123,17 +123,17 @@ class LoggedRequest:
         return self._traceparent
 
     def attempt_failed(self, kind: str, text: str) -> None:
-        """See `RequestFollower`."""
+        """See `RequestObserver`."""
         if self._trace is not None:
             self._trace.attempt_failed(kind, text)
 
     def attempt_ended(self, status: int) -> None:
-        """See `RequestFollower`."""
+        """See `RequestObserver`."""
         if self._trace is not None:
             self._trace.attempt_ended(status)
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
-        """See `FollowedRequest`."""
+        """See `ObservedRequest`."""
         if self._is_ended:
             return
         self._is_ended = True

@@ -10,19 +10,19 @@ from typing import Final, Protocol, final
 import structlog
 
 from serve_common.dispatch.admission import CLIENT_GONE, Endpoint, can_repeat
-from serve_common.dispatch.calls import Answer, Ask
-from serve_common.dispatch.errors import AnswerUnusable
+from serve_common.dispatch.calls import RequestSpec, Response
+from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import DeadlineExceeded, NoReplicaAvailable, ServeError
-from serve_common.nats.options import NotConnected, OutboundFull, PayloadTooLarge, ProtocolError
+from serve_common.nats.options import NatsProtocolError, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import encode_headers, parse_headers
 from serve_common.protocol.frames import CallHead
 from serve_common.protocol.subjects import GATEWAY_QUEUE, Subjects, is_inbox
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_proxy.core.callers import earliest_deadline
 from serve_proxy.core.headers import (
     REQUEST_ID,
-    FollowedRequest,
+    ObservedRequest,
     RequestHeaders,
     as_text,
     read_request_headers,
@@ -69,14 +69,14 @@ class PlainReplies:
     def __init__(self, bus: ReplyBus) -> None:
         self._bus = bus
         self._loop = asyncio.get_running_loop()
-        self._lost = QuietLog(_log.warning)
+        self._lost = RateLimitedLogger(_log.warning)
 
     async def send(
-        self, reply: bytes, answer: Answer, request_id: str, deadline: float, *, in_pieces: bool
+        self, reply: bytes, answer: Response, request_id: str, deadline: float, *, in_pieces: bool
     ) -> None:
         """Send an answer whole by ``deadline`` (the loop's time): in one message, or ``in_pieces`` and an empty one.
 
-        Raises `AnswerUnusable` for one that does not fit or is none, `DeadlineExceeded`, and what the answer's own
+        Raises `ResponseUnusable` for one that does not fit or is none, `DeadlineExceeded`, and what the answer's own
         stream raises; the caller is then still to be told.
         """
         headers = _answer_headers(answer, request_id)
@@ -101,7 +101,7 @@ class PlainReplies:
         ]
         self._publish(reply, encode_problem(problem, request_id), headers)
 
-    async def _send_pieces(self, reply: bytes, answer: Answer, headers: TextHeaders) -> None:
+    async def _send_pieces(self, reply: bytes, answer: Response, headers: TextHeaders) -> None:
         limit = self._limit
         piece: memoryview | None = answer.body if answer.stream is None else await answer.stream.read()
         while piece is not None:
@@ -112,14 +112,14 @@ class PlainReplies:
             piece = None if answer.stream is None else await answer.stream.read()
         self._publish(reply, b"", headers)
 
-    async def _whole_body(self, answer: Answer) -> bytes:
+    async def _whole_body(self, answer: Response) -> bytes:
         assert answer.stream is not None
         pieces: list[bytes] = []
         size = 0
         while (piece := await answer.stream.read()) is not None:
             size += len(piece)
             if size > self._limit:
-                raise AnswerUnusable(_too_large(self._limit))
+                raise ResponseUnusable(_too_large(self._limit))
             pieces.append(bytes(piece))
         return b"".join(pieces)
 
@@ -129,19 +129,19 @@ class PlainReplies:
 
     def _fitting(self, body: bytes) -> bytes:
         if len(body) > self._limit:
-            raise AnswerUnusable(_too_large(self._limit))
+            raise ResponseUnusable(_too_large(self._limit))
         return body
 
     async def _wait_writable(self) -> None:
         try:
             await self._bus.wait_writable()
         except NotConnected as error:
-            raise AnswerUnusable(f"the answer was lost: {error}") from error
+            raise ResponseUnusable(f"the answer was lost: {error}") from error
 
     def _publish(self, reply: bytes, body: bytes, headers: TextHeaders) -> None:
         try:
             self._bus.publish(reply, body, headers=encode_headers(headers) if headers else None)
-        except (NotConnected, OutboundFull, PayloadTooLarge, ProtocolError) as error:
+        except (NotConnected, OutboundFull, PayloadTooLarge, NatsProtocolError) as error:
             self._lost.log(self._loop.time(), "reply_lost", reason=str(error))
 
 
@@ -152,11 +152,11 @@ def _too_large(limit: int) -> str:
     )
 
 
-def _answer_headers(answer: Answer, request_id: str) -> TextHeaders:
+def _answer_headers(answer: Response, request_id: str) -> TextHeaders:
     try:
         forwarded = read_response_head(answer.status, answer.headers).forwarded
     except ValueError as error:
-        raise AnswerUnusable(str(error)) from error
+        raise ResponseUnusable(str(error)) from error
     headers: TextHeaders = [(REQUEST_ID, request_id)]
     headers += [
         ("Content-Type", value) for name, value in as_text(forwarded) if name.lower() == "content-type"
@@ -228,7 +228,7 @@ class Gateway:
         self._replies = PlainReplies(bus)
         self.dropped_calls = 0
         """Calls that were not answered, for the subject to answer on is no inbox."""
-        self._dropped = QuietLog(_log.warning)
+        self._dropped = RateLimitedLogger(_log.warning)
 
     @property
     def in_flight(self) -> int:
@@ -270,7 +270,7 @@ class Gateway:
         tally = self._ingress.routes.unmatched
         status = CLIENT_GONE
         request_id = self._new_request_id()
-        trace: FollowedRequest | None = None
+        trace: ObservedRequest | None = None
         problem: Problem | None = None
         try:
             read = read_request_headers(_raw_headers(headers))
@@ -307,7 +307,9 @@ class Gateway:
             if trace is not None:
                 trace.ended(status, problem)
 
-    def _ask_of(self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str) -> Ask:
+    def _ask_of(
+        self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str
+    ) -> RequestSpec:
         """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadField`, `DeadlineExceeded`."""
         options = endpoint.options
         now = self._loop.time()
@@ -318,7 +320,7 @@ class Gateway:
         if not any(name == b"content-type" for name, _ in forwarded):
             forwarded.append((b"content-type", b"application/json"))
         model_id = read.model_id
-        return Ask(
+        return RequestSpec(
             endpoint=endpoint,
             method=_METHOD,
             path="/",
@@ -342,5 +344,5 @@ def _raw_headers(block: bytes | None) -> list[tuple[bytes, bytes]]:
         return []
     try:
         return [(name.encode(), value.encode()) for name, value in parse_headers(block)]
-    except ProtocolError as error:
+    except NatsProtocolError as error:
         raise BadRequest("headers", str(error)) from error

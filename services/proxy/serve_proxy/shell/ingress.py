@@ -11,7 +11,7 @@ import structlog
 
 from serve_common.config.endpoint import HttpOptions, check_http_options
 from serve_common.dispatch.admission import Endpoint, admit, admit_call
-from serve_common.dispatch.calls import Answer, Ask, Bus, Call
+from serve_common.dispatch.calls import Call, DataPlaneBus, RequestSpec, Response
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.request_body import UploadRoom
 from serve_common.dispatch.routes import Routes
@@ -45,7 +45,7 @@ class Ingress:
         self,
         routes: Routes,
         dispatcher: Dispatcher,
-        bus: Bus,
+        bus: DataPlaneBus,
         shadows: Shadows,
         http: HttpState,
         *,
@@ -118,7 +118,7 @@ class Ingress:
         """The endpoint for a plain call; see `core.admission.admit_call`."""
         return admit_call(self.routes.endpoints, tag)
 
-    async def ask(self, ask: Ask) -> tuple[Call, Answer]:
+    async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
         """See `Dispatcher.ask`; copies go where the endpoint's shadows want them."""
         if ask.endpoint.shadows:
             self._shadows.copy(ask)
@@ -126,8 +126,8 @@ class Ingress:
 
     def begin(
         self,
-        ask: Ask,
-        on_answer: Callable[[Call, Answer], None],
+        ask: RequestSpec,
+        on_answer: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
         """See `Dispatcher.begin`; copies go where the endpoint's shadows want them."""

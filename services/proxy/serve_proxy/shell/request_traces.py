@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from serve_common.dispatch.calls import Ask
+from serve_common.dispatch.calls import RequestSpec
 from serve_common.names import EndpointTag
 from serve_common.telemetry.request_traces import (
     RequestTrace,
@@ -35,16 +35,16 @@ _SPAN_DIGITS: Final = 16
 
 @final
 class TracedRequest(RequestTrace):
-    """The trace of one request of a proxy; a `FollowedRequest`."""
+    """The trace of one request of a proxy; a `ObservedRequest`."""
 
     __slots__ = ()
 
-    def asks(self, ask: Ask) -> None:
-        """See `FollowedRequest`."""
+    def asks(self, ask: RequestSpec) -> None:
+        """See `ObservedRequest`."""
         note_route(self, ask.method, ask.route, ask.endpoint.tag)
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:  # noqa: ARG002 - for other followers
-        """See `FollowedRequest`."""
+        """See `ObservedRequest`."""
         if problem is None:
             end_request(self, status)
         else:

@@ -37,7 +37,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from serve_common.telemetry.catalogue import CATALOGUE, Exporter
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -110,7 +110,7 @@ class _File(NamedTuple):
 
 
 @final
-class FarFiles:
+class RemoteFiles:
     """Where the runtime puts the files of processes on other machines, beside those that are written here.
 
     Methods may be called from any thread; they block on files.
@@ -160,7 +160,7 @@ class MetricsFiles(Collector):
         """Totals of ended processes, by kind of file; those that came first are first."""
         self._keys: dict[bytes, _Key | _UnfitKey] = {}
         """What was found of each, for they are the same at each scrape."""
-        self._said_left_out = QuietLog(_log.warning, _SAID_EVERY_S)
+        self._said_left_out = RateLimitedLogger(_log.warning, _SAID_EVERY_S)
 
     def clean(self) -> None:
         """Make the directory empty of what an earlier life left, and make it if it is missing."""

@@ -45,7 +45,7 @@ from serve_replica_host.adapters.ray_protocol import (
     Notice,
     Open,
     OpenFailed,
-    ProtocolError,
+    RayProtocolError,
     RaySettings,
     RayUnavailable,
     Reconfigure,
@@ -56,7 +56,7 @@ from serve_replica_host.adapters.ray_protocol import (
     encode,
     read_body,
 )
-from serve_replica_host.core.events import ProcessEnded, Reconfigured, ReplicaEvent, StartFailed
+from serve_replica_host.core.events import ProcessEnded, Reconfigured, ReplicaEvent, ReplicaStartFailed
 from serve_replica_host.settings import HostSettings
 
 _log = structlog.get_logger(__name__)
@@ -192,15 +192,15 @@ class RayProcess:
         """As `ports.ReplicaRuntime`, with ``bus``, which is the replica's own."""
         try:
             self._call(Start(goal, bus))
-        except ProtocolError as error:
-            self._on_event(StartFailed(goal.replica_tag, str(error)))
+        except RayProtocolError as error:
+            self._on_event(ReplicaStartFailed(goal.replica_tag, str(error)))
             self._on_event(ProcessEnded(goal.replica_tag, str(error)))
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
         """As `ports.ReplicaRuntime`."""
         try:
             self._call(Reconfigure(goal))
-        except ProtocolError as error:
+        except RayProtocolError as error:
             self._on_event(Reconfigured(goal.replica_tag, goal.config_version, str(error)))
 
     def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
@@ -251,7 +251,7 @@ class RayProcess:
             body = await read_body(self._reader, NOTICE_BYTES_MAX)
             if body is not None:
                 return decode_notice(body)
-        except ProtocolError as error:
+        except RayProtocolError as error:
             self._failure = f"it broke the protocol: {error}"
             _log.error("ray_runtime_broke_the_protocol", pid=self._process.pid, error=str(error))
             self._kill_process()

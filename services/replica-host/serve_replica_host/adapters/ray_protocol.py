@@ -41,7 +41,7 @@ class RayUnavailable(TransientError):
     error_code = "ray_unavailable"
 
 
-class ProtocolError(Exception):
+class RayProtocolError(Exception):
     """The other end sent what it may not send."""
 
 
@@ -59,7 +59,7 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     log_socket: str = ""
     """Where the host takes log lines; empty for nowhere."""
     tracing: dict[str, str] = {}
-    """See `StartOrder`."""
+    """See `StartReplicaRequest`."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -141,43 +141,43 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def encode(message: Call | Notice) -> bytes:
-    """The message with its length. Raises `ProtocolError` for one that cannot be said, such as with a huge number."""
+    """The message with its length. Raises `RayProtocolError` when it cannot be encoded, as a huge number."""
     try:
         body = _encoder.encode(message)
     except (OverflowError, UnicodeEncodeError, TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
+        raise RayProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
     bytes_max = CALL_BYTES_MAX if isinstance(message, Call) else NOTICE_BYTES_MAX
     if len(body) > bytes_max:
-        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes cannot be sent")
+        raise RayProtocolError(f"a {type(message).__name__} of {len(body)} bytes cannot be sent")
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def decode_call(body: bytes) -> Call:
-    """A message to the runtime; raises `ProtocolError`."""
+    """A message to the runtime; raises `RayProtocolError`."""
     return _decoded(_calls, body)
 
 
 def decode_notice(body: bytes) -> Notice:
-    """A message to the host; raises `ProtocolError`."""
+    """A message to the host; raises `RayProtocolError`."""
     return _decoded(_notices, body)
 
 
 def body_length(head: bytes, bytes_max: int) -> int:
-    """Of the message that begins with ``head``; raises `ProtocolError` when it is too long."""
+    """Of the message that begins with ``head``; raises `RayProtocolError` when it is too long."""
     length = int.from_bytes(head, "big")
     if length > bytes_max:
-        raise ProtocolError(f"a message of {length} bytes is announced; at most {bytes_max} are allowed")
+        raise RayProtocolError(f"a message of {length} bytes is announced; at most {bytes_max} are allowed")
     return length
 
 
 async def read_body(reader: asyncio.StreamReader, bytes_max: int) -> bytes | None:
-    """The next message; None at the end of the connection. Raises `ProtocolError`."""
+    """The next message; None at the end of the connection. Raises `RayProtocolError`."""
     try:
         length = body_length(await reader.readexactly(LENGTH_BYTES), bytes_max)
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError as error:
         if error.partial:
-            raise ProtocolError("the connection ended within a message") from None
+            raise RayProtocolError("the connection ended within a message") from None
         return None
     except ConnectionError:
         return None
@@ -187,4 +187,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"a message of {len(body)} bytes cannot be read: {error}") from error
+        raise RayProtocolError(f"a message of {len(body)} bytes cannot be read: {error}") from error

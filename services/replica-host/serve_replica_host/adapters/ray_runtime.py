@@ -19,9 +19,8 @@ from serve_common.identities.credentials import UserIdentity
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.runtime.settings import BusSettings
-from serve_replica_host.adapters.far_replicas import FarReplicas
 from serve_replica_host.adapters.local_process import LocalProcess
-from serve_replica_host.adapters.metrics_files import FarFiles
+from serve_replica_host.adapters.metrics_files import RemoteFiles
 from serve_replica_host.adapters.ray_options import (
     RayResources,
     absolute_app_dir,
@@ -32,7 +31,8 @@ from serve_replica_host.adapters.ray_options import (
 )
 from serve_replica_host.adapters.ray_protocol import RaySettings, RayUnavailable
 from serve_replica_host.adapters.ray_session import host_place, open_ray
-from serve_replica_host.adapters.ray_thread import HeldActor, RayThread, SparePool, Urgency
+from serve_replica_host.adapters.ray_thread import RayThread, SpareActor, SparePool, Urgency
+from serve_replica_host.adapters.remote_replicas import RemoteReplicas
 from serve_replica_host.core.events import (
     Constructed,
     Drained,
@@ -42,11 +42,11 @@ from serve_replica_host.core.events import (
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     Waits,
 )
 from serve_replica_host.replica.actor import CONTROL_THREADS, ReplicaActor
-from serve_replica_host.replica.process import StartOrder, decode_outcome, encode
+from serve_replica_host.replica.process import StartReplicaRequest, decode_outcome, encode
 from serve_replica_host.replica.telemetry.remote import decode_hello, encode_place
 
 _log = structlog.get_logger(__name__)
@@ -100,7 +100,7 @@ class RayRuntime:
         settings: RaySettings,
         on_event: Callable[[ReplicaEvent], None],
         *,
-        files: FarFiles,
+        files: RemoteFiles,
         write_lines: Callable[[bytes], None],
     ) -> None:
         """``files`` and ``write_lines`` take what replicas on other machines count and say."""
@@ -116,11 +116,11 @@ class RayRuntime:
         self._kills: set[ReplicaTag] = set()
         """Kills that do."""
         # The Ray thread's:
-        self._held: dict[ReplicaTag, HeldActor] = {}
+        self._held: dict[ReplicaTag, SpareActor] = {}
         self._actor_class: Any = None
         self._place = b""
         self._resources = RayResources(self._loop.call_ray_later)
-        self._far = FarReplicas(
+        self._far = RemoteReplicas(
             files, write_lines, post=self._thread.post, call_later=self._loop.call_ray_later
         )
         self._spares = SparePool(
@@ -217,14 +217,14 @@ class RayRuntime:
                 held.far.end()
         ray.shutdown()
 
-    def _create_spare(self) -> HeldActor:
+    def _create_spare(self) -> SpareActor:
         return self._create(num_cpus=0)
 
-    def _create(self, **options: Any) -> HeldActor:
+    def _create(self, **options: Any) -> SpareActor:
         actor = self._actor_class.options(
             max_restarts=0, max_task_retries=0, max_concurrency=CONTROL_THREADS, **options
         ).remote(self._place)
-        held = HeldActor(actor, futures=[])
+        held = SpareActor(actor, futures=[])
         # The first call, so that nothing that happens to the process can be missed.
         held.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(held, ended))
         held.watch(actor.hello.remote(), lambda answered: self._on_hello(held, answered))
@@ -245,7 +245,7 @@ class RayRuntime:
             else:
                 held = self._create(name=tag, **actor_options(options))
         except (ValueError, TypeError, RayError) as error:
-            self._emit(StartFailed(tag, f"Ray refused the replica: {error}"))
+            self._emit(ReplicaStartFailed(tag, f"Ray refused the replica: {error}"))
             self._emit(ProcessEnded(tag, f"Ray refused the replica: {error}"))
             if reservation is not None:
                 remove_placement_group(reservation)
@@ -258,11 +258,11 @@ class RayRuntime:
             held.watch(reservation.ready(), lambda made: self._on_reserved(held, goal, made))
         self._loop.call_ray_later(PLACED_WITHIN_S, self._look_at_start, held, options)
 
-    def _begin(self, held: HeldActor, goal: ReplicaGoal) -> None:
+    def _begin(self, held: SpareActor, goal: ReplicaGoal) -> None:
         if self._held.get(goal.replica_tag) is not held:
             return  # killed meanwhile
         assert held.bus is not None
-        order = StartOrder(
+        order = StartReplicaRequest(
             goal=goal,
             bus=held.bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
@@ -315,7 +315,7 @@ class RayRuntime:
         if held is not None:
             ray.kill(held.actor, no_restart=True)
 
-    def _look_at_start(self, held: HeldActor, options: RayActorOptions) -> None:
+    def _look_at_start(self, held: SpareActor, options: RayActorOptions) -> None:
         tag = held.replica_tag
         if tag is not None and tag in self._held and not (held.pid and held.is_placed):
             has_room = held.is_placed and held.reservation is not None
@@ -324,7 +324,7 @@ class RayRuntime:
             self._emit(Waits(tag, told, is_process_starting=has_room))
         self._spares.refill()  # its constructor may take long
 
-    def _ended(self, held: HeldActor, told: str) -> None:
+    def _ended(self, held: SpareActor, told: str) -> None:
         self._spares.hear_end(held)
         if held.far is not None:
             held.far.end()
@@ -343,7 +343,7 @@ class RayRuntime:
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
-    def _on_hello(self, held: HeldActor, answered: Future[Any]) -> None:
+    def _on_hello(self, held: SpareActor, answered: Future[Any]) -> None:
         if answered.exception() is None:
             hello = decode_hello(answered.result())
             held.far = self._far.meet(held.actor, hello)
@@ -352,33 +352,33 @@ class RayRuntime:
             self._tell_placed(held)
             self._thread.post(self._spares.hear_ready, held)
 
-    def _on_reserved(self, held: HeldActor, goal: ReplicaGoal, made: Future[Any]) -> None:
+    def _on_reserved(self, held: SpareActor, goal: ReplicaGoal, made: Future[Any]) -> None:
         error = made.exception()
         if error is None:
             self._thread.post(self._begin, held, goal)
         else:  # also when it was given back, because the replica was killed; then nobody listens
-            self._emit(StartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
+            self._emit(ReplicaStartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
 
-    def _tell_placed(self, held: HeldActor) -> None:
+    def _tell_placed(self, held: SpareActor) -> None:
         """From two threads, each after it has noted its own half; what is told twice does no harm."""
         if held.pid and held.is_placed and held.replica_tag is not None:
             process = "" if held.far is None else held.far.process
             self._emit(Placed(held.replica_tag, held.pid, held.was_spare, process, held.address))
 
     def _on_started(
-        self, held: HeldActor, tag: ReplicaTag, config_version: int, started: Future[Any]
+        self, held: SpareActor, tag: ReplicaTag, config_version: int, started: Future[Any]
     ) -> None:
         self._thread.post(self._spares.refill, urgency=Urgency.START)
         error = started.exception()
         if error is not None:
             if not isinstance(error, RayActorError):  # the end of the process is told by itself
-                self._emit(StartFailed(tag, f"the replica could not start: {error}"))
+                self._emit(ReplicaStartFailed(tag, f"the replica could not start: {error}"))
             return
         outcome = decode_outcome(started.result())
         if outcome.error is None:
             self._emit(Constructed(tag, config_version))
         else:
-            failed = StartFailed(tag, outcome.error)
+            failed = ReplicaStartFailed(tag, outcome.error)
             self._far.take_last(held.far, outcome.fetched, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
@@ -395,7 +395,7 @@ class RayRuntime:
                 "identity_not_renewed", replica_tag=tag, error=str(error)
             )  # another one follows in time
 
-    def _on_drained(self, held: HeldActor, tag: ReplicaTag, done: Future[Any]) -> None:
+    def _on_drained(self, held: SpareActor, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
@@ -403,7 +403,7 @@ class RayRuntime:
         last = decode_outcome(told).fetched if told else None
         self._far.take_last(held.far, last, lambda: self._emit(Drained(tag)))
 
-    def _on_end(self, held: HeldActor, ended: Future[Any]) -> None:
+    def _on_end(self, held: SpareActor, ended: Future[Any]) -> None:
         self._thread.post(self._ended, held, describe_end(held.pid, ended.exception(), held.address))
 
     def _emit(self, event: ReplicaEvent) -> None:

@@ -18,7 +18,7 @@ import structlog
 
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.telemetry.log_forwarder import pieces
-from serve_replica_host.adapters.metrics_files import FarFiles
+from serve_replica_host.adapters.metrics_files import RemoteFiles
 from serve_replica_host.adapters.ray_protocol import (
     CALL_BYTES_MAX,
     RESOURCES_EVERY_S,
@@ -32,7 +32,7 @@ from serve_replica_host.adapters.ray_protocol import (
     Notice,
     Open,
     OpenFailed,
-    ProtocolError,
+    RayProtocolError,
     RaySettings,
     RayUnavailable,
     Reconfigure,
@@ -51,7 +51,7 @@ from serve_replica_host.core.events import (
     ProcessEnded,
     Reconfigured,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     Waits,
 )
 from serve_replica_host.replica.telemetry.logs import open_log_way
@@ -98,7 +98,7 @@ async def serve(connection: socket.socket, settings: RaySettings) -> int:
     runtime = RayRuntime(
         settings,
         on_event,
-        files=FarFiles(Path(settings.metrics_dir)),
+        files=RemoteFiles(Path(settings.metrics_dir)),
         write_lines=_by_pieces(open_log_way()),
     )
     tasks = TaskOwner("ray_runtime", on_failure=lambda _task, _error: os._exit(1))
@@ -115,7 +115,7 @@ async def _next_call(reader: asyncio.StreamReader) -> Call:
         body = await read_body(reader, CALL_BYTES_MAX)
         if body is not None:
             return decode_call(body)
-    except ProtocolError as error:
+    except RayProtocolError as error:
         _log.critical("host_broke_the_protocol", error=str(error))
     os._exit(_HOST_GONE)
 
@@ -137,13 +137,13 @@ def _perform(runtime: RayRuntime, call: Call) -> None:
         case KillByForce(tag):
             runtime.kill_by_force(tag)
         case Open() | Close():
-            raise ProtocolError(f"{type(call).__name__} comes once")
+            raise RayProtocolError(f"{type(call).__name__} comes once")
 
 
 def bounded(event: ReplicaEvent) -> ReplicaEvent:
     """``event`` as the host takes it: its text no longer than allowed (the end is kept), and fit for UTF-8."""
     match event:
-        case StartFailed() | ProcessEnded():
+        case ReplicaStartFailed() | ProcessEnded():
             return msgspec.structs.replace(event, error=_cut(event.error))
         case Reconfigured(error=str(error)) | HealthChecked(error=str(error)):
             return msgspec.structs.replace(event, error=_cut(error))

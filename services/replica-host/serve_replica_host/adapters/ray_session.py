@@ -17,7 +17,7 @@ from ray._private import worker as ray_worker
 
 from serve_replica_host.adapters.ray_environment import ray_directory, remove_old_sessions
 from serve_replica_host.adapters.ray_protocol import RaySettings
-from serve_replica_host.replica.telemetry.remote import HostPlace
+from serve_replica_host.replica.telemetry.remote import HostLocation
 
 _log = structlog.get_logger(__name__)
 
@@ -91,11 +91,11 @@ def dead_servers() -> list[str]:
     return [] if node is None else [str(name) for name, _process in node.dead_processes()]
 
 
-def host_place(settings: RaySettings) -> HostPlace:
+def host_place(settings: RaySettings) -> HostLocation:
     """Where this process is, for replicas."""
     if settings.address is None:
-        return HostPlace(metrics_dir=settings.metrics_dir)  # they are here, and inherit the rest
-    return HostPlace(
+        return HostLocation(metrics_dir=settings.metrics_dir)  # they are here, and inherit the rest
+    return HostLocation(
         metrics_dir=settings.metrics_dir,
         node_id=own_node_id(),
         host_id=settings.host_id,

@@ -15,10 +15,10 @@ import structlog
 
 from serve_common.names import ReplicaTag
 from serve_common.runtime.settings import BusSettings
-from serve_replica_host.adapters.far_replicas import FarReplica
+from serve_replica_host.adapters.remote_replicas import RemoteReplica
 
 
-class HeldActor(msgspec.Struct, eq=False):
+class SpareActor(msgspec.Struct, eq=False):
     """An actor, and the answers that are awaited: a future lives as long as somebody holds it."""
 
     actor: Any
@@ -36,7 +36,7 @@ class HeldActor(msgspec.Struct, eq=False):
     """Its process had said hello when a replica took it."""
     address: str = ""
     """Of its machine; empty for the host's."""
-    far: FarReplica | None = None
+    far: RemoteReplica | None = None
     """On another machine than the host; then it is asked for what it counts and says."""
     futures: list[Future[Any]] = []
 
@@ -55,21 +55,21 @@ class SparePool:
     All methods on one thread.
     """
 
-    def __init__(self, create: Callable[[], HeldActor], *, spares_max: int, starts_max: int) -> None:
+    def __init__(self, create: Callable[[], SpareActor], *, spares_max: int, starts_max: int) -> None:
         """``create`` starts one; ``starts_max`` is how many processes may start at once to fill up the pool."""
         self._create = create
         self._spares_max = spares_max
         self._starts_max = starts_max
-        self._waiting: list[HeldActor] = []
-        self._starting: list[HeldActor] = []
-        self._taken: list[HeldActor] = []
+        self._waiting: list[SpareActor] = []
+        self._starting: list[SpareActor] = []
+        self._taken: list[SpareActor] = []
 
     @property
     def waiting(self) -> int:
         """Actors that no replica has, those that still start included."""
         return len(self._waiting)
 
-    def take(self) -> HeldActor:
+    def take(self) -> SpareActor:
         """The one that will be ready first; a new one when there is none. What it is told it does when it is ready."""
         if self._waiting:
             taken = next((held for held in self._waiting if held.pid), self._waiting[0])
@@ -80,13 +80,13 @@ class SparePool:
         self._taken.append(taken)
         return taken
 
-    def hear_ready(self, held: HeldActor) -> None:
+    def hear_ready(self, held: SpareActor) -> None:
         """``held`` has said hello."""
         if held in self._starting:
             self._starting.remove(held)
         self.refill()
 
-    def hear_end(self, held: HeldActor) -> None:
+    def hear_end(self, held: SpareActor) -> None:
         """``held`` is gone. The pool is not filled up here: what ends at its start would end again at once."""
         for known in (self._starting, self._waiting, self._taken):
             if held in known:
@@ -98,7 +98,7 @@ class SparePool:
         while len(self._waiting) < wanted and len(self._starting) < self._starts_max:
             self._waiting.append(self._start())
 
-    def _start(self) -> HeldActor:
+    def _start(self) -> SpareActor:
         held = self._create()
         self._starting.append(held)
         return held

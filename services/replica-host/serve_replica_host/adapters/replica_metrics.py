@@ -30,7 +30,14 @@ from serve_common.telemetry.catalogue.replicas import (
     REPLICA_STREAMS,
     REPLICA_WAITING,
 )
-from serve_common.telemetry.metrics import Aggregate, Distribution, Level, Measures, Total, measures
+from serve_common.telemetry.metrics import (
+    Aggregate,
+    LocalCounter,
+    LocalGauge,
+    LocalHistogram,
+    Measures,
+    measures,
+)
 from serve_replica_host.ports import Occupancy, RequestMetrics
 
 _BYTES_MIN: Final = 16 * 1024
@@ -177,11 +184,11 @@ class MeasureFiles:
     def write(self) -> None:
         """Everything that was counted since the last time."""
         for measure in self._measures.pending():
-            if isinstance(measure, Total):
+            if isinstance(measure, LocalCounter):
                 counter = self._counter(measure)
                 for key, value in measure.drain().items():
                     counter.labels(self._backend_tag, *key).inc(value)
-            elif isinstance(measure, Level):
+            elif isinstance(measure, LocalGauge):
                 gauge = self._gauge(measure)
                 for key, value in measure.drain().items():
                     gauge.labels(self._backend_tag, *key).set(value)
@@ -191,7 +198,7 @@ class MeasureFiles:
                     labelled = histogram.labels(self._backend_tag, *key)
                     add_to_histogram(labelled, observations.counts, observations.total)
 
-    def _counter(self, measure: Total) -> Counter:
+    def _counter(self, measure: LocalCounter) -> Counter:
         spec = measure.spec
         counter = self._counters.get(spec.name)
         if counter is None:
@@ -199,7 +206,7 @@ class MeasureFiles:
             self._counters[spec.name] = counter
         return counter
 
-    def _gauge(self, measure: Level) -> Gauge:
+    def _gauge(self, measure: LocalGauge) -> Gauge:
         spec = measure.spec
         gauge = self._gauges.get(spec.name)
         if gauge is None:
@@ -212,7 +219,7 @@ class MeasureFiles:
             )
         return gauge
 
-    def _histogram(self, measure: Distribution) -> Histogram:
+    def _histogram(self, measure: LocalHistogram) -> Histogram:
         spec = measure.spec
         histogram = self._histograms.get(spec.name)
         if histogram is None:

@@ -12,7 +12,7 @@ from serve_common.protocol.reports import ReplicaStatus
 from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica, trim_error
 
 
-class Happening(Enum):
+class ReplicaEventKind(Enum):
     """What can happen to a replica."""
 
     CONSTRUCTED = "constructed"
@@ -34,9 +34,9 @@ class Gone(Enum):
 
 
 _S = ReplicaStatus
-_H = Happening
+_H = ReplicaEventKind
 
-TRANSITIONS: Final[dict[tuple[ReplicaStatus, Happening], ReplicaStatus | Gone]] = {
+TRANSITIONS: Final[dict[tuple[ReplicaStatus, ReplicaEventKind], ReplicaStatus | Gone]] = {
     (_S.STARTING, _H.CONSTRUCTED): _S.RUNNING,
     (_S.STARTING, _H.START_FAILED): _S.FAILED,
     (_S.STARTING, _H.PROCESS_ENDED): _S.FAILED,
@@ -54,7 +54,7 @@ TRANSITIONS: Final[dict[tuple[ReplicaStatus, Happening], ReplicaStatus | Gone]] 
 """What changes; every pair that is not here changes nothing."""
 
 
-def after(status: ReplicaStatus, happening: Happening) -> ReplicaStatus | Gone:
+def after(status: ReplicaStatus, happening: ReplicaEventKind) -> ReplicaStatus | Gone:
     """The status that follows; the same one when this happening means nothing (any more) in it."""
     return TRANSITIONS.get((status, happening), status)
 
@@ -98,7 +98,7 @@ class Constructed(_Event, frozen=True):
     config_version: _Version
 
 
-class StartFailed(_Event, frozen=True):
+class ReplicaStartFailed(_Event, frozen=True):
     """Import or constructor raised; its process may still be there."""
 
     error: _Text
@@ -135,7 +135,7 @@ ReplicaEvent = (
     Placed
     | Waits
     | Constructed
-    | StartFailed
+    | ReplicaStartFailed
     | Reconfigured
     | HealthCheckSent
     | HealthChecked
@@ -172,7 +172,7 @@ def _changed(held: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica 
                 error="",
                 check_at=now + held.goal.health_check_period_s,
             )
-        case StartFailed(error=error):
+        case ReplicaStartFailed(error=error):
             return fail(held, error)
         case Reconfigured(config_version=version, error=error):
             return _reconfigured(held, version, error)
@@ -204,7 +204,7 @@ def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
     failed = held.checks_failed + 1
     status = held.status
     if failed >= held.goal.health_check_failure_threshold:
-        following = after(held.status, Happening.CHECKS_FAILED)
+        following = after(held.status, ReplicaEventKind.CHECKS_FAILED)
         assert not isinstance(following, Gone), "a health check never removes a replica"
         status = following
     told = trim_error(error) if status is ReplicaStatus.UNHEALTHY else held.error
@@ -235,14 +235,14 @@ def _checked(held: HeldReplica, error: str | None, now: float) -> HeldReplica:
     )
     if error is not None:
         return count_failed_check(held, error)
-    following = after(held.status, Happening.CHECK_PASSED)
+    following = after(held.status, ReplicaEventKind.CHECK_PASSED)
     assert not isinstance(following, Gone), "a health check never removes a replica"
     told = "" if held.status is ReplicaStatus.UNHEALTHY else held.error
     return msgspec.structs.replace(held, status=following, checks_failed=0, error=told)
 
 
 def _ended(held: HeldReplica, error: str) -> HeldReplica | None:
-    following = after(held.status, Happening.PROCESS_ENDED)
+    following = after(held.status, ReplicaEventKind.PROCESS_ENDED)
     if isinstance(following, Gone):
         return None
     if following is held.status:  # FAILED or DEAD already: keep what was told first

@@ -12,7 +12,7 @@ import msgspec
 
 from serve_common.names import ReplicaTag
 from serve_common.protocol.reports import ReplicaGoal, ReplicaStatus
-from serve_replica_host.core.events import Gone, Happening, after, count_failed_check, fail
+from serve_replica_host.core.events import Gone, ReplicaEventKind, after, count_failed_check, fail
 from serve_replica_host.core.state import HeldReplica, HostState, forget_replica, put_replica
 
 
@@ -133,7 +133,7 @@ def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostSt
 
 
 def _omit(held: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool) -> HeldReplica | None:
-    following = after(held.status, Happening.OMITTED)
+    following = after(held.status, ReplicaEventKind.OMITTED)
     if held.status is ReplicaStatus.STARTING and not held.is_ordered:
         return None
     if isinstance(following, Gone):

@@ -28,9 +28,9 @@ from serve_replica_host.replica.process import (
 )
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
 from serve_replica_host.replica.telemetry.remote import (
-    FarSide,
     Hello,
-    HostPlace,
+    HostLocation,
+    RemoteSide,
     decode_place,
     encode_fetched,
 )
@@ -47,7 +47,7 @@ class ReplicaActor:
     """What Ray runs; `adapters.ray_runtime` makes an actor class of it."""
 
     def __init__(self, place_bytes: bytes) -> None:
-        """``place_bytes`` are a `HostPlace`."""
+        """``place_bytes`` are a `HostLocation`."""
         place = decode_place(place_bytes)
         self._hello, self._far = _find_out_where(place)
         self._make_metrics = _import_metrics(
@@ -65,7 +65,7 @@ class ReplicaActor:
         return encode_fetched(self._hello)
 
     def start(self, order_bytes: bytes) -> bytes:
-        """Construct and serve what the `StartOrder` says; a `ControlOutcome`."""
+        """Construct and serve what the `StartReplicaRequest` says; a `ControlOutcome`."""
         order = decode_order(order_bytes)
         goal, way = order.goal, None
         if self._far is not None:
@@ -102,7 +102,7 @@ class ReplicaActor:
         return b"" if self._far is None else encode(ControlOutcome(fetched=self._far.leave()))
 
     def fetch(self, with_lines: bool) -> bytes:  # noqa: FBT001 - called through Ray
-        """A `Fetched`, with or without log lines: for the host of a replica on another machine."""
+        """A `RemoteTelemetry`, with or without log lines: for the host of a replica on another machine."""
         assert self._far is not None, "the host reads what is on its own machine"
         return encode_fetched(self._far.fetch(with_lines=with_lines))
 
@@ -116,7 +116,7 @@ class ReplicaActor:
         return self._process
 
 
-def _find_out_where(place: HostPlace) -> tuple[Hello, FarSide | None]:
+def _find_out_where(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
     """Who this process is; and, where it is not on its host's machine, what it keeps for its host."""
     if not place.node_id:
         return Hello(os.getpid()), None
@@ -127,7 +127,7 @@ def _find_out_where(place: HostPlace) -> tuple[Hello, FarSide | None]:
     place.enter(is_shared=is_shared)
     if is_shared:
         return Hello(os.getpid()), None
-    return Hello(os.getpid(), node_id, own_address()), FarSide(has_metrics=bool(place.metrics_dir))
+    return Hello(os.getpid(), node_id, own_address()), RemoteSide(has_metrics=bool(place.metrics_dir))
 
 
 def _import_metrics(metrics_dir: str) -> Callable[[BackendTag], RequestMetrics]:

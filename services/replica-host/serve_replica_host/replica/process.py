@@ -21,7 +21,7 @@ from serve_common.nats.subscriptions import Subscription
 from serve_common.protocol.reports import ReplicaGoal
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.health import OtherLoopsLag
-from serve_common.runtime.request_context import ReplicaContext, current_replica, set_replica_context
+from serve_common.runtime.request_context import CurrentReplica, current_replica, set_replica_context
 from serve_common.runtime.settings import BusSettings
 from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import LoopThread
@@ -30,9 +30,9 @@ from serve_common.telemetry.metrics import measures
 from serve_common.telemetry.otlp import OpenTracing, open_tracing
 from serve_common.telemetry.tracer import read_tracing_settings
 from serve_replica_host.ports import HandleMetrics, RequestMetrics
-from serve_replica_host.replica.io.replica_io import BusDesk
+from serve_replica_host.replica.io.replica_io import ReplicaIO
 from serve_replica_host.replica.telemetry.logs import ReplicaLogs
-from serve_replica_host.replica.telemetry.remote import Fetched
+from serve_replica_host.replica.telemetry.remote import RemoteTelemetry
 from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
 from serve_replica_host.replica.user.code import UserCode
 
@@ -41,7 +41,7 @@ MODELS_MAX: Final = 1_000
 
 
 @final
-class HeldModels:
+class LoadedModels:
     """The ids of the models; reading and replacing them is one step, so any thread may."""
 
     __slots__ = ("_model_ids",)
@@ -63,7 +63,7 @@ class HeldModels:
         return msgspec.msgpack.encode(self._model_ids)
 
 
-class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+class StartReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a replica's process needs."""
 
     goal: ReplicaGoal
@@ -80,18 +80,18 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     error: str | None = None
     """The user's traceback, or what else went wrong; None when all is well."""
-    fetched: Fetched | None = None
+    fetched: RemoteTelemetry | None = None
     """The last that there is to say before this process is ended; None where its host need not fetch it."""
 
 
-def encode(value: StartOrder | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
+def encode(value: StartReplicaRequest | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
     """The bytes that travel through Ray."""
     return msgspec.msgpack.encode(value)
 
 
-def decode_order(data: bytes) -> StartOrder:
-    """A `StartOrder`; raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=StartOrder)
+def decode_order(data: bytes) -> StartReplicaRequest:
+    """A `StartReplicaRequest`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=StartReplicaRequest)
 
 
 def decode_goal(data: bytes) -> ReplicaGoal:
@@ -128,7 +128,9 @@ _LOOK_S: Final = 0.05
 class ReplicaProcess:
     """One replica. Control methods may be called from any thread but its own two; each waits for its end."""
 
-    def __init__(self, order: StartOrder, metrics: RequestMetrics, logs: ReplicaLogs | None = None) -> None:
+    def __init__(
+        self, order: StartReplicaRequest, metrics: RequestMetrics, logs: ReplicaLogs | None = None
+    ) -> None:
         """Starts the threads; nothing is served before `start`. ``logs`` are published once there is a bus."""
         self._logs = logs
         self._order = order
@@ -139,13 +141,13 @@ class ReplicaProcess:
         self._lag = OtherLoopsLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
-        self._desk: BusDesk | None = None
+        self._desk: ReplicaIO | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
         self._tracing: OpenTracing | None = None
         self._login = login_of(order.bus)
-        self._models = HeldModels()
+        self._models = LoadedModels()
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
     def start(self) -> str | None:
@@ -154,7 +156,7 @@ class ReplicaProcess:
         Waits for NATS as long as it takes: the host ends a start that takes too long.
         """
         goal = self._order.goal
-        context = ReplicaContext(
+        context = CurrentReplica(
             replica_tag=goal.replica_tag,
             backend_tag=goal.backend_tag,
             bus=self._order.bus,
@@ -245,12 +247,12 @@ class ReplicaProcess:
             await code.stop()
 
     def _publish_models(self, model_ids: Sequence[str]) -> None:
-        """See `ReplicaContext.publish_models`."""
+        """See `CurrentReplica.publish_models`."""
         self._models.hold(model_ids)
         if self._connection is not None:
             self._bus.loop.call_soon_threadsafe(self._tell_models, self._connection)
 
-    async def _construct(self, context: ReplicaContext) -> None:
+    async def _construct(self, context: CurrentReplica) -> None:
         def constructed(target: object) -> None:
             context.servable_object = target
 
@@ -262,7 +264,7 @@ class ReplicaProcess:
         options = _options(self._order.bus, self._login, self._order.goal.replica_tag)
         connection = BusConnection(options, random.SystemRandom())
         limit = self._order.goal.max_concurrent_queries
-        desk = BusDesk(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
+        desk = ReplicaIO(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
         self._subscription = desk.subscribe(subject)
         self._tasks = TaskOwner("replica")
@@ -291,7 +293,7 @@ class ReplicaProcess:
             return None
         return Traces(self._tracing.tracer, goal.backend_tag, goal.replica_tag)
 
-    async def _write_metrics(self, desk: BusDesk) -> None:
+    async def _write_metrics(self, desk: ReplicaIO) -> None:
         while True:
             desk.write_metrics()
             self._lag.ask()
@@ -324,7 +326,7 @@ class ReplicaProcess:
         except (NotConnected, OutboundFull):
             _log.debug("models_not_told")  # said again in a few seconds
 
-    async def _drain(self, desk: BusDesk) -> None:
+    async def _drain(self, desk: ReplicaIO) -> None:
         await desk.drain()
         await asyncio.wrap_future(self._user.submit(desk.user_side.wait_idle()))
         # Answers that left while the bus was away reached nobody; their routers are about to ask for them.
@@ -372,7 +374,7 @@ async def _connect(connection: BusConnection) -> None:
             return
 
 
-def _open_tracing(order: StartOrder) -> OpenTracing | None:
+def _open_tracing(order: StartReplicaRequest) -> OpenTracing | None:
     """The replica's own environment goes before its host's."""
     goal = order.goal
     own = {name: value for name, value in os.environ.items() if value}

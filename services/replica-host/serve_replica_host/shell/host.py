@@ -14,7 +14,7 @@ from serve_common.names import HostId, ReplicaTag, backend_tag_of
 from serve_common.protocol.decoding import UNREADABLE
 from serve_common.protocol.reports import HostGoal, HostReport, LeaderNotice, ReplicaStatus
 from serve_common.runtime.tasks import TaskOwner
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.core.events import (
     Constructed,
     HealthChecked,
@@ -22,7 +22,7 @@ from serve_replica_host.core.events import (
     Placed,
     ProcessEnded,
     ReplicaEvent,
-    StartFailed,
+    ReplicaStartFailed,
     apply_event,
 )
 from serve_replica_host.core.reconcile import (
@@ -77,7 +77,7 @@ class ReplicaCounts:
             return
         if isinstance(event, Placed):
             start.was_spare = event.was_spare
-        elif isinstance(event, Constructed | StartFailed | ProcessEnded):
+        elif isinstance(event, Constructed | ReplicaStartFailed | ProcessEnded):
             del self._starts[event.replica_tag]
             if isinstance(event, Constructed):
                 seconds = self._now() - start.ordered_at
@@ -153,7 +153,7 @@ class HostShell:
         self._counts = ReplicaCounts(metrics, now)
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("host_shell")
-        self._dropped_inputs = QuietLog(_log.warning)
+        self._dropped_inputs = RateLimitedLogger(_log.warning)
 
     # -- inputs; called on the loop -------------------------------------------------------------------------------
 

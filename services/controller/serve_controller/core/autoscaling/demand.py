@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from serve_common.config.autoscaling import AutoscalingConfig, QueryMeaning
-from serve_controller.core.autoscaling.values import Reading, ScalingInput, ScalingState, Series
+from serve_controller.core.autoscaling.values import LoadSample, ScalingInput, ScalingState, Series
 
 
 def number_text(value: float) -> str:
@@ -138,7 +138,7 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
     )
 
 
-def _wanted(inputs: ScalingInput, reading: Reading, seen: float) -> tuple[float, str] | str:
+def _wanted(inputs: ScalingInput, reading: LoadSample, seen: float) -> tuple[float, str] | str:
     """Replicas that a reading comes to, and what was seen, for people; or why it says nothing."""
     query = inputs.config.query
     if inputs.asked is not None:
@@ -157,7 +157,7 @@ def _wanted(inputs: ScalingInput, reading: Reading, seen: float) -> tuple[float,
     return wanted, f"the query gave {number_text(seen)} per replica, target {number_text(query.target)}"
 
 
-def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) -> str:
+def _problem_of(reading: LoadSample | None, config: AutoscalingConfig, now: float) -> str:
     """Why this reading says nothing; empty when it does."""
     if reading is None:
         return "nothing was read yet"
@@ -174,7 +174,7 @@ def _problem_of(reading: Reading | None, config: AutoscalingConfig, now: float) 
     return ""
 
 
-def _is_nothing(reading: Reading, burst: float | None, unit: float) -> bool:
+def _is_nothing(reading: LoadSample, burst: float | None, unit: float) -> bool:
     nothing = _NOTHING * unit
     return (reading.seen or 0.0) <= nothing and reading.queued <= _NOTHING and (burst or 0.0) <= nothing
 

@@ -30,10 +30,10 @@ from serve_controller.core.autoscaling.demand import (
 )
 from serve_controller.core.autoscaling.values import (
     ScalingDecision,
+    ScalingDecisionKind,
     ScalingInput,
     ScalingState,
     Series,
-    Verdict,
 )
 
 STEP_MAX: Final = 10.0
@@ -74,14 +74,14 @@ class Look:
             return self._upwards()
         if self._keep < self._num_replicas:
             return self._downwards()
-        return self._stay(Verdict.STEADY, self._steady_words())
+        return self._stay(ScalingDecisionKind.STEADY, self._steady_words())
 
     def _from_zero(self) -> ScalingDecision:
         is_plain = self._config.query is None and not self._asked
         # A replica that is being stopped may still work on something; that alone needs no other one.
         if self._more and (self._demand.queued > 0 or not is_plain):
-            return self._add(self._more, Verdict.WOKEN, f"{self._words} and none is there")
-        return self._stay(Verdict.STEADY, f"{self._words}; there is none, and none waits")
+            return self._add(self._more, ScalingDecisionKind.WOKEN, f"{self._words} and none is there")
+        return self._stay(ScalingDecisionKind.STEADY, f"{self._words}; there is none, and none waits")
 
     def _burst(self) -> ScalingDecision | None:
         demand, config, state = self._demand, self._config, self._state
@@ -103,7 +103,7 @@ class Look:
         seen = number_text(demand.burst * config.target_ongoing_requests)
         return self._add(
             target,
-            Verdict.PANIC,
+            ScalingDecisionKind.PANIC,
             f"{requests_text(seen)} seen over {config.panic_window_s:g} s, {number_text(times)} times what "
             f"{replicas_text(self._num_replicas)} should bear: {target - self._num_replicas} added at once",
         )
@@ -114,11 +114,13 @@ class Look:
         waited_s = self._now - self._state.up_since
         if waited_s < punctual(config.upscale_delay_s, config):
             return self._stay(
-                Verdict.WAITS_UP,
+                ScalingDecisionKind.WAITS_UP,
                 waits_reason(self._words, waited_s, config.upscale_delay_s, "adding"),
             )
         target = self._step_up()
-        return self._add(target, Verdict.UP, f"{self._words} for {waited_s:.0f} s: {target - count} added")
+        return self._add(
+            target, ScalingDecisionKind.UP, f"{self._words} for {waited_s:.0f} s: {target - count} added"
+        )
 
     def _step_up(self) -> int:
         """To how many a step up goes whose delay is over; as many as there are while none is due."""
@@ -159,11 +161,11 @@ class Look:
         if target >= count:
             what = "removing the last one" if is_last else "removing"
             return self._stay(
-                Verdict.WAITS_DOWN, waits_reason(self._words, self._down_for_s(), delay_s, what)
+                ScalingDecisionKind.WAITS_DOWN, waits_reason(self._words, self._down_for_s(), delay_s, what)
             )
         if self._is_panic():
             return self._stay(
-                Verdict.HELD,
+                ScalingDecisionKind.HELD,
                 f"{self._words}; held for {(state.panic_until or 0.0) - self._now:.0f} s more after a burst",
             )
         fewer = tuple(entry for entry in state.fewer if entry[0] <= target)
@@ -178,7 +180,7 @@ class Look:
         )
         return self._decision(
             target,
-            Verdict.DOWN,
+            ScalingDecisionKind.DOWN,
             f"{self._words}, never more than {rest} for {delay_s:.0f} s: {count - target} removed",
         )
 
@@ -204,14 +206,14 @@ class Look:
             )
         return self._words
 
-    def _add(self, target: int, verdict: Verdict, why: str) -> ScalingDecision:
+    def _add(self, target: int, verdict: ScalingDecisionKind, why: str) -> ScalingDecision:
         self._state = grown(self._state, target, self._now)
         return self._decision(target, verdict, why)
 
-    def _stay(self, verdict: Verdict, why: str) -> ScalingDecision:
+    def _stay(self, verdict: ScalingDecisionKind, why: str) -> ScalingDecision:
         return self._decision(self._num_replicas, verdict, why)
 
-    def _decision(self, target: int, verdict: Verdict, why: str) -> ScalingDecision:
+    def _decision(self, target: int, verdict: ScalingDecisionKind, why: str) -> ScalingDecision:
         return ScalingDecision(
             target=target,
             state=self._state,
@@ -242,7 +244,7 @@ def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, no
     if isinstance(demand, str):
         decision = _unknown(inputs, state, demand)
         if not limited and _is_per_replica(inputs.config):
-            decision = msgspec.structs.replace(decision, verdict=Verdict.STEADY, why=_ASLEEP)
+            decision = msgspec.structs.replace(decision, verdict=ScalingDecisionKind.STEADY, why=_ASLEEP)
     else:
         decision = Look(inputs, demand, _known(inputs.config, state, now), now).decide()
     return decision if limited == num_replicas else _limited(decision, num_replicas, limited, now)
@@ -260,7 +262,7 @@ def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) ->
         return ScalingDecision(
             target=num_replicas,
             state=state,
-            verdict=Verdict.STEADY,
+            verdict=ScalingDecisionKind.STEADY,
             seen=None,
             wanted=None,
             why=f"{waiting_reason(waiting)} for {replicas_text(num_replicas)} that there are already",
@@ -275,7 +277,7 @@ def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) ->
     return ScalingDecision(
         target=target,
         state=grown(state, target, at),
-        verdict=Verdict.WOKEN,
+        verdict=ScalingDecisionKind.WOKEN,
         seen=None,
         wanted=wanted,
         why=why,
@@ -324,7 +326,7 @@ def _unknown(inputs: ScalingInput, state: ScalingState, problem: str) -> Scaling
     return ScalingDecision(
         target=inputs.num_replicas,
         state=msgspec.structs.replace(state, decided=inputs.num_replicas, is_unknown=True),
-        verdict=Verdict.HELD,
+        verdict=ScalingDecisionKind.HELD,
         seen=None,
         wanted=None,
         why=f"held at {replicas_text(inputs.num_replicas)}: {problem}",
@@ -337,10 +339,10 @@ def _limited(decision: ScalingDecision, num_replicas: int, limited: int, now: fl
     name = "max_replicas" if limited < num_replicas else "min_replicas"
     why = f"{num_replicas} → {decision.target} replicas as {name} is {limited} now; {decision.why}"
     if limited > num_replicas:
-        verdict = verdict if verdict is Verdict.PANIC else Verdict.UP
+        verdict = verdict if verdict is ScalingDecisionKind.PANIC else ScalingDecisionKind.UP
         if state.last_up_at != now:
             state = grown(state, decision.target, now)
     else:
-        verdict = Verdict.DOWN
+        verdict = ScalingDecisionKind.DOWN
         state = msgspec.structs.replace(state, last_down_at=now)
     return msgspec.structs.replace(decision, state=state, verdict=verdict, why=why)

@@ -15,7 +15,7 @@ from serve_controller.core.observed import HostStatus, ObservedState, host_statu
 from serve_controller.core.transitions import ROUTED
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one backend, as one look at a source found it."""
 
     at: float
@@ -36,7 +36,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """Why `seen` is None, for people: what was not scraped, is stale, or gave no number."""
 
 
-Series = Sequence[Reading]
+Series = Sequence[LoadSample]
 """The latest readings, the oldest first; never empty when a policy is asked. At least those of the look-back period."""
 
 
@@ -66,7 +66,7 @@ class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
     """Of the user's function."""
 
 
-class Verdict(Enum):
+class ScalingDecisionKind(Enum):
     """What a decision came to."""
 
     STEADY = "steady"
@@ -103,7 +103,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     target: int
     state: ScalingState
-    verdict: Verdict
+    verdict: ScalingDecisionKind
     seen: float | None
     wanted: float | None
     """What the load alone comes to, before limits, factors and delays; None where it is not known."""

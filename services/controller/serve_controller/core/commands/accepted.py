@@ -12,7 +12,7 @@ from serve_common.errors import LimitReached
 from serve_common.names import GoalId, check_name
 from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.goals.scope import application_of, backend_keys, backends_of, end_goal
-from serve_controller.core.objects import Backend, Changes, Goal, GoalKind, Kind, number_of
+from serve_controller.core.objects import Backend, Goal, GoalKind, ObjectChanges, ObjectKind, number_of
 
 GOALS_PENDING_MAX = 20_000
 
@@ -20,7 +20,7 @@ GOALS_PENDING_MAX = 20_000
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     """What to record and then to answer. Empty changes: there was nothing to do."""
 
-    changes: Changes
+    changes: ObjectChanges
     reply: CommandReply
     subject: str
     """What the command was about, for the audit log."""
@@ -36,7 +36,7 @@ def changed(draft: Draft, subject: str, goal_id: GoalId | None) -> Accepted:
 def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = False) -> Accepted:
     """Everything is as asked, or a goal that makes it so is under way."""
     reply = ChangeReply(goal_id=goal_id or None, updating=updating)
-    return Accepted(changes=Changes(), reply=reply, subject=subject, goal_id=None)
+    return Accepted(changes=ObjectChanges(), reply=reply, subject=subject, goal_id=None)
 
 
 def nothing_there(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
@@ -139,7 +139,7 @@ def _end_replaced(
             application = application_of(draft, former)
             if application is not None and application.deleting and former.owns[0] not in owns:
                 # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
-                draft.delete((Kind.APPLICATION, application.name))
+                draft.delete((ObjectKind.APPLICATION, application.name))
 
 
 def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:

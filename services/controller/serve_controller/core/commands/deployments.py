@@ -44,10 +44,10 @@ from serve_controller.core.objects import (
     Application,
     Backend,
     Deployment,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     GoalKind,
-    Kind,
+    ObjectKind,
     Revision,
 )
 from serve_controller.core.scaling import check_within_limits, scaled_config
@@ -100,7 +100,7 @@ def put_deployment(
     endpoint = draft.endpoints.get(EndpointTag(tag))
     shadows = {} if endpoint is None else endpoint.target.shadows
     draft.put(
-        Endpoint(
+        EndpointRecord(
             endpoint_tag=EndpointTag(tag),
             target=msgspec.structs.replace(config, shadows=shadows),
             last_good=None if endpoint is None else endpoint.last_good,
@@ -238,7 +238,7 @@ def _leave(draft: Draft, application: Application, tag: BackendTag) -> None:
             f"name: {tag!r} is the ingress of the application {application.name!r}; delete the application"
         )
     if not others:
-        draft.delete((Kind.APPLICATION, application.name))
+        draft.delete((ObjectKind.APPLICATION, application.name))
         return
     last_good = application.last_good
     draft.put(
@@ -274,7 +274,7 @@ def give_up(draft: Draft, backend: Backend, goal_id: GoalId, *, force_kill: bool
     if deployment is not None and deployment.ended_at is None:
         if endpoint is not None:
             draft.put(msgspec.structs.replace(deployment, ended_route=endpoint.target.route))
-        draft.delete((Kind.ENDPOINT, tag))
+        draft.delete((ObjectKind.ENDPOINT, tag))
 
 
 _FIELD = "backend_tag"

@@ -33,7 +33,14 @@ from serve_controller.core.commands.accepted import (
 from serve_controller.core.commands.deployments import check_route_free
 from serve_controller.core.commands.versions import check_methods
 from serve_controller.core.goals.scope import left_out_by, pending_goal
-from serve_controller.core.objects import TRAFFIC, Endpoint, EndpointConfig, GoalKind, HttpRecord, Kind
+from serve_controller.core.objects import (
+    TRAFFIC,
+    EndpointConfig,
+    EndpointRecord,
+    GoalKind,
+    HttpRecord,
+    ObjectKind,
+)
 
 NUM_ENDPOINTS_MAX = 10_000
 SPLIT_MAX = 100
@@ -62,7 +69,7 @@ def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float)
     check_route_free(checkpoint, config.route, tag, "route")
     if len(checkpoint.endpoints) >= NUM_ENDPOINTS_MAX:
         raise LimitReached(f"there are {NUM_ENDPOINTS_MAX} endpoints already")
-    return _changed(checkpoint, Endpoint(endpoint_tag=tag, target=config, last_good=None), now)
+    return _changed(checkpoint, EndpointRecord(endpoint_tag=tag, target=config, last_good=None), now)
 
 
 def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float) -> Accepted:
@@ -74,7 +81,7 @@ def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float)
         raise Conflict(f"endpoint: {tag!r} belongs to the deployment of that name; use delete_deployment")
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
-    draft.delete((Kind.ENDPOINT, tag))
+    draft.delete((ObjectKind.ENDPOINT, tag))
     return changed(draft, tag, goal_id)
 
 
@@ -112,7 +119,11 @@ def set_endpoint_options(checkpoint: Checkpoint, command: SetEndpointOptions, no
 
 
 def _set_alone(
-    checkpoint: Checkpoint, endpoint: Endpoint, target: EndpointConfig, fields: Iterable[str], now: float
+    checkpoint: Checkpoint,
+    endpoint: EndpointRecord,
+    target: EndpointConfig,
+    fields: Iterable[str],
+    now: float,
 ) -> Accepted:
     """A change of an endpoint's configuration that a deploy which is pending, or fails, does not undo."""
     if target == endpoint.target and not ended_badly(checkpoint, endpoint.goal_id):
@@ -122,7 +133,7 @@ def _set_alone(
     return _changed(checkpoint, msgspec.structs.replace(endpoint, target=target, set_alone=set_alone), now)
 
 
-def _changed(checkpoint: Checkpoint, endpoint: Endpoint, now: float) -> Accepted:
+def _changed(checkpoint: Checkpoint, endpoint: EndpointRecord, now: float) -> Accepted:
     tag = endpoint.endpoint_tag
     draft = Draft(checkpoint)
     goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
@@ -134,7 +145,7 @@ def _tag(name: str) -> EndpointTag:
     return EndpointTag(deployment_tag(name, "endpoint"))
 
 
-def _existing(checkpoint: Checkpoint, name: str) -> Endpoint:
+def _existing(checkpoint: Checkpoint, name: str) -> EndpointRecord:
     endpoint = checkpoint.endpoints.get(_tag(name))
     if endpoint is None:
         raise NotFound(f"endpoint: there is no endpoint {name[:100]!r}")

@@ -25,7 +25,7 @@ from serve_controller.core.checkpoint import Checkpoint, Draft
 from serve_controller.core.commands.accepted import Accepted, changed, new_goal, nothing_to_do
 from serve_controller.core.commands.deployments import give_up, update_backend_config
 from serve_controller.core.goals.scope import deployment_owned, end_goal, host_owned
-from serve_controller.core.objects import Backend, GoalKind, HostRecord, Kind, number_of
+from serve_controller.core.objects import Backend, GoalKind, HostRecord, ObjectKind, number_of
 from serve_controller.core.scaling import check_within_limits
 
 
@@ -114,7 +114,7 @@ def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
     draft = Draft(checkpoint)
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
-        draft.delete((Kind.APPLICATION, name))
+        draft.delete((ObjectKind.APPLICATION, name))
     for goal_id in sorted(draft.pending, key=number_of):
         goal = draft.pending[goal_id]
         if goal.kind is GoalKind.APPLICATION:
@@ -132,7 +132,7 @@ def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
         owned = endpoint_key(endpoint_tag)
         if BackendTag(endpoint_tag) not in draft.backends:
             goal_ids[new_goal(draft, GoalKind.ROUTE, endpoint_tag, [owned], now)] = None
-        draft.delete((Kind.ENDPOINT, endpoint_tag))
+        draft.delete((ObjectKind.ENDPOINT, endpoint_tag))
     return Accepted(
         changes=draft.changes(),
         reply=ShutdownReply(goal_ids=list(goal_ids)),

@@ -23,10 +23,10 @@ from serve_controller.core.objects import (
     Application,
     Backend,
     Deployment,
-    Endpoint,
+    EndpointRecord,
     GoalKind,
     HttpRecord,
-    Kind,
+    ObjectKind,
     number_of,
 )
 from serve_controller.core.restored import MARGIN, raised_above
@@ -107,12 +107,12 @@ def _drop(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
     """Give up what the backup does not have."""
     goals: list[GoalId] = []
     for name in sorted(draft.applications):
-        draft.delete((Kind.APPLICATION, name))  # those of the backup are put anew
+        draft.delete((ObjectKind.APPLICATION, name))  # those of the backup are put anew
     for endpoint_tag in sorted(draft.endpoints):
         if endpoint_tag not in saved.endpoints:
             if BackendTag(endpoint_tag) not in draft.backends:
                 goals.append(new_goal(draft, GoalKind.ROUTE, endpoint_tag, [endpoint_key(endpoint_tag)], now))
-            draft.delete((Kind.ENDPOINT, endpoint_tag))
+            draft.delete((ObjectKind.ENDPOINT, endpoint_tag))
     for tag in sorted(draft.backends):
         if not _is_wanted(saved, tag):
             goals.append(new_goal(draft, GoalKind.DELETE, tag, deployment_owned(tag), now))
@@ -140,7 +140,7 @@ def _put_backends(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
         if tag in deployed:
             draft.put(saved.deployments[tag])
         elif (known := draft.deployments.get(tag)) is not None and known.ended_at is None:
-            draft.delete((Kind.DEPLOYMENT, tag))
+            draft.delete((ObjectKind.DEPLOYMENT, tag))
     return list(dict.fromkeys(goals.values()))
 
 
@@ -175,7 +175,7 @@ def _put_endpoints(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
             goal_id = new_goal(draft, GoalKind.ROUTE, tag, [endpoint_key(tag)], now)
             goals.append(goal_id)
         draft.put(
-            Endpoint(
+            EndpointRecord(
                 endpoint_tag=EndpointTag(tag),
                 target=saved.endpoints[tag].target,
                 last_good=None,

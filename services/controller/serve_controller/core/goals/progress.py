@@ -24,11 +24,11 @@ from serve_controller.core.objects import (
     Application,
     Backend,
     BackendVersion,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
     Goal,
     GoalKind,
-    Kind,
+    ObjectKind,
     ReplicaState,
     Revision,
 )
@@ -59,7 +59,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
         is_used = any(user != EndpointTag(tag) for user in draft.used_by.get(tag, {}))
         if backend.last_good is None and whole and had_worked and not is_used:
             draft.put(msgspec.structs.replace(backend, deleting=True, last_error=why))
-            draft.delete((Kind.ENDPOINT, tag))
+            draft.delete((ObjectKind.ENDPOINT, tag))
         else:
             _undo(draft, backend, why[-ERROR_LENGTH_MAX:], is_whole=whole)
     for endpoint_tag in endpoints_of(goal):
@@ -133,7 +133,7 @@ def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
     record = draft.http
     assert record is not None
     if record.last_good is None:
-        draft.delete((Kind.HTTP, "options"))
+        draft.delete((ObjectKind.HTTP, "options"))
     else:
         draft.put(msgspec.structs.replace(record, target=record.last_good))
 
@@ -253,7 +253,7 @@ def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
             draft.put(msgspec.structs.replace(backend, deleting=True))
-            draft.delete((Kind.ENDPOINT, tag))
+            draft.delete((ObjectKind.ENDPOINT, tag))
             dropped = True
     if dropped:
         # From here on there is no way back, for none of it: what is left out cannot come again by a failure.
@@ -282,7 +282,7 @@ def _settle(draft: Draft, goal: Goal, now: float) -> None:
 
 def _settle_application(draft: Draft, application: Application, goal: Goal) -> None:
     if application.deleting:
-        draft.delete((Kind.APPLICATION, application.name))
+        draft.delete((ObjectKind.APPLICATION, application.name))
         return
     target, parts = application.target, backends_of(goal)
     # What joined by itself meanwhile has a goal of its own.
@@ -302,7 +302,7 @@ def _settle_part(draft: Draft, tag: BackendTag) -> None:
         draft.put(msgspec.structs.replace(application, last_good=good))
 
 
-def _settle_endpoint(draft: Draft, endpoint: Endpoint, goal: Goal) -> None:
+def _settle_endpoint(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
     reached: EndpointConfig | None = endpoint.target
     if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint.endpoint_tag)):
         # The rest of it is that of a deploy which may yet fail.
@@ -347,7 +347,7 @@ def _remember(draft: Draft, revision: Revision) -> None:
     """Keep one more revision of a backend, and forget its oldest."""
     draft.put(revision)
     for old in sorted(draft.revisions[revision.backend_tag])[:-REVISIONS_MAX]:
-        draft.delete((Kind.REVISION, f"{revision.backend_tag}@{old}"))
+        draft.delete((ObjectKind.REVISION, f"{revision.backend_tag}@{old}"))
 
 
 def _is_alike(former: BackendVersion | None, target: BackendVersion) -> bool:

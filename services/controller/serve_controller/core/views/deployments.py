@@ -22,8 +22,8 @@ from serve_controller.core.objects import (
     Backend,
     BackendVersion,
     Deployment,
-    Endpoint,
     EndpointConfig,
+    EndpointRecord,
 )
 from serve_controller.core.views.backends import goal_status_of, status_of, view_replicas
 from serve_controller.core.views.hosts import ALL, page_of
@@ -208,7 +208,7 @@ def view_endpoints(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[Endp
     return [_endpoint(checkpoint.endpoints[tag]) for tag in page_of(checkpoint.endpoints.keys(), query)]
 
 
-def _endpoint(endpoint: Endpoint) -> EndpointView:
+def _endpoint(endpoint: EndpointRecord) -> EndpointView:
     target = endpoint.target
     return EndpointView(
         endpoint_tag=endpoint.endpoint_tag,

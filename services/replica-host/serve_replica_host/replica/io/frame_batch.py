@@ -14,7 +14,7 @@ from serve_common.nats.connection import BusConnection
 from serve_common.nats.options import InvalidSubject, NotConnected, OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import CRLF, encode_pub, encode_pub_line
 from serve_common.protocol.frames import Head, encode_frame
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class FrameBatch:
         self._bus_thread = threading.get_ident()
         self._pieces: list[bytes] = []
         self._bytes = 0
-        self._lost_frames = QuietLog(_log.warning)
+        self._lost_frames = RateLimitedLogger(_log.warning)
 
     def publish(self, subject: bytes, frame: bytes) -> None:
         """Send ``frame`` with the next `flush`, which comes by itself on the bus loop; else its caller sees to it.
@@ -85,7 +85,7 @@ class FrameSender:
         """``now`` is `time.monotonic` or a stand-in."""
         self.publish = publish
         self._now = now
-        self._lost_answers = QuietLog(_log.warning)
+        self._lost_answers = RateLimitedLogger(_log.warning)
 
     def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
         """The frame that was sent.

@@ -19,21 +19,29 @@ from serve_common.protocol.frames import (
     ErrorHead,
     FrameUnreadable,
     Head,
-    Kind,
     MessageHead,
     ProbeHead,
     RefusedHead,
     RequestHead,
+    RequestKind,
     ResponseHead,
     decode_frame,
 )
 from serve_common.protocol.subjects import is_inbox
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.ports import Occupancy, RequestMetrics
 from serve_replica_host.replica.io.flow import IncomingFrames, Order, OutgoingMessages
 from serve_replica_host.replica.io.frame_batch import FrameSender, Publish
-from serve_replica_host.replica.io.request import BodyPiece, Exchange, Heard, Phase, Taken, ToBus, ToUser
-from serve_replica_host.replica.io.response_frames import AnswerFrames
+from serve_replica_host.replica.io.request import (
+    BodyPiece,
+    Phase,
+    ReplicaRequest,
+    SocketReceived,
+    Taken,
+    ToBus,
+    ToUser,
+)
+from serve_replica_host.replica.io.response_frames import ResponseFrames
 from serve_replica_host.replica.io.slots import SERVICE_RESTART, WHY_CLOSED, QuietSockets, Slots
 
 _log = structlog.get_logger(__name__)
@@ -44,11 +52,11 @@ REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
 
 @final
 class BodyFrames:
-    """Takes frames for requests in flight; all methods are called under the lock of its `BusSide`."""
+    """Takes frames for requests in flight; all methods are called under the lock of its `ReplicaProtocol`."""
 
     def __init__(
         self,
-        answers: AnswerFrames,
+        answers: ResponseFrames,
         frames: FrameSender,
         to_user: Callable[[ToUser], object],
         now: Callable[[], float],
@@ -63,18 +71,18 @@ class BodyFrames:
         self._streams_bodies = streams_bodies
         self._credits = 0
         """Given so far."""
-        self._bad_frames = QuietLog(_log.warning)
+        self._bad_frames = RateLimitedLogger(_log.warning)
 
-    def begin(self, exchange: Exchange, first: memoryview) -> None:
+    def begin(self, exchange: ReplicaRequest, first: memoryview) -> None:
         """A request came whose body is not whole; ``first`` is what came with its head."""
         incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
         incoming.first()
-        if self._streams_bodies and exchange.head.kind is Kind.HTTP:
+        if self._streams_bodies and exchange.head.kind is RequestKind.HTTP:
             exchange.is_body_streamed = True
             self._work_on(exchange)
         self._add_piece(exchange, incoming, first, last=False)
 
-    def take_body(self, exchange: Exchange, head: BodyHead, body: memoryview) -> None:
+    def take_body(self, exchange: ReplicaRequest, head: BodyHead, body: memoryview) -> None:
         """More of a body came."""
         incoming = exchange.incoming
         if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
@@ -88,7 +96,7 @@ class BodyFrames:
             self._refuse(exchange, "the router sends more of the body than it was allowed to")
 
     def _add_piece(
-        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, last: bool
+        self, exchange: ReplicaRequest, incoming: IncomingFrames, piece: memoryview, *, last: bool
     ) -> None:
         incoming.add(len(piece))
         is_whole = incoming.is_whole(last=last)
@@ -108,7 +116,7 @@ class BodyFrames:
             self._gather(exchange, incoming, piece, is_whole=is_whole)
 
     def _gather(
-        self, exchange: Exchange, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
+        self, exchange: ReplicaRequest, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
     ) -> None:
         """Keep a piece for code that wants its body whole."""
         body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
@@ -124,10 +132,10 @@ class BodyFrames:
         else:
             self.give_credit(exchange, incoming, 1)
 
-    def take_message(self, exchange: Exchange, head: MessageHead, body: memoryview) -> None:
+    def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: memoryview) -> None:
         """A message for a WebSocket, or a piece of one, came."""
         incoming = exchange.incoming
-        if incoming is None or exchange.head.kind is not Kind.WEBSOCKET:
+        if incoming is None or exchange.head.kind is not RequestKind.WEBSOCKET:
             self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
             return
         if exchange.is_dropped or exchange.phase is Phase.SENDING:
@@ -136,21 +144,21 @@ class BodyFrames:
         if order is Order.NEXT:
             outgoing = exchange.outgoing
             exchange.sent_before = outgoing.sent_frames if isinstance(outgoing, OutgoingMessages) else 0
-            self._to_user(Heard(exchange, bytes(body), head.is_text, head.last))
+            self._to_user(SocketReceived(exchange, bytes(body), head.is_text, head.last))
         elif order is not Order.DOUBLED:
             self._refuse(exchange, "a message was lost")
 
-    def _refuse(self, exchange: Exchange, message: str) -> None:
+    def _refuse(self, exchange: ReplicaRequest, message: str) -> None:
         self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
 
-    def give_credit(self, exchange: Exchange, incoming: IncomingFrames, frames: int) -> None:
+    def give_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
         """The user's code has taken so many frames: the router may send as many more."""
         credit = incoming.release(frames)
         if credit:
             self._credits += 1
             self._frames.send(exchange.reply, CreditHead(credit, self._credits))
 
-    def _work_on(self, exchange: Exchange) -> None:
+    def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
         self._to_user(exchange)
 
@@ -170,7 +178,7 @@ STATUS_CANCELLED: Final = 499
 
 
 @final
-class BusSide:
+class ReplicaProtocol:
     """Hears routers. All methods but `wait_idle` are called under one lock, by either thread."""
 
     def __init__(
@@ -193,10 +201,10 @@ class BusSide:
         self._waiting = self._slots.waiting
         self._exchanges = self._slots.held
         self._frames = FrameSender(publish, now)
-        self._answers = AnswerFrames(self._slots, self._frames, to_user)
+        self._answers = ResponseFrames(self._slots, self._frames, to_user)
         self._bodies = BodyFrames(self._answers, self._frames, to_user, now, streams_bodies=streams_bodies)
         self._quiet_sockets = QuietSockets()
-        self._bad_frames = QuietLog(_log.warning)
+        self._bad_frames = RateLimitedLogger(_log.warning)
         self._is_cut_off = False
         self._reconnects = 0
         self._drains_since = float("-inf")
@@ -210,7 +218,7 @@ class BusSide:
     def occupancy(self) -> Occupancy:
         """What is here now, as far as this side knows."""
         begun = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
-        sockets = sum(exchange.head.kind is Kind.WEBSOCKET for exchange in begun)
+        sockets = sum(exchange.head.kind is RequestKind.WEBSOCKET for exchange in begun)
         return Occupancy(
             ongoing_s=self._slots.ongoing_seconds(self._now()),
             in_flight=len(self._exchanges),
@@ -277,7 +285,7 @@ class BusSide:
         elif type(head) is ProbeHead:
             self._take_probe(reply, head.age_s)
 
-    def _take_more(self, exchange: Exchange, head: Head, body: memoryview) -> None:
+    def _take_more(self, exchange: ReplicaRequest, head: Head, body: memoryview) -> None:
         match head:
             case BodyHead():
                 self._bodies.take_body(exchange, head, body)
@@ -304,7 +312,7 @@ class BusSide:
             return  # the same request again: it must not run twice
         if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
             if self._may_wait(head, body):
-                exchange = Exchange(reply, head, self._now())
+                exchange = ReplicaRequest(reply, head, self._now())
                 exchange.body = bytes(body)
                 self._waiting.add(exchange)
                 return
@@ -312,9 +320,9 @@ class BusSide:
             self._metrics.count_refused(reason)
             self._frames.send(reply, RefusedHead(reason, self.in_flight))
             return
-        exchange = Exchange(reply, head, self._now())
+        exchange = ReplicaRequest(reply, head, self._now())
         self._slots.take(exchange)
-        if head.kind is Kind.WEBSOCKET:
+        if head.kind is RequestKind.WEBSOCKET:
             exchange.incoming = IncomingFrames(0, WINDOW_MESSAGES)
             self._work_on(exchange)
         elif len(body) == head.body_bytes:
@@ -330,7 +338,7 @@ class BusSide:
             head.patient
             and not self.is_draining
             and not self._waiting.is_full
-            and head.kind is not Kind.WEBSOCKET
+            and head.kind is not RequestKind.WEBSOCKET
             and len(body) == head.body_bytes
         )
 
@@ -349,7 +357,7 @@ class BusSide:
         if exchange is not None:
             self._slots.leave_waiting(exchange)
 
-    def _refuse_late(self, exchange: Exchange) -> None:
+    def _refuse_late(self, exchange: ReplicaRequest) -> None:
         self._slots.leave_waiting(exchange)
         message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
         head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
@@ -379,7 +387,7 @@ class BusSide:
         else:
             self._frames.send(reply, RefusedHead("unknown", self.in_flight))
 
-    def _work_on(self, exchange: Exchange) -> None:
+    def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
         self._to_user(exchange)
 

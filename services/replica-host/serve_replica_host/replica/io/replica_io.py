@@ -20,12 +20,12 @@ from serve_common.runtime.tasks import TaskOwner
 from serve_common.runtime.threads import Mailbox
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.frame_batch import FrameBatch
-from serve_replica_host.replica.io.protocol import BusSide
+from serve_replica_host.replica.io.protocol import ReplicaProtocol
 from serve_replica_host.replica.io.request import Left, ToBus, ToUser
-from serve_replica_host.replica.io.response_frames import DirectAnswers
+from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces
 from serve_replica_host.replica.user.code import UserCode
-from serve_replica_host.replica.user.executor import UserSide
+from serve_replica_host.replica.user.executor import UserExecutor
 
 _log = structlog.get_logger(__name__)
 
@@ -34,7 +34,7 @@ READ_BYTES: Final = 256 * 1024
 
 
 @final
-class BusReader:
+class NatsReader:
     """A `LinkReader`. What it reads goes through `Link.take_data` under the bus side's lock."""
 
     def __init__(
@@ -42,7 +42,7 @@ class BusReader:
     ) -> None:
         """``to_user`` takes what frames bring to the user's side, and its loop is the one to read in.
 
-        ``lock`` is the one under which `BusSide` is called; ``work`` is called on the user loop after reading.
+        ``lock`` is the one under which `ReplicaProtocol` is called; ``work`` is called on the user loop after reading.
         """
         self.is_on_user_loop = False
         """Whether the user's loop reads at this moment; seen under the lock."""
@@ -155,7 +155,7 @@ GUARD_S: Final = 0.005
 
 
 @final
-class BusDesk:
+class ReplicaIO:
     """Made on the bus loop; methods run there unless they say otherwise."""
 
     def __init__(
@@ -174,8 +174,8 @@ class BusDesk:
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
         self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
-        self._reader = BusReader(self._to_user, self._frames, self._lock, self._work)
-        self._bus_side = BusSide(
+        self._reader = NatsReader(self._to_user, self._frames, self._lock, self._work)
+        self._bus_side = ReplicaProtocol(
             publish=self._frames.publish,
             to_user=self._give_user,
             now=time.monotonic,
@@ -184,10 +184,10 @@ class BusDesk:
             streams_bodies=code.streams_bodies,
         )
         to_bus: Mailbox[ToBus] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
-        self._direct = DirectAnswers(
+        self._direct = DirectResponses(
             connection, to_bus.put, self._take_left, lambda: self._bus_side.in_flight, time.monotonic
         )
-        self.user_side: Final = UserSide(code, to_bus.put, self._direct, traces)
+        self.user_side: Final = UserExecutor(code, to_bus.put, self._direct, traces)
         connection.reader = self._reader
         connection.after_messages = self._to_user.wake
         connection.on_connected.append(self._joined)
@@ -235,7 +235,7 @@ class BusDesk:
         await self._bus_side.wait_idle()
 
     def seconds_until_asked(self) -> float:
-        """See `BusSide`."""
+        """See `ReplicaProtocol`."""
         with self._lock:
             return self._bus_side.seconds_until_asked()
 

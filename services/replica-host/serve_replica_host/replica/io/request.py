@@ -17,7 +17,7 @@ import msgspec
 from serve_common.protocol.frames import Headers, RequestHead
 from serve_common.runtime.tasks import cancellations
 from serve_replica_host.replica.io.flow import BodyReader, IncomingFrames, OutgoingBody, OutgoingMessages
-from serve_replica_host.replica.telemetry.traces import ExchangeTrace
+from serve_replica_host.replica.telemetry.traces import ReplicaRequestTrace
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
 """Of a streamed answer, before the user's code waits for the network."""
@@ -37,7 +37,7 @@ class Phase(Enum):
 
 
 @final
-class Exchange:
+class ReplicaRequest:
     """A request from its first frame to its last. In flight as long as the bus side holds it.
 
     What most requests never need is a default of the class: making an exchange is part of every request's cost.
@@ -59,7 +59,7 @@ class Exchange:
     """Of a streamed answer: what has left. The writer compares it with what it wrote."""
     sent_before: int | None = None
     """Of a WebSocket: how many frames had left when its client's last message came; None before the first one."""
-    trace: ExchangeTrace | None = None
+    trace: ReplicaRequestTrace | None = None
     """Of a request that is traced: made by the user's side before its code is called, ended by the bus side."""
     is_body_streamed: bool = False
     """The user's side has it although its body is not whole."""
@@ -93,7 +93,7 @@ class Exchange:
         """By which the answer must begin."""
 
 
-def is_cancellation(exchange: Exchange, error: BaseException) -> bool:
+def is_cancellation(exchange: ReplicaRequest, error: BaseException) -> bool:
     """Whether ``error`` comes of the cancelling of the running task, which works on ``exchange``.
 
     A CancelledError that nobody asked for is the user code's own, an error like any other.
@@ -109,36 +109,36 @@ def is_cancellation(exchange: Exchange, error: BaseException) -> bool:
 class Drop(msgspec.Struct, frozen=True):
     """Nobody wants the answer any more; for a WebSocket, how it was closed."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     close_code: int = 1006
     reason: str = ""
 
 
-class Room(msgspec.Struct, frozen=True):
+class Writable(msgspec.Struct, frozen=True):
     """Some of a streamed answer has left: its writer, who waits, may look again."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
 
 
 class BodyPiece(msgspec.Struct, frozen=True):
     """More of a body that is streamed."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     data: bytes
     last: bool
 
 
-class Heard(msgspec.Struct, frozen=True):
+class SocketReceived(msgspec.Struct, frozen=True):
     """A WebSocket message, or a piece of one."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     data: bytes
     is_text: bool
     last: bool
 
 
-ToUser = Exchange | Drop | Room | BodyPiece | Heard
-"""An `Exchange` itself means: begin."""
+ToUser = ReplicaRequest | Drop | Writable | BodyPiece | SocketReceived
+"""An `ReplicaRequest` itself means: begin."""
 
 
 # -- to the bus side ------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ ToUser = Exchange | Drop | Room | BodyPiece | Heard
 class Answered(msgspec.Struct, frozen=True):
     """The whole answer."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     status: int
     headers: Headers
     body: bytes
@@ -156,7 +156,7 @@ class Answered(msgspec.Struct, frozen=True):
 class Left(msgspec.Struct, frozen=True):
     """The whole answer, which the user's side has sent by itself."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     status: int
     ended_at: float
 
@@ -164,7 +164,7 @@ class Left(msgspec.Struct, frozen=True):
 class Failed(msgspec.Struct, frozen=True):
     """There is no answer, and why. Ends a streamed answer too."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     error_code: str
     status: int
     message: str
@@ -173,23 +173,23 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A streamed answer begins, with what is in `Exchange.pieces`; or a WebSocket is accepted."""
+    """A streamed answer begins, with what is in `ReplicaRequest.pieces`; or a WebSocket is accepted."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     status: int
     headers: Headers
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """There is more in `Exchange.pieces`."""
+    """There is more in `ReplicaRequest.pieces`."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """More of a streamed answer, after what is in `Exchange.pieces`."""
+    """More of a streamed answer, after what is in `ReplicaRequest.pieces`."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     data: bytes
     last: bool
 
@@ -197,14 +197,14 @@ class Piece(msgspec.Struct, frozen=True):
 class Taken(msgspec.Struct, frozen=True):
     """The user's code has taken so many frames of what comes: the router may send as many more."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     frames: int
 
 
-class Said(msgspec.Struct, frozen=True):
+class SocketSent(msgspec.Struct, frozen=True):
     """A whole WebSocket message of the user's code."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     data: bytes
     is_text: bool
 
@@ -212,7 +212,7 @@ class Said(msgspec.Struct, frozen=True):
 class Closed(msgspec.Struct, frozen=True):
     """The user's code ends an accepted WebSocket."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
     code: int
     reason: str
 
@@ -220,7 +220,7 @@ class Closed(msgspec.Struct, frozen=True):
 class Ended(msgspec.Struct, frozen=True):
     """The work of a dropped request has ended, so its slot is free."""
 
-    exchange: Exchange
+    exchange: ReplicaRequest
 
 
-ToBus = Answered | Left | Failed | Opened | Flow | Piece | Taken | Said | Closed | Ended
+ToBus = Answered | Left | Failed | Opened | Flow | Piece | Taken | SocketSent | Closed | Ended

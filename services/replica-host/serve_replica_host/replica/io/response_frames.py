@@ -18,11 +18,11 @@ from serve_common.protocol.frames import (
     ErrorHead,
     FrameUnreadable,
     Headers,
-    Kind,
+    RequestKind,
     ResponseHead,
     encode_frame,
 )
-from serve_common.telemetry.log_lines import QuietLog
+from serve_common.telemetry.log_lines import RateLimitedLogger
 from serve_replica_host.replica.io.flow import MESSAGE_COST_BYTES, OutgoingBody, OutgoingMessages
 from serve_replica_host.replica.io.frame_batch import FrameSender
 from serve_replica_host.replica.io.request import (
@@ -30,18 +30,18 @@ from serve_replica_host.replica.io.request import (
     Closed,
     Drop,
     Ended,
-    Exchange,
     Failed,
     Flow,
     Left,
     Opened,
     Phase,
     Piece,
-    Room,
-    Said,
+    ReplicaRequest,
+    SocketSent,
     Taken,
     ToBus,
     ToUser,
+    Writable,
 )
 from serve_replica_host.replica.io.slots import Slots
 
@@ -50,8 +50,8 @@ STATUS_SWITCHING: Final = 101
 
 
 @final
-class AnswerFrames:
-    """Speaks to routers; all methods are called under the lock of its `BusSide`."""
+class ResponseFrames:
+    """Speaks to routers; all methods are called under the lock of its `ReplicaProtocol`."""
 
     def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
         self._slots = slots
@@ -73,7 +73,7 @@ class AnswerFrames:
             if not exchange.is_dropped and exchange.outgoing is None:
                 self._answer(exchange, outcome.status, outcome.headers, outcome.body)
                 return
-        elif not isinstance(outcome, Opened | Flow | Said) and (
+        elif not isinstance(outcome, Opened | Flow | SocketSent) and (
             not isinstance(outcome, Piece) or outcome.last
         ):
             exchange.phase = Phase.SENDING
@@ -85,7 +85,7 @@ class AnswerFrames:
             return
         self._take_wanted(exchange, outcome)
 
-    def _take_wanted(self, exchange: Exchange, outcome: ToBus) -> None:
+    def _take_wanted(self, exchange: ReplicaRequest, outcome: ToBus) -> None:
         match outcome:
             case Answered():
                 self.fail(exchange, UserCodeRaised.error_code, 500, "the answer broke off")
@@ -96,7 +96,7 @@ class AnswerFrames:
                 self._open(exchange, status, headers)
             case Flow():
                 self._pump(exchange)
-            case Piece() | Said() | Closed():
+            case Piece() | SocketSent() | Closed():
                 self._add(exchange, outcome)
             case Ended():
                 message = "the user's code was cancelled"
@@ -104,12 +104,12 @@ class AnswerFrames:
             case Taken() | Left():
                 pass  # the bus side's, and the user side's
 
-    def _add(self, exchange: Exchange, more: Piece | Said | Closed) -> None:
+    def _add(self, exchange: ReplicaRequest, more: Piece | SocketSent | Closed) -> None:
         outgoing = exchange.outgoing
         if isinstance(outgoing, OutgoingBody) and isinstance(more, Piece):
             self._drain(exchange, outgoing)
             outgoing.add(more.data, last=more.last)
-        elif isinstance(outgoing, OutgoingMessages) and isinstance(more, Said):
+        elif isinstance(outgoing, OutgoingMessages) and isinstance(more, SocketSent):
             outgoing.add(more.data, is_text=more.is_text)
         elif isinstance(outgoing, OutgoingMessages) and isinstance(more, Closed):
             outgoing.close(more.code, more.reason)
@@ -117,7 +117,7 @@ class AnswerFrames:
 
     # -- whole answers --------------------------------------------------------------------------------------------
 
-    def _answer(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
+    def _answer(self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes) -> None:
         if len(body) <= FRAME_BODY_BYTES_MAX:
             if self._send_head(exchange, status, headers, body, last=True):
                 self._slots.release(exchange, status)
@@ -133,7 +133,7 @@ class AnswerFrames:
             self._pump(exchange)
 
     def _send_head(
-        self, exchange: Exchange, status: int, headers: Headers, body: bytes, *, last: bool
+        self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes, *, last: bool
     ) -> bool:
         """False when the head could not be sent for its own sake; then the exchange has been failed instead."""
         head = ResponseHead(status, headers, last, len(self._slots.held) - 1)
@@ -148,11 +148,11 @@ class AnswerFrames:
 
     # -- answers in pieces ----------------------------------------------------------------------------------------
 
-    def _open(self, exchange: Exchange, status: int, headers: Headers) -> None:
+    def _open(self, exchange: ReplicaRequest, status: int, headers: Headers) -> None:
         if exchange.outgoing is not None:
             return
         exchange.answer_status = status
-        if exchange.head.kind is Kind.WEBSOCKET and status == STATUS_SWITCHING:
+        if exchange.head.kind is RequestKind.WEBSOCKET and status == STATUS_SWITCHING:
             if self._send_head(exchange, status, headers, b"", last=False):
                 exchange.outgoing = OutgoingMessages()
                 exchange.has_answer_begun = True
@@ -166,7 +166,7 @@ class AnswerFrames:
             self._account(exchange, len(first))
             self._pump(exchange)
 
-    def _drain(self, exchange: Exchange, outgoing: OutgoingBody) -> None:
+    def _drain(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
         """Take over what the writer has put; it may go on putting meanwhile."""
         exchange.is_told = False  # before looking: what comes from now on is told again
         pieces = exchange.pieces
@@ -179,13 +179,13 @@ class AnswerFrames:
             take = pieces.popleft
             outgoing.add(b"".join([take() for _ in range(count)]), last=False)
 
-    def allow(self, exchange: Exchange, frames: int) -> None:
+    def allow(self, exchange: ReplicaRequest, frames: int) -> None:
         """The router takes so many frames more."""
         if exchange.outgoing is not None:
             exchange.outgoing.allow(frames)
             self._pump(exchange)
 
-    def _pump(self, exchange: Exchange) -> None:
+    def _pump(self, exchange: ReplicaRequest) -> None:
         """Send what the window allows. Without credit nothing is even looked at: the writer then costs no wake-up."""
         outgoing = exchange.outgoing
         if outgoing is None or exchange.is_dropped:
@@ -198,7 +198,7 @@ class AnswerFrames:
         except PayloadTooLarge as error:
             self.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, str(error))
 
-    def _pump_body(self, exchange: Exchange, outgoing: OutgoingBody) -> None:
+    def _pump_body(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
         if outgoing.has_credit and exchange.phase is Phase.WORKING:
             self._drain(exchange, outgoing)
         sent_bytes = 0
@@ -212,7 +212,7 @@ class AnswerFrames:
         if sent_bytes:
             self._account(exchange, sent_bytes)
 
-    def _pump_messages(self, exchange: Exchange, outgoing: OutgoingMessages) -> None:
+    def _pump_messages(self, exchange: ReplicaRequest, outgoing: OutgoingMessages) -> None:
         sent_bytes = 0
         while (frame := outgoing.next_frame()) is not None:
             head, body = frame
@@ -224,15 +224,15 @@ class AnswerFrames:
         if sent_bytes:
             self._account(exchange, sent_bytes)
 
-    def _account(self, exchange: Exchange, sent_bytes: int) -> None:
+    def _account(self, exchange: ReplicaRequest, sent_bytes: int) -> None:
         """Tell the writer what has left, if it wants to know."""
         if exchange.phase is not Phase.WORKING:
             return
         exchange.sent_bytes += sent_bytes
         if exchange.pieces is None or exchange.room is not None:
-            self._to_user(Room(exchange))
+            self._to_user(Writable(exchange))
 
-    def _flush(self, exchange: Exchange) -> None:
+    def _flush(self, exchange: ReplicaRequest) -> None:
         """What came before a failure is still the caller's."""
         outgoing = exchange.outgoing
         if isinstance(outgoing, OutgoingBody) and exchange.pieces:
@@ -241,7 +241,9 @@ class AnswerFrames:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def fail(self, exchange: Exchange, error_code: str, status: int, message: str, body: bytes = b"") -> None:
+    def fail(
+        self, exchange: ReplicaRequest, error_code: str, status: int, message: str, body: bytes = b""
+    ) -> None:
         """Tell the router that there is no (whole) answer."""
         head = ErrorHead(error_code, status, message, len(self._slots.held) - 1)
         sent = self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
@@ -249,7 +251,7 @@ class AnswerFrames:
             exchange.last_frame = sent
         self.drop(exchange, status)
 
-    def drop(self, exchange: Exchange, status: int, close_code: int = 1006, reason: str = "") -> None:
+    def drop(self, exchange: ReplicaRequest, status: int, close_code: int = 1006, reason: str = "") -> None:
         """Nobody wants an answer (any more). Where the user's code still works, the slot is free when it has ended."""
         if exchange.is_dropped:
             return
@@ -279,7 +281,7 @@ class Writer(Protocol):
 
 
 @final
-class DirectAnswers:
+class DirectResponses:
     """For one user loop, on its thread."""
 
     def __init__(
@@ -300,7 +302,7 @@ class DirectAnswers:
         self._now = now
         self._batch: list[bytes] = []
         self._is_held = False
-        self._lost_answers = QuietLog(_log.warning)
+        self._lost_answers = RateLimitedLogger(_log.warning)
 
     def send(self, answered: Answered) -> None:
         """Send the answer with all others of this turn of the loop, or let the bus side do it."""

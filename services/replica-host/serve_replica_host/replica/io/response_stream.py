@@ -19,11 +19,11 @@ from serve_replica_host.replica.io.request import (
     UNSENT_PIECES_MAX,
     Answered,
     Ended,
-    Exchange,
     Failed,
     Flow,
     Opened,
     Piece,
+    ReplicaRequest,
     ToBus,
 )
 
@@ -36,7 +36,7 @@ class NotAnAnswer(TypeError):
     """The user's code returned something that cannot be sent; the message says what."""
 
 
-class WholeAnswer(msgspec.Struct, frozen=True, gc=False):
+class WholeResponse(msgspec.Struct, frozen=True, gc=False):
     """An answer that is all there."""
 
     status: int
@@ -61,27 +61,27 @@ class PlainStream(msgspec.Struct, frozen=True, gc=False):
 _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 
-def to_answer(result: Any) -> WholeAnswer | PlainStream | Response:
+def to_answer(result: Any) -> WholeResponse | PlainStream | Response:
     """``result`` as an answer; a `Response` stands for one that is streamed by running it as an ASGI application.
 
     Raises `NotAnAnswer`.
     """
     if type(result) is bytes:
-        return WholeAnswer(200, _BYTES, result)
+        return WholeResponse(200, _BYTES, result)
     if isinstance(result, bytes | bytearray | memoryview):
-        return WholeAnswer(200, _BYTES, bytes(result))
+        return WholeResponse(200, _BYTES, bytes(result))
     if isinstance(result, str):
-        return WholeAnswer(200, TEXT, result.encode())
+        return WholeResponse(200, TEXT, result.encode())
     if isinstance(result, Response):
         if isinstance(result, StreamingResponse | FileResponse) or result.background is not None:
             return result
-        return WholeAnswer(result.status_code, result.raw_headers, bytes(result.body))
+        return WholeResponse(result.status_code, result.raw_headers, bytes(result.body))
     if inspect.isgenerator(result):
         return PlainStream(result)
     if inspect.isasyncgen(result):
         pieces: Any = result
         return StreamingResponse(pieces, media_type="text/plain")
-    return WholeAnswer(200, _JSON, encode_json(result))
+    return WholeResponse(200, _JSON, encode_json(result))
 
 
 def encode_json(value: Any) -> bytes:
@@ -101,7 +101,7 @@ _BURST: Final = 256
 """Pieces in a row after which others get their turn: a generator that never waits must not stop the loop."""
 
 
-async def room(exchange: Exchange, written_bytes: int) -> None:
+async def room(exchange: ReplicaRequest, written_bytes: int) -> None:
     """Wait while the network is slower than the writer of an answer, who has written so much in all."""
     try:
         while is_full(exchange, written_bytes):
@@ -113,7 +113,7 @@ async def room(exchange: Exchange, written_bytes: int) -> None:
         exchange.room = None
 
 
-def is_full(exchange: Exchange, written_bytes: int) -> bool:
+def is_full(exchange: ReplicaRequest, written_bytes: int) -> bool:
     """Whether the writer should wait."""
     return (
         written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX
@@ -122,10 +122,10 @@ def is_full(exchange: Exchange, written_bytes: int) -> bool:
 
 
 @final
-class AnswerStream:
+class ResponseStream:
     """Writes one streamed answer; all methods run on the user loop, except `run_plain`."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self.is_ended = False
         """The answer is whole."""
         self._exchange = exchange

@@ -8,7 +8,7 @@ from typing import Final, final
 
 from serve_replica_host.ports import RequestMetrics
 from serve_replica_host.replica.io.flow import OutgoingMessages
-from serve_replica_host.replica.io.request import Exchange, Phase
+from serve_replica_host.replica.io.request import Phase, ReplicaRequest
 
 QUIET_S: Final = 1.0
 """Without a message in either direction."""
@@ -25,12 +25,12 @@ class QuietSockets:
         self._seen: dict[bytes, tuple[int, float]] = {}
         """Frames so far, and since when there have been no more, by reply subject."""
 
-    def find(self, exchanges: Iterable[Exchange], now: float) -> list[Exchange]:
+    def find(self, exchanges: Iterable[ReplicaRequest], now: float) -> list[ReplicaRequest]:
         """Those that have been quiet for `QUIET_S`, as far as these looks can tell; ``now`` is `time.monotonic`.
 
         What is not among ``exchanges`` is forgotten.
         """
-        quiet: list[Exchange] = []
+        quiet: list[ReplicaRequest] = []
         seen: dict[bytes, tuple[int, float]] = {}
         for exchange in exchanges:
             outgoing = exchange.outgoing
@@ -118,12 +118,12 @@ WAITING_MAX: Final = 1_000
 
 @final
 class WaitingRoom:
-    """By reply subject, in the order of arrival; all methods are called under the lock of its `BusSide`."""
+    """By reply subject, in the order of arrival; all methods are called under the lock of its `ReplicaProtocol`."""
 
     __slots__ = ("_held",)
 
     def __init__(self) -> None:
-        self._held: dict[bytes, Exchange] = {}
+        self._held: dict[bytes, ReplicaRequest] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -136,29 +136,29 @@ class WaitingRoom:
         """True when no more are kept."""
         return len(self._held) >= WAITING_MAX
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: ReplicaRequest) -> None:
         """Keep it, behind all others."""
         self._held[exchange.reply] = exchange
 
-    def __iter__(self) -> Iterator[Exchange]:
+    def __iter__(self) -> Iterator[ReplicaRequest]:
         return iter(self._held.values())
 
-    def discard(self, reply: bytes) -> Exchange | None:
+    def discard(self, reply: bytes) -> ReplicaRequest | None:
         """Nobody wants it any more; None when it does not wait."""
         return self._held.pop(reply, None)
 
-    def take_first(self) -> Exchange:
+    def take_first(self) -> ReplicaRequest:
         """The one that has waited longest; there must be one."""
         return self._held.pop(next(iter(self._held)))
 
-    def take_late(self, now: float) -> list[Exchange]:
+    def take_late(self, now: float) -> list[ReplicaRequest]:
         """Those whose deadline is over."""
         late = [exchange for exchange in self._held.values() if now >= exchange.deadline]
         for exchange in late:
             del self._held[exchange.reply]
         return late
 
-    def take_all(self) -> list[Exchange]:
+    def take_all(self) -> list[ReplicaRequest]:
         """All, in order."""
         held = list(self._held.values())
         self._held.clear()
@@ -170,7 +170,7 @@ _LOOK_S: Final = 0.005
 
 @final
 class Slots:
-    """Holds the exchanges of one replica, under the lock of its `BusSide`."""
+    """Holds the exchanges of one replica, under the lock of its `ReplicaProtocol`."""
 
     def __init__(
         self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]
@@ -178,7 +178,7 @@ class Slots:
         """``now`` is `time.monotonic` or a stand-in; ``on_free`` is called when one of ``waiting`` may get a slot."""
         self.waiting: Final = WaitingRoom()
         self._on_free = on_free
-        self.held: dict[bytes, Exchange] = {}
+        self.held: dict[bytes, ReplicaRequest] = {}
         """By reply subject."""
         self.recent: Final = RecentReplies()
         """Those that have given their slots back."""
@@ -187,11 +187,11 @@ class Slots:
         self._ended_s = 0.0
         """How long the requests that are gone were here, all together."""
 
-    def take(self, exchange: Exchange) -> None:
+    def take(self, exchange: ReplicaRequest) -> None:
         """``exchange`` is in flight from now on."""
         self.held[exchange.reply] = exchange
 
-    def release(self, exchange: Exchange, status: int, ended_at: float | None = None) -> None:
+    def release(self, exchange: ReplicaRequest, status: int, ended_at: float | None = None) -> None:
         """Give the slot back, counted under ``status``; does nothing when it was given back.
 
         ``ended_at`` is when its answer left, None for now.
@@ -210,7 +210,7 @@ class Slots:
         if self.waiting:
             self._on_free()
 
-    def leave_waiting(self, exchange: Exchange) -> None:
+    def leave_waiting(self, exchange: ReplicaRequest) -> None:
         """``exchange`` has waited and never got a slot."""
         self._ended_s += self._now() - exchange.began_at
 

@@ -8,7 +8,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from serve_common.names import BackendTag
-from serve_common.runtime.request_context import ReplicaContext
+from serve_common.runtime.request_context import CurrentReplica
 from serve_common.telemetry.catalogue.proxies import QUEUED_SECONDS
 from serve_common.telemetry.catalogue.replicas import HANDLE_QUEUE_DEPTH
 from serve_common.telemetry.catalogue.services import SPANS_DROPPED
@@ -42,7 +42,7 @@ class PrometheusHandleMetrics:
             registry=registry,
         )
 
-    def write(self, replica: ReplicaContext) -> None:
+    def write(self, replica: CurrentReplica) -> None:
         """Write out what has changed since the last time.
 
         A backend has its series from the moment that its application or a call makes it known, with 0: to Prometheus,

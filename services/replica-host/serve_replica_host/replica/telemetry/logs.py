@@ -18,7 +18,7 @@ from serve_common.ports import Clock
 from serve_common.protocol.subjects import Subjects
 from serve_common.runtime.clock import SystemClock
 from serve_common.runtime.request_context import request_context
-from serve_common.telemetry.log_forwarder import BusLogOutlet, LogRelay
+from serve_common.telemetry.log_forwarder import LogForwarder, NatsLogSink
 from serve_common.telemetry.log_lines import StandardError, cut, encode_line, timestamp, user_fields
 from serve_common.telemetry.logs import configure_replica_logs, log_level
 from serve_common.telemetry.tracer import current_trace_id
@@ -175,7 +175,7 @@ _OURS: Final = frozenset(
 class UserLogs(logging.Handler):
     """Makes lines of what the process' user code says, and offers them to a relay."""
 
-    def __init__(self, relay: LogRelay, ids: Mapping[str, str], clock: Clock) -> None:
+    def __init__(self, relay: LogForwarder, ids: Mapping[str, str], clock: Clock) -> None:
         """``ids`` stand in every line."""
         super().__init__()
         self._relay = relay
@@ -261,14 +261,14 @@ class ReplicaLogs:
         self._replica_tag = replica_tag
         clock = SystemClock()
         lines_ids = {"service": "replica", **ids}
-        self._relay = LogRelay(way or open_log_way(), lines_ids, clock)
-        self._outlet: BusLogOutlet | None = None
+        self._relay = LogForwarder(way or open_log_way(), lines_ids, clock)
+        self._outlet: NatsLogSink | None = None
         configure_replica_logs(self._relay, **ids)
         UserLogs(self._relay, lines_ids, clock).catch(log_level())
 
     def join(self, bus: BusConnection, subjects: Subjects) -> None:
         """Publish from now on; on the connection's loop."""
-        self._outlet = BusLogOutlet(self._relay, bus, subjects, "replica", self._replica_tag)
+        self._outlet = NatsLogSink(self._relay, bus, subjects, "replica", self._replica_tag)
 
     async def part(self) -> None:
         """Publish what was said so far, and nothing after that; on the connection's loop, before it is closed."""

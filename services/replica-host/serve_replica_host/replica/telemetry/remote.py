@@ -27,7 +27,7 @@ _USED_BYTES: Final = 4
 """prometheus_client's files begin with how many of their bytes are used."""
 
 
-class Fetched(msgspec.Struct, frozen=True, array_like=True):
+class RemoteTelemetry(msgspec.Struct, frozen=True, array_like=True):
     """An answer to the host."""
 
     files: dict[str, bytes] = {}
@@ -103,14 +103,14 @@ def read_files(directory: Path) -> tuple[dict[str, bytes], int]:
     return ({}, total) if total > FILES_BYTES_MAX else (files, 0)
 
 
-def encode_fetched(value: Fetched | Hello) -> bytes:
+def encode_fetched(value: RemoteTelemetry | Hello) -> bytes:
     """The bytes that travel through Ray."""
     return msgspec.msgpack.encode(value)
 
 
-def decode_fetched(data: bytes) -> Fetched:
-    """A `Fetched`; raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=Fetched)
+def decode_fetched(data: bytes) -> RemoteTelemetry:
+    """A `RemoteTelemetry`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=RemoteTelemetry)
 
 
 def decode_hello(data: bytes) -> Hello:
@@ -154,7 +154,7 @@ def _remove_left(root: Path, now: float) -> None:
 
 
 @final
-class FarSide:
+class RemoteSide:
     """Of one process. Methods may be called from any thread, `fetch` from one at a time."""
 
     def __init__(self, *, has_metrics: bool) -> None:
@@ -173,13 +173,13 @@ class FarSide:
         self._lines = KeptLines(own_stderr(), ids, SystemClock())
         return self._lines.keep
 
-    def fetch(self, *, with_lines: bool) -> Fetched:
+    def fetch(self, *, with_lines: bool) -> RemoteTelemetry:
         """All metrics as they are now, and the lines since the last time. Raises OSError."""
         files, left_out_bytes = ({}, 0) if self._directory is None else read_files(Path(self._directory))
         lines = self._lines.give() if with_lines and self._lines is not None else b""
-        return Fetched(files, lines, left_out_bytes)
+        return RemoteTelemetry(files, lines, left_out_bytes)
 
-    def leave(self) -> Fetched:
+    def leave(self) -> RemoteTelemetry:
         """The last fetch of a process that has nothing more to say."""
         last = self.fetch(with_lines=True)
         if self._directory is not None:
@@ -187,7 +187,7 @@ class FarSide:
         return last
 
 
-class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
+class HostLocation(msgspec.Struct, frozen=True, kw_only=True):
     """What the actor is told when it is made."""
 
     metrics_dir: str = ""
@@ -225,11 +225,11 @@ class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
             os.environ[LOG_SOCKET] = self.log_socket
 
 
-def encode_place(place: HostPlace) -> bytes:
+def encode_place(place: HostLocation) -> bytes:
     """The bytes that travel through Ray."""
     return msgspec.msgpack.encode(place)
 
 
-def decode_place(data: bytes) -> HostPlace:
-    """A `HostPlace`; raises msgspec.DecodeError."""
-    return msgspec.msgpack.decode(data, type=HostPlace)
+def decode_place(data: bytes) -> HostLocation:
+    """A `HostLocation`; raises msgspec.DecodeError."""
+    return msgspec.msgpack.decode(data, type=HostLocation)

@@ -70,7 +70,7 @@ class Traces:
         method_name: str,
         request_id: str,
         began_at: float,
-    ) -> ExchangeTrace:
+    ) -> ReplicaRequestTrace:
         """For a request that came at ``began_at``, by `time.monotonic`, and whose code is called now.
 
         Without a ``parent`` the trace begins here.
@@ -93,13 +93,13 @@ class Traces:
         )
         method_name = method_name or "__call__"
         code: dict[str, Value] = {"code.function.name": method_name}
-        return ExchangeTrace(
+        return ReplicaRequestTrace(
             tracer, span, tracer.child(span, f"user code {method_name}", SpanKind.INTERNAL, code)
         )
 
 
 @final
-class ExchangeTrace:
+class ReplicaRequestTrace:
     """The spans of one request in this replica."""
 
     __slots__ = ("_tracer", "span", "user_code")

@@ -18,16 +18,16 @@ from serve_replica_host.replica.io.request import (
     Answered,
     Closed,
     Ended,
-    Exchange,
     Failed,
-    Heard,
     Opened,
-    Said,
+    ReplicaRequest,
+    SocketReceived,
+    SocketSent,
     Taken,
     ToBus,
 )
 from serve_replica_host.replica.io.response_frames import STATUS_SWITCHING
-from serve_replica_host.replica.io.response_stream import AnswerStream, is_full, room
+from serve_replica_host.replica.io.response_stream import ResponseStream, is_full, room
 from serve_replica_host.replica.user.contexts import answer_begun
 
 
@@ -39,11 +39,13 @@ class CallerGone(OSError):
 class HttpSender:
     """Sends what an ASGI application says; runs on the user loop."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object], reader: BodyReader) -> None:
+    def __init__(
+        self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], reader: BodyReader
+    ) -> None:
         self._exchange = exchange
         self._to_bus = to_bus
         self._reader = reader
-        self._stream: AnswerStream | None = None
+        self._stream: ResponseStream | None = None
         self._is_ended = False
 
     @property
@@ -64,7 +66,7 @@ class HttpSender:
         if kind == "http.response.start":
             if self._stream is not None:
                 raise RuntimeError("the answer was begun already")
-            self._stream = AnswerStream(self._exchange, self._to_bus)
+            self._stream = ResponseStream(self._exchange, self._to_bus)
             self._stream.open(message["status"], as_headers(message.get("headers", ())))
             answer_begun()
         elif kind == "http.response.body":
@@ -185,10 +187,10 @@ _FORBIDDEN: Final = 403
 
 
 @final
-class Socket:
+class AsgiSocket:
     """One WebSocket; all methods run on the user loop. `receive` and `send` are ASGI's."""
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange
         exchange.pieces = deque()  # `room` is told of what leaves only when someone waits for it
         self._to_bus = to_bus
@@ -206,7 +208,7 @@ class Socket:
 
     # -- from the bus side ----------------------------------------------------------------------------------------
 
-    def hear(self, heard: Heard) -> None:
+    def hear(self, heard: SocketReceived) -> None:
         """A message, or a piece of one, came."""
         if self._goodbye is not None:
             return
@@ -299,7 +301,7 @@ class Socket:
         text = message.get("text")
         data: bytes = bytes(message["bytes"]) if text is None else text.encode()
         self._written_bytes += len(data) + MESSAGE_COST_BYTES
-        self._to_bus(Said(self._exchange, data, text is not None))
+        self._to_bus(SocketSent(self._exchange, data, text is not None))
         if is_full(self._exchange, self._written_bytes):
             await room(self._exchange, self._written_bytes)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from serve_common.protocol.frames import CallHead, Kind
+from serve_common.protocol.frames import CallHead, RequestKind
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.telemetry.spans import (
     SpanRef,
@@ -18,13 +18,13 @@ from serve_common.telemetry.spans import (
     parse_traceparent,
     tracestate_of,
 )
-from serve_replica_host.replica.io.request import Exchange
+from serve_replica_host.replica.io.request import ReplicaRequest
 from serve_replica_host.replica.telemetry.traces import Traces
 
 _NO_CALL = CallHead()
 
 
-def enter_request(exchange: Exchange) -> None:
+def enter_request(exchange: ReplicaRequest) -> None:
     """The running task works on ``exchange`` from now on."""
     head = exchange.head
     call = head.call or _NO_CALL
@@ -41,7 +41,7 @@ def enter_request(exchange: Exchange) -> None:
     )
 
 
-def enter_trace(exchange: Exchange, traces: Traces) -> None:
+def enter_trace(exchange: ReplicaRequest, traces: Traces) -> None:
     """If ``exchange`` is traced, its spans begin, and the running task, which has entered it, works below them."""
     head, tracer = exchange.head, traces.tracer
     traceparent = head.traceparent
@@ -69,7 +69,7 @@ def enter_trace(exchange: Exchange, traces: Traces) -> None:
     )
     span = trace.user_code
     _change_context(traceparent=span.traceparent, tracestate=span.tracestate)
-    if head.kind is Kind.HTTP or head.kind is Kind.WEBSOCKET:
+    if head.kind is RequestKind.HTTP or head.kind is RequestKind.WEBSOCKET:
         # What instruments applications looks there; the client's own would leave out all spans between.
         head.headers[:] = [header for header in head.headers if header[0] != b"traceparent"]
         head.headers.append((b"traceparent", span.traceparent.encode()))

@@ -20,24 +20,24 @@ from serve_common.errors import (
     TransientError,
     UserCodeRaised,
 )
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_common.runtime.request_context import departures
 from serve_replica_host.replica.io.request import (
     Answered,
     BodyPiece,
     Drop,
     Ended,
-    Exchange,
     Failed,
-    Heard,
-    Room,
+    ReplicaRequest,
+    SocketReceived,
     ToBus,
     ToUser,
+    Writable,
     is_cancellation,
 )
-from serve_replica_host.replica.io.response_frames import DirectAnswers
+from serve_replica_host.replica.io.response_frames import DirectResponses
 from serve_replica_host.replica.telemetry.traces import Traces, error_line
-from serve_replica_host.replica.user.asgi import LEAVE_S, CallerGone, Socket
+from serve_replica_host.replica.user.asgi import LEAVE_S, AsgiSocket, CallerGone
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.contexts import enter_request, enter_trace
 from serve_replica_host.replica.user.request_kinds import RequestKinds, log_raised, make_reader
@@ -53,7 +53,7 @@ def is_passed_on(error: ServeError) -> bool:
     return error.is_of_call and isinstance(error, RequestFailed | LimitReached | TransientError)
 
 
-def failed_by(exchange: Exchange, error: ServeError, body: bytes = b"") -> Failed:
+def failed_by(exchange: ReplicaRequest, error: ServeError, body: bytes = b"") -> Failed:
     """What ends a request by an error that `is_passed_on`; ``body`` as in `Failed`."""
     _log.warning(
         "call_failed",
@@ -139,14 +139,14 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
-class UserSide:
+class UserExecutor:
     """Runs the user's code for each exchange; all methods run on the user loop."""
 
     def __init__(
         self,
         code: UserCode,
         to_bus: Callable[[ToBus], object],
-        direct: DirectAnswers | None = None,
+        direct: DirectResponses | None = None,
         traces: Traces | None = None,
     ) -> None:
         """``direct``: whole answers leave by it, instead of ``to_bus``. ``traces`` is None where nothing is traced."""
@@ -161,14 +161,14 @@ class UserSide:
 
     def take(self, item: ToUser) -> None:
         """Something from the bus side."""
-        if type(item) is Exchange:
+        if type(item) is ReplicaRequest:
             self._begin(item)
         elif type(item) is BodyPiece:
             make_reader(item.exchange, self._to_bus).add(item.data, last=item.last)
-        elif type(item) is Heard:
+        elif type(item) is SocketReceived:
             if item.exchange.socket is not None:
                 item.exchange.socket.hear(item)
-        elif type(item) is Room:
+        elif type(item) is Writable:
             if item.exchange.room is not None:
                 item.exchange.room.set()
         elif type(item) is Drop:
@@ -184,15 +184,15 @@ class UserSide:
         """Cancel what still runs."""
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, exchange: ReplicaRequest) -> None:
         if not self._at_work:
             self._idle.clear()
         self._at_work += 1
         if exchange.is_dropped:  # its caller is gone, or its time is over: it never reaches the user's code
             self._end(Ended(exchange))
             return
-        if exchange.head.kind is Kind.WEBSOCKET:
-            exchange.socket = Socket(exchange, self._to_bus)
+        if exchange.head.kind is RequestKind.WEBSOCKET:
+            exchange.socket = AsgiSocket(exchange, self._to_bus)
         exchange.work = self._tasks.start(self._serve(exchange))
 
     def _drop(self, drop: Drop) -> None:
@@ -204,7 +204,7 @@ class UserSide:
         work = exchange.work
         if work is None or work.done():
             return
-        if isinstance(exchange.socket, Socket) and exchange.has_begun:
+        if isinstance(exchange.socket, AsgiSocket) and exchange.has_begun:
             # An application hears of it as ASGI has it, and then has some time to end by itself.
             exchange.socket.leave(drop.close_code, drop.reason)
             asyncio.get_running_loop().call_later(LEAVE_S, _cancel, exchange.reply, work)
@@ -213,7 +213,7 @@ class UserSide:
         if not exchange.has_begun:  # then `_serve` never runs, and cannot say that it ended
             self._end(Ended(exchange))
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _serve(self, exchange: ReplicaRequest) -> None:
         """Exactly one outcome that ends the work reaches the bus side, whatever happens."""
         exchange.has_begun = True
         outcome: ToBus = Ended(exchange)
@@ -251,7 +251,7 @@ class UserSide:
             self._to_bus(outcome)
 
 
-def _raised(exchange: Exchange, error: BaseException) -> Failed:
+def _raised(exchange: ReplicaRequest, error: BaseException) -> Failed:
     return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, error_line(error))
 
 

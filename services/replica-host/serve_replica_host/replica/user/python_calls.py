@@ -13,8 +13,8 @@ import structlog
 
 from serve_common.errors import BadField, ServeError, UserCodeRaised
 from serve_common.protocol.frames import FRAME_BODY_BYTES_MAX, CallHead, Raised
-from serve_replica_host.replica.io.request import Answered, Exchange, Failed, ToBus, is_cancellation
-from serve_replica_host.replica.io.response_stream import AnswerStream
+from serve_replica_host.replica.io.request import Answered, Failed, ReplicaRequest, ToBus, is_cancellation
+from serve_replica_host.replica.io.response_stream import ResponseStream
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
 from serve_replica_host.replica.user.code import UserCode
 from serve_replica_host.replica.user.contexts import answer_begun
@@ -27,7 +27,7 @@ Encode = Callable[[Any], bytes]
 
 
 async def send_items(
-    code: UserCode, result: Any, exchange: Exchange, to_bus: Callable[[ToBus], object], encode: Encode
+    code: UserCode, result: Any, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], encode: Encode
 ) -> ToBus:
     """Send all items of a generator, async or plain; returned is what ends the exchange.
 
@@ -39,7 +39,7 @@ async def send_items(
         raise TypeError(
             f"a stream was asked for, but a {type(result).__name__} was returned and no generator"
         )
-    stream = AnswerStream(exchange, to_bus)
+    stream = ResponseStream(exchange, to_bus)
     # Its head leaves with the first item: until then a failure is the whole answer, and the deadline holds.
     stream.open(200, [], soon=False)
     if is_async:
@@ -97,7 +97,7 @@ class AnswerUnfit(TypeError):
     """What the user's code returned cannot be sent to the handle; the message says why."""
 
 
-async def answer_call(code: UserCode, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> ToBus:
+async def answer_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> ToBus:
     """Call the user's code for a request of kind PYTHON, and return what ends the exchange.
 
     Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
@@ -165,7 +165,7 @@ def _encode(value: Any, head: CallHead) -> bytes:
     return data
 
 
-def _raised(exchange: Exchange, head: CallHead, error: BaseException) -> Failed:
+def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> Failed:
     is_ours = isinstance(error, AnswerUnfit)
     line = str(error) if is_ours else error_line(error)
     told = user_traceback(error)

@@ -1,6 +1,6 @@
 """Gets the answer of each kind of request from the user's code.
 
-Why apart from `UserSide`: that one begins and ends requests, whatever they are; this one knows what they are.
+Why apart from `UserExecutor`: that one begins and ends requests, whatever they are; this one knows what they are.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from starlette.responses import Response, StreamingResponse
 from starlette.websockets import WebSocketDisconnect
 
 from serve_common.errors import BadField, UserCodeRaised
-from serve_common.protocol.frames import Kind
+from serve_common.protocol.frames import RequestKind
 from serve_replica_host.replica.io.flow import BodyReader
 from serve_replica_host.replica.io.request import (
     Answered,
     Ended,
-    Exchange,
     Failed,
+    ReplicaRequest,
     Taken,
     ToBus,
     is_cancellation,
 )
 from serve_replica_host.replica.io.response_stream import (
     TEXT,
-    AnswerStream,
     NotAnAnswer,
     PlainStream,
-    WholeAnswer,
+    ResponseStream,
+    WholeResponse,
     to_answer,
 )
 from serve_replica_host.replica.telemetry.traces import error_line, user_traceback
@@ -62,11 +62,11 @@ class RequestKinds:
         self._code = code
         self._to_bus = to_bus
 
-    async def answer(self, exchange: Exchange) -> ToBus:
+    async def answer(self, exchange: ReplicaRequest) -> ToBus:
         """What ends the work; raises what the user's code raises, and `BadField`."""
         code = self._code
         kind = exchange.head.kind
-        if kind is Kind.HTTP:
+        if kind is RequestKind.HTTP:
             if code.asgi is not None:
                 return await self._run_asgi(exchange, code.asgi)
             method = code.method("")
@@ -82,30 +82,30 @@ class RequestKinds:
             else:
                 result = method.function(*arguments)
             answer = to_answer(result)
-            if type(answer) is WholeAnswer:
+            if type(answer) is WholeResponse:
                 return Answered(exchange, answer.status, answer.headers, answer.body)
             return await self._stream(exchange, answer, request)
-        if kind is Kind.PYTHON:
+        if kind is RequestKind.PYTHON:
             # Here, because it needs cloudpickle, which a replica without handles need not load.
             from serve_replica_host.replica.user.python_calls import answer_call  # noqa: PLC0415
 
             return await answer_call(code, exchange, self._to_bus)
-        if kind is Kind.CALL:
+        if kind is RequestKind.CALL:
             return await self._call(exchange)
         return await self._run_websocket(exchange)
 
     # -- HTTP -----------------------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: Exchange, answer: Any, request: LazyRequest | None) -> ToBus:
+    async def _stream(self, exchange: ReplicaRequest, answer: Any, request: LazyRequest | None) -> ToBus:
         if type(answer) is PlainStream:
-            stream = AnswerStream(exchange, self._to_bus)
+            stream = ResponseStream(exchange, self._to_bus)
             stream.open(200, TEXT, soon=False)
             answer_begun()
             await self._code.run_plain(stream.run_plain, answer.iterator, "utf-8")
             stream.end()
             return stream.outcome()
         if _streams_plainly(answer):
-            stream = AnswerStream(exchange, self._to_bus)
+            stream = ResponseStream(exchange, self._to_bus)
             stream.open(answer.status_code, answer.raw_headers)
             answer_begun()
             await stream.run(answer.body_iterator, answer.charset)
@@ -121,7 +121,7 @@ class RequestKinds:
         await answer(request.scope, request.receive, sender)
         return sender.outcome()
 
-    async def _run_asgi(self, exchange: Exchange, asgi: Lifespan) -> ToBus:
+    async def _run_asgi(self, exchange: ReplicaRequest, asgi: Lifespan) -> ToBus:
         reader = make_reader(exchange, self._to_bus)
         sender = HttpSender(exchange, self._to_bus, reader)
         try:
@@ -139,7 +139,7 @@ class RequestKinds:
                 return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line)
         return sender.outcome()
 
-    async def _run_websocket(self, exchange: Exchange) -> ToBus:
+    async def _run_websocket(self, exchange: ReplicaRequest) -> ToBus:
         asgi, socket = self._code.asgi, exchange.socket
         if asgi is None:
             return Answered(exchange, _FORBIDDEN, [], b"this deployment takes no WebSockets")
@@ -157,16 +157,16 @@ class RequestKinds:
 
     # -- plain calls ----------------------------------------------------------------------------------------------
 
-    async def _call(self, exchange: Exchange) -> ToBus:
+    async def _call(self, exchange: ReplicaRequest) -> ToBus:
         call = exchange.head.call
         name = "" if call is None else call.method_name
         answer = to_answer(await self._code.call(_argument(exchange), method_name=name))
-        if isinstance(answer, WholeAnswer):
+        if isinstance(answer, WholeResponse):
             return Answered(exchange, answer.status, answer.headers, answer.body)
         raise NotAnAnswer("a plain call cannot be answered by a stream")
 
 
-def log_raised(exchange: Exchange, error: BaseException) -> None:
+def log_raised(exchange: ReplicaRequest, error: BaseException) -> None:
     """Say what the user's code raised, to whoever looks after it."""
     if exchange.trace is not None:
         exchange.trace.code_raised(error, error_line(error))
@@ -180,9 +180,9 @@ def log_raised(exchange: Exchange, error: BaseException) -> None:
     )
 
 
-def _has_left(exchange: Exchange, error: BaseException) -> bool:
+def _has_left(exchange: ReplicaRequest, error: BaseException) -> bool:
     """Whether ``error`` says no more than that the caller has left, which is nobody's fault."""
-    has_ended = exchange.is_dropped or exchange.head.kind is Kind.WEBSOCKET
+    has_ended = exchange.is_dropped or exchange.head.kind is RequestKind.WEBSOCKET
     return has_ended and isinstance(error, _GONE)
 
 
@@ -192,7 +192,7 @@ class _Receive:
 
     __slots__ = ("_exchange", "_to_bus")
 
-    def __init__(self, exchange: Exchange, to_bus: Callable[[ToBus], object]) -> None:
+    def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange
         self._to_bus = to_bus
 
@@ -200,7 +200,7 @@ class _Receive:
         return await make_reader(self._exchange, self._to_bus)()
 
 
-def make_reader(exchange: Exchange, to_bus: Callable[[ToBus], object]) -> BodyReader:
+def make_reader(exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> BodyReader:
     """The reader of the request's body; the same one each time."""
     reader = exchange.reader
     if reader is None:
@@ -222,7 +222,7 @@ def _streams_plainly(answer: Response) -> bool:
     )
 
 
-def _argument(exchange: Exchange) -> Any:
+def _argument(exchange: ReplicaRequest) -> Any:
     """The argument of a plain call: None for an empty body, bytes where it says so. Raises `BadField`."""
     body = exchange.body
     if not body:

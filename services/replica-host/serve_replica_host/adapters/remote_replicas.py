@@ -18,9 +18,9 @@ import msgspec
 import structlog
 from ray.exceptions import ActorDiedError, RayActorError
 
-from serve_common.telemetry.log_lines import QuietLog
-from serve_replica_host.adapters.metrics_files import FarFiles
-from serve_replica_host.replica.telemetry.remote import Fetched, Hello, decode_fetched
+from serve_common.telemetry.log_lines import RateLimitedLogger
+from serve_replica_host.adapters.metrics_files import RemoteFiles
+from serve_replica_host.replica.telemetry.remote import Hello, RemoteTelemetry, decode_fetched
 
 _log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
-class FarLines:
+class RemoteLines:
     """Writes log lines on a thread of its own: whoever reads them may be slow, and Ray's thread must not wait."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
@@ -65,22 +65,22 @@ class FarLines:
 
 
 @final
-class FarReplica:
+class RemoteReplica:
     """One replica. All methods on the Ray thread, but for what runs when an answer is there."""
 
     def __init__(
         self,
         actor: Any,
         hello: Hello,
-        files: FarFiles,
-        lines: FarLines,
+        files: RemoteFiles,
+        lines: RemoteLines,
         *,
         post: Callable[..., None],
         call_later: Callable[..., None],
     ) -> None:
         """``post`` and ``call_later`` (after seconds) run a method on the Ray thread."""
         self.process: Final = f"{hello.node_id}-{hello.pid}"
-        """Its name among `FarFiles`."""
+        """Its name among `RemoteFiles`."""
         self._actor = actor
         self._whose = {"process": self.process, "address": hello.address}
         self._files = files
@@ -96,8 +96,8 @@ class FarReplica:
         """What is in the directory."""
         self._is_writing_lines = False
         self._has_ended = False
-        self._too_large = QuietLog(_log.warning, _SAID_EVERY_S)
-        self._failed = QuietLog(_log.warning, _SAID_EVERY_S)
+        self._too_large = RateLimitedLogger(_log.warning, _SAID_EVERY_S)
+        self._failed = RateLimitedLogger(_log.warning, _SAID_EVERY_S)
 
     def ask(self) -> None:
         """Fetch, and again a second after each answer, until it has ended."""
@@ -110,7 +110,7 @@ class FarReplica:
         future.add_done_callback(lambda done: self._post(self._hear, done))
         self._call_later(ANSWER_WITHIN_S, self._look, self._asked)
 
-    def take_last(self, fetched: Fetched) -> None:
+    def take_last(self, fetched: RemoteTelemetry) -> None:
         """What it gave with its last breath; an answer that comes after that is older."""
         if not self._has_ended:
             self._take(fetched)
@@ -147,7 +147,7 @@ class FarReplica:
             _log.warning("fetch_unanswered", **self._whose, within_s=ANSWER_WITHIN_S)
             self._forget()
 
-    def _take(self, fetched: Fetched) -> None:
+    def _take(self, fetched: RemoteTelemetry) -> None:
         self._take_lines(fetched.lines)
         if fetched.left_out_bytes:
             self._too_large.log(
@@ -177,32 +177,36 @@ class FarReplica:
 
 
 @final
-class FarReplicas:
+class RemoteReplicas:
     """All of a host. Methods on the Ray thread, but for those that say otherwise."""
 
     def __init__(
         self,
-        files: FarFiles,
+        files: RemoteFiles,
         write_lines: Callable[[bytes], None],
         *,
         post: Callable[..., None],
         call_later: Callable[..., None],
     ) -> None:
-        """What they count goes to ``files`` and what they say to ``write_lines``; the rest as for `FarReplica`."""
+        """What they count goes to ``files`` and what they say to ``write_lines``; the rest as for `RemoteReplica`."""
         self._files = files
-        self._lines = FarLines(write_lines)
+        self._lines = RemoteLines(write_lines)
         self._post = post
         self._call_later = call_later
 
-    def meet(self, actor: Any, hello: Hello) -> FarReplica | None:
+    def meet(self, actor: Any, hello: Hello) -> RemoteReplica | None:
         """A process has said ``hello``. None for one of the host's own machine. On any thread."""
         if not hello.node_id:
             return None
-        far = FarReplica(actor, hello, self._files, self._lines, post=self._post, call_later=self._call_later)
+        far = RemoteReplica(
+            actor, hello, self._files, self._lines, post=self._post, call_later=self._call_later
+        )
         self._post(far.ask)
         return far
 
-    def take_last(self, far: FarReplica | None, fetched: Fetched | None, then: Callable[[], None]) -> None:
+    def take_last(
+        self, far: RemoteReplica | None, fetched: RemoteTelemetry | None, then: Callable[[], None]
+    ) -> None:
         """``then`` after what a process gave with its last breath is taken, if there is any. On any thread."""
         if far is None or fetched is None:
             then()

@@ -17,11 +17,11 @@ from serve_controller.core.checkpoint import Checkpoint
 from serve_controller.core.objects import (
     Application,
     Backend,
-    Changes,
     Deployment,
-    Endpoint,
+    EndpointRecord,
     Goal,
     HostRecord,
+    ObjectChanges,
     Replica,
     SnapshotRecord,
 )
@@ -39,7 +39,7 @@ from serve_controller.core.observed import (
 )
 
 
-class Attention(msgspec.Struct, frozen=True, kw_only=True):
+class DirtySet(msgspec.Struct, frozen=True, kw_only=True):
     """What to look at. Sets of names; what does not exist is passed over."""
 
     is_everything: bool = False
@@ -57,38 +57,38 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """Forget what is over."""
 
 
-NOTHING = Attention()
-EVERYTHING = Attention(is_everything=True, tidy=True)
+NOTHING = DirtySet()
+EVERYTHING = DirtySet(is_everything=True, tidy=True)
 
 Subject = tuple[str, str]
 """What a due time is about: ``backend``, ``host`` or ``proxy``, and its name."""
 
 
-def of_host_report(before: HostObserved | None, after: HostObserved) -> Attention:
+def of_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet:
     """What a host's newest report may change."""
     host_id = after.report.host_id
     if before is None or before.report.incarnation != after.report.incarnation:
-        return Attention(hosts=frozenset({host_id}), has_room=True)
+        return DirtySet(hosts=frozenset({host_id}), has_room=True)
     old, new = before.report, after.report
     gained = old.resources != new.resources or old.leaving != new.leaving
     same = old.generation == new.generation and old.epoch == new.epoch and before.replicas is after.replicas
     if same and not gained:
         return NOTHING
-    return Attention(hosts=frozenset({host_id}), has_room=gained)
+    return DirtySet(hosts=frozenset({host_id}), has_room=gained)
 
 
-def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> Attention:
+def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> DirtySet:
     """What a proxy's newest report may change."""
     if before is None:
-        return Attention(proxies=frozenset({after.report.proxy_id}), goals=True)
+        return DirtySet(proxies=frozenset({after.report.proxy_id}), goals=True)
     old, new = before.report, after.report
     if old.leaving != new.leaving or old.incarnation != new.incarnation:
-        return Attention(proxies=frozenset({new.proxy_id}), goals=True)
+        return DirtySet(proxies=frozenset({new.proxy_id}), goals=True)
     told = old.applied_snapshot_id != new.applied_snapshot_id or old.http_error != new.http_error
-    return Attention(goals=True) if told else NOTHING
+    return DirtySet(goals=True) if told else NOTHING
 
 
-def of_changes(before: Checkpoint, after: Checkpoint, changes: Changes) -> Attention:
+def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) -> DirtySet:
     """What recorded changes make necessary to look at."""
     backends: set[BackendTag] = set()
     endpoints: set[EndpointTag] = set()
@@ -100,7 +100,7 @@ def of_changes(before: Checkpoint, after: Checkpoint, changes: Changes) -> Atten
         match value:
             case Backend():
                 backends.add(value.backend_tag)
-            case Endpoint():
+            case EndpointRecord():
                 endpoints.add(value.endpoint_tag)
             case Deployment():
                 backends.add(value.tag)
@@ -123,7 +123,7 @@ def of_changes(before: Checkpoint, after: Checkpoint, changes: Changes) -> Atten
             case _:
                 pass  # counters, proxies, revisions: nothing follows from them
     has_room = has_room or any(isinstance(value, Replica) for value in gone)
-    return Attention(
+    return DirtySet(
         backends=frozenset(backends),
         endpoints=frozenset(endpoints),
         hosts=frozenset(hosts),
@@ -133,7 +133,7 @@ def of_changes(before: Checkpoint, after: Checkpoint, changes: Changes) -> Atten
     )
 
 
-class Agenda:
+class DueChecks:
     """When time alone makes a look necessary: the earliest time for each subject. Soft, rebuilt by any full plan."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Agenda:
         return due
 
 
-class Silence:
+class SilenceDetector:
     """Notices who has fallen silent, or is heard again, by looking at each only when that may have changed."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Silence:
         self._doubtful: set[Subject] = set()
         """Silent for so long that they should be judged, which must wait for a round trip over the bus."""
 
-    def of_host(self, observed: ObservedState, host_id: HostId, now: float, agenda: Agenda) -> Attention:
+    def of_host(self, observed: ObservedState, host_id: HostId, now: float, agenda: DueChecks) -> DirtySet:
         """Look at one host now, and plan the next look."""
         status = host_status(observed, host_id, now)
         known = observed.hosts.get(host_id)
@@ -184,9 +184,9 @@ class Silence:
         if self._hosts.get(host_id) is status:
             return NOTHING
         self._hosts[host_id] = status
-        return Attention(hosts=frozenset({host_id}), has_room=True)
+        return DirtySet(hosts=frozenset({host_id}), has_room=True)
 
-    def of_proxy(self, observed: ObservedState, proxy_id: ProxyId, now: float, agenda: Agenda) -> Attention:
+    def of_proxy(self, observed: ObservedState, proxy_id: ProxyId, now: float, agenda: DueChecks) -> DirtySet:
         """Look at one proxy now, and plan the next look."""
         is_live = is_proxy_live(observed, proxy_id, now)
         at = silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S)
@@ -195,14 +195,14 @@ class Silence:
         if self._proxies.get(proxy_id) is is_live:
             return NOTHING
         self._proxies[proxy_id] = is_live
-        return Attention(proxies=frozenset({proxy_id}), goals=True)
+        return DirtySet(proxies=frozenset({proxy_id}), goals=True)
 
     def take_doubtful(self) -> set[Subject]:
         """Who is to be looked at now that a round trip over the bus was answered; begins anew."""
         doubtful, self._doubtful = self._doubtful, set()
         return doubtful
 
-    def _look_at(self, at: float, subject: Subject, now: float, agenda: Agenda) -> None:
+    def _look_at(self, at: float, subject: Subject, now: float, agenda: DueChecks) -> None:
         if at > now:
             agenda.add(at, subject)
         else:
@@ -214,7 +214,7 @@ class Silence:
         self._proxies = {proxy_id: live for proxy_id, live in self._proxies.items() if proxy_id in proxy_ids}
 
 
-class Attending:
+class DirtySets:
     """Gathers attention until a plan takes it.
 
     Changed in place: thousands of reports may add to it between two plans.
@@ -229,10 +229,10 @@ class Attending:
         self._hosts: set[HostId] = set()
         self._proxies: set[ProxyId] = set()
         self._keys: set[str] = set()
-        self._flags = Attention()
+        self._flags = DirtySet()
         self.is_empty = True
 
-    def add(self, attention: Attention) -> None:
+    def add(self, attention: DirtySet) -> None:
         """Look at this too."""
         if attention is NOTHING:
             return
@@ -243,14 +243,14 @@ class Attending:
         self._proxies |= attention.proxies
         self._keys |= attention.keys
         flags = self._flags
-        self._flags = Attention(
+        self._flags = DirtySet(
             is_everything=flags.is_everything or attention.is_everything,
             has_room=flags.has_room or attention.has_room,
             goals=flags.goals or attention.goals,
             tidy=flags.tidy or attention.tidy,
         )
 
-    def take(self) -> Attention:
+    def take(self) -> DirtySet:
         """All of it; begins anew."""
         result = msgspec.structs.replace(
             self._flags,

@@ -16,7 +16,7 @@ M = TypeVar("M")
 
 
 @final
-class Shelf(Generic[M]):
+class ModelCache(Generic[M]):
     """At most ``places`` models by their id, the least recently used first."""
 
     def __init__(self, places: int) -> None:
