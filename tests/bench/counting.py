@@ -22,7 +22,7 @@ from tests.bench.meters import Meter
 PAIRS: Final = 8
 CONNECTIONS: Final = 64
 UNCOUNTED: Final = f"default/{Served.UNCOUNTED.value}"
-"""Endpoint and backend without metrics: for the variable SERVE_UNCOUNTED."""
+"""Endpoint and backend without metrics: for the variable MUSTER_UNCOUNTED."""
 _RUN_S: Final = 1
 _SCRAPE_EVERY_S: Final = 1.0
 

@@ -41,7 +41,7 @@ async def running_muster(state_dir: Path) -> AsyncIterator[System]:
 
     A deployment that does not come up is told of and left out, except the no-op. Raises `StackFailed`.
     """
-    os.environ["SERVE_UNCOUNTED"] = UNCOUNTED  # the stack inherits it
+    os.environ["MUSTER_UNCOUNTED"] = UNCOUNTED  # the stack inherits it
     async with EmbeddedStack(state_dir, _OPTIONS) as stack:
         record = stack.record
         routes = await _deploy_all(record)

@@ -108,12 +108,12 @@ class ControllerProcess:
     @classmethod
     async def start(cls, controller_id: str, environment: Mapping[str, str]) -> Self:
         """Started, not yet leading."""
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SERVE_", "PG"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MUSTER_", "PG"))}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "serve_controller"),
             cwd=ROOT,
-            env={**inherited, **environment, "SERVE_CONTROLLER_ID": controller_id},
+            env={**inherited, **environment, "MUSTER_CONTROLLER_ID": controller_id},
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             limit=2**20,
@@ -393,12 +393,12 @@ class ControlPlane:
     async def start_controller(self, controller_id: str, **environment: str) -> ControllerProcess:
         """Another controller process; not yet leading."""
         fixed = {
-            "SERVE_NATS_URL": self._nats.url,
-            "SERVE_NATS_PASSWORD": "unused",
-            "SERVE_SUBJECT_PREFIX": self.subjects.prefix,
-            "SERVE_POSTGRES_DSN": self._dsn,
-            "SERVE_POSTGRES_PASSWORD": self._password,
-            "SERVE_OPS_PORT": "0",
+            "MUSTER_NATS_URL": self._nats.url,
+            "MUSTER_NATS_PASSWORD": "unused",
+            "MUSTER_SUBJECT_PREFIX": self.subjects.prefix,
+            "MUSTER_POSTGRES_DSN": self._dsn,
+            "MUSTER_POSTGRES_PASSWORD": self._password,
+            "MUSTER_OPS_PORT": "0",
             "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES),
         }
         controller = await ControllerProcess.start(controller_id, {**fixed, **environment})

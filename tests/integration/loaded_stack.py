@@ -129,7 +129,7 @@ class LoadedStack:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SERVE_", "MUSTER_", "PG", "RAY_"))
+            if not name.startswith(("MUSTER_", "PG", "RAY_"))
         }
         prepare_nats(self._paths, options, self._secrets)
         postgres = EmbeddedPostgres(self._paths, options, self._secrets, self._ports["postgres"])
@@ -147,12 +147,12 @@ class LoadedStack:
             services = ServiceSpecs(self._paths, options, self._secrets, of_this, own_ray_dir)
             for spec in services.all(environment):
                 if spec.name == CONTROLLER:
-                    self._controller_environment = {**spec.env, "SERVE_OPS_PORT": "0"}
+                    self._controller_environment = {**spec.env, "MUSTER_OPS_PORT": "0"}
                     continue
                 name = f"{spec.name}-{number}"
                 own = {
-                    HOST: {"SERVE_HOST_ID": name, "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
-                    PROXY: {"SERVE_PROXY_ID": name},
+                    HOST: {"MUSTER_HOST_ID": name, "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
+                    PROXY: {"MUSTER_PROXY_ID": name},
                 }
                 specs.append(
                     msgspec.structs.replace(
@@ -273,7 +273,7 @@ class LoadedStack:
         """To the controllers' database, as they reach it."""
         environment = self._controller_environment
         return await asyncpg.connect(
-            environment["SERVE_POSTGRES_DSN"], password=self._secrets.read("postgres_password")
+            environment["MUSTER_POSTGRES_DSN"], password=self._secrets.read("postgres_password")
         )
 
     def passwords(self) -> list[str]:

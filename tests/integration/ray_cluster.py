@@ -265,7 +265,7 @@ class Cluster:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SERVE_", "RAY_", "PROMETHEUS_"))
+            if not name.startswith(("MUSTER_", "RAY_", "PROMETHEUS_"))
         } | {
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -274,13 +274,13 @@ class Cluster:
         }
         of_nodes = environment | {"TMPDIR": str(directory / "tmp")}
         of_host = environment | {
-            "SERVE_NATS_URL": f"nats://127.0.0.1:{server.port}",
-            "SERVE_NATS_PASSWORD": "anyone",
-            "SERVE_REPLICA_NATS_PASSWORD": "anyone",
-            "SERVE_HOST_ID": HOST,
-            "SERVE_OPS_PORT": "0",
-            "SERVE_RAY_TEMP_DIR": str(directory / "host"),
-            "SERVE_DRAIN_TIMEOUT_S": "5",
+            "MUSTER_NATS_URL": f"nats://127.0.0.1:{server.port}",
+            "MUSTER_NATS_PASSWORD": "anyone",
+            "MUSTER_REPLICA_NATS_PASSWORD": "anyone",
+            "MUSTER_HOST_ID": HOST,
+            "MUSTER_OPS_PORT": "0",
+            "MUSTER_RAY_TEMP_DIR": str(directory / "host"),
+            "MUSTER_DRAIN_TIMEOUT_S": "5",
         }
         try:
             async with AsyncExitStack() as stack:
@@ -294,7 +294,7 @@ class Cluster:
                     )
                     host = starts.create_task(
                         stack.enter_async_context(
-                            HostOnCluster.running(directory, of_host, of_host["SERVE_NATS_URL"])
+                            HostOnCluster.running(directory, of_host, of_host["MUSTER_NATS_URL"])
                         )
                     )
                 yield cls(second.result(), host.result(), directory)

@@ -110,7 +110,7 @@ def _raise(outcome: BaseException | None) -> None:
 
 async def _die_at(plane: ControlPlane, point: str, *, has_standby: bool) -> None:
     await _put_stray_key(plane)
-    doomed = await plane.start_controller("controller-1", SERVE_CRASH_AT=point)
+    doomed = await plane.start_controller("controller-1", MUSTER_CRASH_AT=point)
     async with asyncio.TaskGroup() as tasks:
         story = tasks.create_task(_tell_story(plane))
         if has_standby:
@@ -140,7 +140,7 @@ async def _die_by_chance(plane: ControlPlane) -> None:
         while True:
             chance = "0.1" if len(died) < 8 else "0"
             controller = await plane.start_controller(
-                "controller-1", SERVE_CRASH_PROBABILITY=chance, SERVE_CRASH_SEED=str(77 + len(died))
+                "controller-1", MUSTER_CRASH_PROBABILITY=chance, MUSTER_CRASH_SEED=str(77 + len(died))
             )
             await controller.until_gone()
             died.append(controller)
@@ -224,10 +224,10 @@ async def test_a_boundary_that_does_not_exist_is_refused_at_the_start(
 ) -> None:
     with NatsServer(tmp_path) as nats:
         async with ControlPlane.opened(nats, postgres_server) as plane:
-            controller = await plane.start_controller("controller-1", SERVE_CRASH_AT="after:lunch")
+            controller = await plane.start_controller("controller-1", MUSTER_CRASH_AT="after:lunch")
             assert await controller.until_gone() == 1
             await controller.until_logged("controller_failed")
             (failed,) = controller.logged("controller_failed")
             assert failed["error"].startswith(
-                "SERVE_CRASH_AT: 'lunch' is no effect; there are record_command, "
+                "MUSTER_CRASH_AT: 'lunch' is no effect; there are record_command, "
             )

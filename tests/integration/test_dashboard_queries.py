@@ -107,9 +107,9 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
         directory, scrape_config({}, interval_s=SCRAPE_INTERVAL_S), files=RULES
     ) as prometheus:
         with pytest.MonkeyPatch.context() as environment:
-            for name in [name for name in os.environ if name.startswith(("SERVE_", "MUSTER_"))]:
+            for name in [name for name in os.environ if name.startswith("MUSTER_")]:
                 environment.delenv(name)
-            environment.setenv("SERVE_PROMETHEUS_URL", prometheus.url)
+            environment.setenv("MUSTER_PROMETHEUS_URL", prometheus.url)
             options = StackOptions(http_port=0, nats_port=0, num_cpus=8)
             stack = EmbeddedStack(tmp_path_factory.mktemp("s") / "state", options)
             _, _ = await asyncio.gather(asyncio.to_thread(prometheus.start), stack.start())

@@ -65,7 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-HTTPServer(("127.0.0.1", int(os.environ["SERVE_OPS_PORT"])), Handler).serve_forever()
+HTTPServer(("127.0.0.1", int(os.environ["MUSTER_OPS_PORT"])), Handler).serve_forever()
 """
 
 
@@ -218,33 +218,33 @@ async def test_services_get_the_variables_that_compose_gives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PGHOST", "elsewhere.example")
-    monkeypatch.setenv("SERVE_BODY_BYTES_MAX", "77")
+    monkeypatch.setenv("MUSTER_BODY_BYTES_MAX", "77")
     async with make_stack(tmp_path / "state", Heard()) as stack:
         ports, secrets = stack.record.ports, Secrets(tmp_path / "state" / "secrets")
         environments = {name: await environment_of(stack, name) for name in SERVICES}
     for name, variable, file, ops in (
-        ("controller", "SERVE_NATS_CREDS_FILE", "controller.creds", "controller_ops"),
-        ("proxy", "SERVE_NATS_KEYS_FILE", "proxy.keys", "proxy_ops"),
-        ("replica-host", "SERVE_NATS_KEYS_FILE", "host.keys", "host_ops"),
+        ("controller", "MUSTER_NATS_CREDS_FILE", "controller.creds", "controller_ops"),
+        ("proxy", "MUSTER_NATS_KEYS_FILE", "proxy.keys", "proxy_ops"),
+        ("replica-host", "MUSTER_NATS_KEYS_FILE", "host.keys", "host_ops"),
     ):
         given = environments[name]
-        assert given["SERVE_NATS_URL"] == f"nats://127.0.0.1:{ports['nats']}"
+        assert given["MUSTER_NATS_URL"] == f"nats://127.0.0.1:{ports['nats']}"
         assert given[variable] == str(secrets.path(file))
-        assert given["SERVE_OPS_PORT"] == str(ports[ops])
-        assert given["SERVE_BODY_BYTES_MAX"] == "77"
+        assert given["MUSTER_OPS_PORT"] == str(ports[ops])
+        assert given["MUSTER_BODY_BYTES_MAX"] == "77"
         assert not any(secrets.read(secret) in given.values() for secret in NAMES)
-    assert environments["controller"]["SERVE_POSTGRES_DSN"] == (
+    assert environments["controller"]["MUSTER_POSTGRES_DSN"] == (
         f"postgresql://muster@127.0.0.1:{ports['postgres']}/muster"
     )
-    assert environments["controller"]["SERVE_POSTGRES_PASSWORD_FILE"] == str(
+    assert environments["controller"]["MUSTER_POSTGRES_PASSWORD_FILE"] == str(
         secrets.path("postgres_password")
     )
     assert "PGHOST" not in environments["controller"]
     assert environments["replica-host"]["PGHOST"] == "elsewhere.example"
-    assert environments["proxy"]["SERVE_HTTP_PORT"] == str(ports["http"])
+    assert environments["proxy"]["MUSTER_HTTP_PORT"] == str(ports["http"])
     host = environments["replica-host"]
-    assert host["SERVE_NUM_CPUS"] == "1"
-    assert len(host["SERVE_RAY_TEMP_DIR"]) <= 40
+    assert host["MUSTER_NUM_CPUS"] == "1"
+    assert len(host["MUSTER_RAY_TEMP_DIR"]) <= 40
 
 
 async def test_data_and_ports_survive_a_restart(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ async def test_with_no_way_to_be_another_user_the_reason_is_told(
 async def test_a_deep_state_directory_gets_a_short_ray_directory_that_goes_with_it(tmp_path: Path) -> None:
     state = tmp_path / ("deep" * 10) / "state"
     async with make_stack(state, Heard()) as stack:
-        ray = Path((await environment_of(stack, "replica-host"))["SERVE_RAY_TEMP_DIR"])
+        ray = Path((await environment_of(stack, "replica-host"))["MUSTER_RAY_TEMP_DIR"])
         assert len(str(ray)) <= 40
         assert mode_of(ray) == 0o700
     assert mode_of(ray) is None

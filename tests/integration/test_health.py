@@ -80,14 +80,14 @@ class Service:
 
 @asynccontextmanager
 async def running(module: str, environment: Mapping[str, str]) -> AsyncIterator[Service]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SERVE_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module),
         env={
             **inherited,
-            "SERVE_NATS_PASSWORD": "unused",
-            "SERVE_OPS_PORT": "0",
-            "SERVE_UNHEALTHY_AFTER_S": str(UNHEALTHY_AFTER_S),
+            "MUSTER_NATS_PASSWORD": "unused",
+            "MUSTER_OPS_PORT": "0",
+            "MUSTER_UNHEALTHY_AFTER_S": str(UNHEALTHY_AFTER_S),
             **environment,
         },
         stdin=asyncio.subprocess.DEVNULL,
@@ -116,14 +116,14 @@ def nats(tmp_path: Path) -> Iterator[NatsServer]:
         server.kill()
 
 
-PROXY = {"SERVE_HTTP_PORT": "0", "SERVE_PROXY_ID": "p"}
+PROXY = {"MUSTER_HTTP_PORT": "0", "MUSTER_PROXY_ID": "p"}
 
 
 @pytest.fixture
 async def services(nats: NatsServer, postgres_server: PostgresServer) -> AsyncIterator[list[Service]]:
     dsn, password = await postgres_server.make_database()
-    bus = {"SERVE_NATS_URL": nats.url}
-    store = {"SERVE_POSTGRES_DSN": dsn, "SERVE_POSTGRES_PASSWORD": password}
+    bus = {"MUSTER_NATS_URL": nats.url}
+    store = {"MUSTER_POSTGRES_DSN": dsn, "MUSTER_POSTGRES_PASSWORD": password}
     async with (
         running("serve_controller", {**bus, **store}) as first,
         running("serve_proxy", {**bus, **PROXY}) as second,
@@ -159,7 +159,7 @@ async def test_a_bus_that_is_away_makes_unready_and_one_that_is_silent_makes_unh
 
 
 async def test_a_process_that_stands_still_answers_nothing_and_its_parent_says_so(nats: NatsServer) -> None:
-    environment = {**PROXY, "SERVE_NATS_URL": nats.url, "SERVE_PROXY_PROCESSES": "2"}
+    environment = {**PROXY, "MUSTER_NATS_URL": nats.url, "MUSTER_PROXY_PROCESSES": "2"}
     async with running("serve_proxy", environment) as parent:
         await parent.until("/healthz", 200)
         await parent.until("/readyz", 503, "process 2: the bucket of snapshots was not read yet")
@@ -228,10 +228,10 @@ async def test_a_leader_whose_postgres_hangs_says_so_and_is_not_ready(
     await asyncio.to_thread(breakable_postgres.start)
     dsn, password = await breakable_postgres.make_database()
     environment = {
-        "SERVE_NATS_URL": nats.url,
-        "SERVE_POSTGRES_DSN": dsn,
-        "SERVE_POSTGRES_PASSWORD": password,
-        "SERVE_UNHEALTHY_AFTER_S": "60",
+        "MUSTER_NATS_URL": nats.url,
+        "MUSTER_POSTGRES_DSN": dsn,
+        "MUSTER_POSTGRES_PASSWORD": password,
+        "MUSTER_UNHEALTHY_AFTER_S": "60",
     }
     async with running("serve_controller", environment) as controller, nats_client(nats) as client:
         numbers = itertools.count(1)

@@ -51,7 +51,7 @@ async def test_proxies_of_one_parent_report_the_page_that_shows_them_all(
     server: NatsServer, stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On all addresses, so that each of them has to find out under which one NATS knows it.
-    monkeypatch.setenv("SERVE_OPS_HOST", "0.0.0.0")
+    monkeypatch.setenv("MUSTER_OPS_HOST", "0.0.0.0")
     processes = ProxyProcesses()
     try:
         await processes.start(server)

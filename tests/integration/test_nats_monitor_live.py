@@ -111,7 +111,7 @@ def read_until_pong(connection: socket.socket) -> None:
 async def test_the_leader_and_nobody_else_shows_a_server_and_whom_it_cut_off(
     plane: ControlPlane, monitored: MonitoredServer
 ) -> None:
-    variables = {"SERVE_NATS_MONITOR_URL": f"http://{monitored.name}"}
+    variables = {"MUSTER_NATS_MONITOR_URL": f"http://{monitored.name}"}
     leader = await plane.start_controller("controller-1", **variables)
     await plane.until_led_by("controller-1")
     standby = await plane.start_controller("controller-2", **variables)
@@ -165,7 +165,7 @@ async def test_a_monitoring_port_that_never_answers_does_not_hold_up_the_leader(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         name = f"127.0.0.1:{silent.getsockname()[1]}"
-        leader = await plane.start_controller("controller-1", SERVE_NATS_MONITOR_URL=f"http://{name}")
+        leader = await plane.start_controller("controller-1", MUSTER_NATS_MONITOR_URL=f"http://{name}")
         await plane.until_led_by("controller-1")
 
         async def is_said_to_be_down() -> bool:

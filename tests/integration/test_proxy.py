@@ -422,11 +422,11 @@ async def test_the_process_starts_before_nats_and_ends_cleanly_on_a_signal(tmp_p
     server = NatsServer(tmp_path)
     environment = {
         **os.environ,
-        "SERVE_NATS_URL": server.url,
-        "SERVE_NATS_PASSWORD": "unused",
-        "SERVE_HTTP_PORT": "0",
-        "SERVE_OPS_PORT": "0",
-        "SERVE_PROXY_ID": "p9",
+        "MUSTER_NATS_URL": server.url,
+        "MUSTER_NATS_PASSWORD": "unused",
+        "MUSTER_HTTP_PORT": "0",
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_PROXY_ID": "p9",
     }
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE

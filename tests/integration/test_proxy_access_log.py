@@ -125,7 +125,7 @@ async def test_an_answered_request_has_a_line_by_every_way_and_none_of_its_secre
 ) -> None:
     stack, log = world
     await stack.serve(R0)
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", "https://a.example")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", "https://a.example")
     chain = ["serve_proxy.middlewares.cors:cors"] if way == "middlewares" else []
     await switch(stack, middlewares=chain)
     headers = {

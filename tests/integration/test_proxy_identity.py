@@ -137,7 +137,7 @@ async def test_no_header_of_a_client_takes_away_or_stands_in_for_what_the_proxy_
     server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, middlewares: list[str]
 ) -> None:
     (tmp_path / "keys").write_text(f"shop {KEY}\n")
-    monkeypatch.setenv("SERVE_API_KEYS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(tmp_path / "keys"))
     monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.api_keys", raising=False)
     async with running_stack(server, middleware_dir=str(tmp_path)) as stack:
         shadow = await serve(stack, *middlewares)
@@ -205,7 +205,7 @@ async def test_a_rate_limit_counts_by_the_client_that_is_believed(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch, hops: int
 ) -> None:
     for name, value in {"PER_S": "0.001", "BURST": "1", "BY": "address"}.items():
-        monkeypatch.setenv(f"SERVE_RATE_LIMIT_{name}", value)
+        monkeypatch.setenv(f"MUSTER_RATE_LIMIT_{name}", value)
     monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.rate_limit", raising=False)
     async with running_stack(server, forwarded_hops=hops) as stack:
         await serve(stack, RATE_LIMIT)
@@ -218,7 +218,7 @@ async def test_who_may_not_call_may_not_read_the_routes_either(
     server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "keys").write_text(f"shop {KEY}\n")
-    monkeypatch.setenv("SERVE_API_KEYS_FILE", str(tmp_path / "keys"))
+    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(tmp_path / "keys"))
     monkeypatch.delitem(sys.modules, "serve_proxy.middlewares.api_keys", raising=False)
     async with running_stack(server) as stack:
         await serve(stack)
@@ -232,8 +232,8 @@ async def test_who_may_not_call_may_not_read_the_routes_either(
 
 
 def test_there_is_one_setting_for_all_that_believe_load_balancers() -> None:
-    known = {"SERVE_NATS_PASSWORD": "x"}
+    known = {"MUSTER_NATS_PASSWORD": "x"}
     assert read_settings(Environment(known)).forwarded_hops == 0
-    assert read_settings(Environment({**known, "SERVE_FORWARDED_HOPS": "2"})).forwarded_hops == 2
-    with pytest.raises(BadField, match="SERVE_FORWARDED_HOPS"):
-        read_settings(Environment({**known, "SERVE_RATE_LIMIT_FORWARDED_HOPS": "1"}))
+    assert read_settings(Environment({**known, "MUSTER_FORWARDED_HOPS": "2"})).forwarded_hops == 2
+    with pytest.raises(BadField, match="MUSTER_FORWARDED_HOPS"):
+        read_settings(Environment({**known, "MUSTER_RATE_LIMIT_FORWARDED_HOPS": "1"}))

@@ -50,12 +50,12 @@ class ProxyProcess:
     async def start(self, server: NatsServer) -> None:
         environment = {
             **os.environ,
-            "SERVE_NATS_URL": server.url,
-            "SERVE_NATS_PASSWORD": "unused",
-            "SERVE_HTTP_PORT": "0",
-            "SERVE_OPS_PORT": "0",
-            "SERVE_PROXY_ID": self.proxy_id,
-            "SERVE_DRAIN_TIMEOUT_S": "10",
+            "MUSTER_NATS_URL": server.url,
+            "MUSTER_NATS_PASSWORD": "unused",
+            "MUSTER_HTTP_PORT": "0",
+            "MUSTER_OPS_PORT": "0",
+            "MUSTER_PROXY_ID": self.proxy_id,
+            "MUSTER_DRAIN_TIMEOUT_S": "10",
         }
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE

@@ -51,13 +51,13 @@ class ProxyProcesses:
     async def start(self, server: NatsServer, count: int = 2, http_port: int = 0) -> None:
         environment = {
             **os.environ,
-            "SERVE_NATS_URL": server.url,
-            "SERVE_NATS_PASSWORD": "unused",
-            "SERVE_HTTP_PORT": str(http_port),
-            "SERVE_OPS_PORT": "0",
-            "SERVE_PROXY_ID": "many",
-            "SERVE_PROXY_PROCESSES": str(count),
-            "SERVE_DRAIN_TIMEOUT_S": "10",
+            "MUSTER_NATS_URL": server.url,
+            "MUSTER_NATS_PASSWORD": "unused",
+            "MUSTER_HTTP_PORT": str(http_port),
+            "MUSTER_OPS_PORT": "0",
+            "MUSTER_PROXY_ID": "many",
+            "MUSTER_PROXY_PROCESSES": str(count),
+            "MUSTER_DRAIN_TIMEOUT_S": "10",
         }
         self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve_proxy", env=environment, stderr=asyncio.subprocess.PIPE, limit=2**20

@@ -108,17 +108,17 @@ class Place:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith(("SERVE_", "RAY_", "PROMETHEUS_"))
+            if not name.startswith(("MUSTER_", "RAY_", "PROMETHEUS_"))
         } | {
-            "SERVE_NATS_URL": self._server.url,
-            "SERVE_NATS_PASSWORD": "anyone",
-            "SERVE_REPLICA_NATS_PASSWORD": "anyone",
-            "SERVE_HOST_ID": HOST,
-            "SERVE_OPS_PORT": "0",
-            "SERVE_RAY_TEMP_DIR": str(self.directory / "ray"),
-            "SERVE_NUM_CPUS": "2",
-            "SERVE_SPARE_REPLICAS": "1",
-            "SERVE_DRAIN_TIMEOUT_S": "5",
+            "MUSTER_NATS_URL": self._server.url,
+            "MUSTER_NATS_PASSWORD": "anyone",
+            "MUSTER_REPLICA_NATS_PASSWORD": "anyone",
+            "MUSTER_HOST_ID": HOST,
+            "MUSTER_OPS_PORT": "0",
+            "MUSTER_RAY_TEMP_DIR": str(self.directory / "ray"),
+            "MUSTER_NUM_CPUS": "2",
+            "MUSTER_SPARE_REPLICAS": "1",
+            "MUSTER_DRAIN_TIMEOUT_S": "5",
             "BOMB": str(self.bomb),
         }
         async with HostOnCluster.running(self.directory, environment, self._server.url) as host:

@@ -308,7 +308,7 @@ async def test_a_model_learns_no_secret_of_its_host(scene: Scene):
     told = [
         name
         for name, value in environment.items()
-        if (name.startswith(("SERVE_", "MUSTER_")) and name.endswith(("_FILE", "PASSWORD", "TOKEN", "SEED")))
+        if (name.startswith("MUSTER_") and name.endswith(("_FILE", "PASSWORD", "TOKEN", "SEED")))
         or str(scene.stack._secrets.directory) in value
     ]
     assert told == []

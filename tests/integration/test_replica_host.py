@@ -256,20 +256,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("SERVE_", "RAY_", "PROMETHEUS_"))
+        if not name.startswith(("MUSTER_", "RAY_", "PROMETHEUS_"))
     } | {
         "HOME": "/nonexistent",
-        "SERVE_NATS_URL": nats.url,
-        "SERVE_NATS_KEYS_FILE": str(nats.secrets.keys_file(Role.HOST)),
-        "SERVE_HOST_ID": HOST,
-        "SERVE_OPS_PORT": "0",
-        "SERVE_RAY_TEMP_DIR": str(ray_dir),
-        "SERVE_NUM_CPUS": "4",
-        "SERVE_SPARE_REPLICAS": "2",
-        "SERVE_APP_ROOT": str(directory),
-        "SERVE_DRAIN_TIMEOUT_S": "30",
-        "SERVE_UNHEALTHY_AFTER_S": "2",
-        "SERVE_REPLICA_IDENTITY_S": str(IDENTITY_S),
+        "MUSTER_NATS_URL": nats.url,
+        "MUSTER_NATS_KEYS_FILE": str(nats.secrets.keys_file(Role.HOST)),
+        "MUSTER_HOST_ID": HOST,
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_RAY_TEMP_DIR": str(ray_dir),
+        "MUSTER_NUM_CPUS": "4",
+        "MUSTER_SPARE_REPLICAS": "2",
+        "MUSTER_APP_ROOT": str(directory),
+        "MUSTER_DRAIN_TIMEOUT_S": "30",
+        "MUSTER_UNHEALTHY_AFTER_S": "2",
+        "MUSTER_REPLICA_IDENTITY_S": str(IDENTITY_S),
     }
     command = [sys.executable, "-m", "serve_replica_host"]
     log_path = directory / "host.log"

@@ -69,20 +69,20 @@ def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
 
 
 def environment(nats: NatsServer, directory: Path) -> Mapping[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SERVE_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     return {
         **inherited,
-        "SERVE_NATS_URL": nats.url,
-        "SERVE_NATS_PASSWORD": "unused",
-        "SERVE_REPLICA_NATS_PASSWORD": "unused",
-        "SERVE_POSTGRES_DSN": "postgresql://nobody@127.0.0.1:1/none",
-        "SERVE_POSTGRES_PASSWORD": "unused",
-        "SERVE_OPS_PORT": "0",
-        "SERVE_HTTP_PORT": "0",
-        "SERVE_PROXY_ID": "p",
-        "SERVE_HOST_ID": "h",
-        "SERVE_RAY_TEMP_DIR": str(directory / "ray"),
-        "SERVE_METRICS_DIR": str(directory / "metrics"),
+        "MUSTER_NATS_URL": nats.url,
+        "MUSTER_NATS_PASSWORD": "unused",
+        "MUSTER_REPLICA_NATS_PASSWORD": "unused",
+        "MUSTER_POSTGRES_DSN": "postgresql://nobody@127.0.0.1:1/none",
+        "MUSTER_POSTGRES_PASSWORD": "unused",
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_HTTP_PORT": "0",
+        "MUSTER_PROXY_ID": "p",
+        "MUSTER_HOST_ID": "h",
+        "MUSTER_RAY_TEMP_DIR": str(directory / "ray"),
+        "MUSTER_METRICS_DIR": str(directory / "metrics"),
     }
 
 

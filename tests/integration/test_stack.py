@@ -53,7 +53,7 @@ class Stack:
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("SERVE_", "MUSTER_"))}
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("MUSTER_")}
         self.environment["MUSTER_STATE_DIR"] = str(state_dir)
         self.output = (state_dir.parent / "up.log").open("ab")
         self.process: subprocess.Popen[bytes] | None = None

@@ -23,7 +23,7 @@ from serve_controller.shell.boundary import (
 
 
 def mode(**variables: str) -> CrashMode | None:
-    return read_crash_mode(Environment({f"SERVE_CRASH_{name}": value for name, value in variables.items()}))
+    return read_crash_mode(Environment({f"MUSTER_CRASH_{name}": value for name, value in variables.items()}))
 
 
 def test_nothing_is_asked_for_by_default() -> None:
@@ -70,19 +70,19 @@ def test_without_a_seed_each_process_draws_its_own() -> None:
         ("PROBABILITY", "1.1", "must be between 0 and 1"),
         ("PROBABILITY", "-0.1", "must be between 0 and 1"),
         ("PROBABILITY", "nan", "must be between 0 and 1"),
-        ("SEED", "7", "is of no use without SERVE_CRASH_PROBABILITY"),
+        ("SEED", "7", "is of no use without MUSTER_CRASH_PROBABILITY"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_variable(name: str, value: str, reason: str) -> None:
     with pytest.raises(BadField) as refused:
         mode(**{name: value})
-    assert refused.value.field == f"SERVE_CRASH_{name}"
+    assert refused.value.field == f"MUSTER_CRASH_{name}"
     assert reason in str(refused.value)
     assert len(str(refused.value)) < 300
 
 
 def test_a_seed_that_is_no_number_is_refused() -> None:
-    with pytest.raises(BadField, match="SERVE_CRASH_SEED"):
+    with pytest.raises(BadField, match="MUSTER_CRASH_SEED"):
         mode(PROBABILITY="0.5", SEED="x")
 
 

@@ -190,7 +190,7 @@ def test_replicas_share_a_network_only_with_those_who_listen_elsewhere(compose: 
         }
         assert aliases["monitoring"] == [f"{name}-monitoring"]
         assert not any(told for network, told in aliases.items() if network != "monitoring")
-    assert services["controller"]["environment"]["SERVE_OPS_HOST"] == "127.0.0.1,controller-monitoring"
+    assert services["controller"]["environment"]["MUSTER_OPS_HOST"] == "127.0.0.1,controller-monitoring"
     assert "--web.listen-address=prometheus-monitoring:9090" in services["prometheus"]["command"]
     assert 'http: "nats-monitoring:8222"' in (ROOT / "deploy/nats/compose.conf").read_text()
     assert {"postgres", "controller"} == {
@@ -220,7 +220,7 @@ def test_prometheus_scrapes_the_operations_port_of_every_service(compose: dict[s
         (name,) = discovery["names"]
         assert name.removesuffix("-monitoring") == service
         assert name == service or name in named(compose, service)
-        port = compose["services"][service]["environment"]["SERVE_OPS_PORT"]
+        port = compose["services"][service]["environment"]["MUSTER_OPS_PORT"]
         assert str(discovery["port"]) == port
         assert f":{port}/readyz" in compose["services"][service]["healthcheck"]["test"][-1]
 
@@ -260,6 +260,6 @@ def test_only_the_ingress_is_published_beyond_this_machine(compose: dict[str, An
 def test_the_controller_reads_the_state_of_nats_where_nats_shows_it(compose: dict[str, Any]) -> None:
     shown = re.search(r'^http: "(.+)"$', (ROOT / "deploy/nats/compose.conf").read_text(), re.MULTILINE)
     assert shown is not None
-    told = compose["services"]["controller"]["environment"]["SERVE_NATS_MONITOR_URL"]
+    told = compose["services"]["controller"]["environment"]["MUSTER_NATS_MONITOR_URL"]
     assert told == f"http://{shown[1]}"
     assert "--http_port" not in compose["services"]["nats"]["command"]

@@ -34,11 +34,13 @@ def test_otherwise_bytecode_lies_where_python_puts_it(tmp_path: Path) -> None:
 def test_the_proxy_is_told_how_many_processes_share_its_port(tmp_path: Path) -> None:
     for options, expected in ((None, "1"), (StackOptions(proxy_processes=4), "4")):
         envs = [spec.env for spec in specs(tmp_path, options).all({})]
-        assert [env["SERVE_PROXY_PROCESSES"] for env in envs if "SERVE_PROXY_PROCESSES" in env] == [expected]
+        assert [env["MUSTER_PROXY_PROCESSES"] for env in envs if "MUSTER_PROXY_PROCESSES" in env] == [
+            expected
+        ]
 
 
 def test_the_controller_alone_is_told_where_nats_shows_its_state(tmp_path: Path) -> None:
-    told = {spec.name: spec.env.get("SERVE_NATS_MONITOR_URL") for spec in specs(tmp_path).all({})}
+    told = {spec.name: spec.env.get("MUSTER_NATS_MONITOR_URL") for spec in specs(tmp_path).all({})}
     assert told == {"controller": "http://127.0.0.1:1", "replica-host": None, "proxy": None}
 
 
@@ -47,14 +49,14 @@ def test_replicas_of_another_user_have_their_places_outside_the_state_directory(
         return dict(next(spec.env for spec in specs(root).all(environment) if spec.name == "replica-host"))
 
     same = of_host(tmp_path, {})
-    assert same["SERVE_RAY_TEMP_DIR"] == str(tmp_path / "ray")
+    assert same["MUSTER_RAY_TEMP_DIR"] == str(tmp_path / "ray")
     assert same["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path / "metrics")
-    other = of_host(tmp_path, {"SERVE_REPLICA_USER": "nobody"})
-    told = {"SERVE_NATS_PASSWORD": "a", "SERVE_NATS_PASSWORD_FILE": "", "SERVE_REPLICA_NATS_PASSWORD": "b"}
-    settings = read_host_settings(Environment(other | told | {"SERVE_REPLICA_NATS_PASSWORD_FILE": ""}))
+    other = of_host(tmp_path, {"MUSTER_REPLICA_USER": "nobody"})
+    told = {"MUSTER_NATS_PASSWORD": "a", "MUSTER_NATS_PASSWORD_FILE": "", "MUSTER_REPLICA_NATS_PASSWORD": "b"}
+    settings = read_host_settings(Environment(other | told | {"MUSTER_REPLICA_NATS_PASSWORD_FILE": ""}))
     assert settings.metrics_dir.startswith(settings.own_dir)
     assert str(tmp_path) not in settings.own_dir + settings.ray_temp_dir
     assert (
-        other["SERVE_RAY_TEMP_DIR"]
-        != of_host(tmp_path / "b", {"SERVE_REPLICA_USER": "nobody"})["SERVE_RAY_TEMP_DIR"]
+        other["MUSTER_RAY_TEMP_DIR"]
+        != of_host(tmp_path / "b", {"MUSTER_REPLICA_USER": "nobody"})["MUSTER_RAY_TEMP_DIR"]
     )

@@ -273,11 +273,11 @@ def test_who_runs_on_the_hosts_node_and_sees_its_files_shares_its_machine(tmp_pa
 
 
 def test_a_replica_takes_what_it_lacks_of_its_hosts_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ((LOG_SOCKET, "/another/host's"), (HOST_ID, "other"), ("SERVE_LOG_LEVEL", "ERROR")):
+    for name, value in ((LOG_SOCKET, "/another/host's"), (HOST_ID, "other"), ("MUSTER_LOG_LEVEL", "ERROR")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SERVE_UNCOUNTED", "")
-    monkeypatch.delenv("SERVE_UNCOUNTED")
-    variables = {"SERVE_LOG_LEVEL": "DEBUG", "SERVE_UNCOUNTED": "a"}
+    monkeypatch.setenv("MUSTER_UNCOUNTED", "")
+    monkeypatch.delenv("MUSTER_UNCOUNTED")
+    variables = {"MUSTER_LOG_LEVEL": "DEBUG", "MUSTER_UNCOUNTED": "a"}
     place = HostLocation(node_id="a", host_id="host-1", log_socket="/x.sock", variables=variables)
 
     place.enter(is_shared=False)

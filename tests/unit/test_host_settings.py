@@ -19,7 +19,7 @@ from serve_replica_host.adapters.ray_environment import (
 )
 from serve_replica_host.settings import SPARE_REPLICAS, read_host_settings
 
-MINIMAL = {"SERVE_NATS_PASSWORD": "h", "SERVE_REPLICA_NATS_PASSWORD": "r", "SERVE_HOST_ID": "host-1"}
+MINIMAL = {"MUSTER_NATS_PASSWORD": "h", "MUSTER_REPLICA_NATS_PASSWORD": "r", "MUSTER_HOST_ID": "host-1"}
 
 
 def test_defaults_need_only_the_two_passwords() -> None:
@@ -38,12 +38,12 @@ def test_defaults_need_only_the_two_passwords() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SERVE_RAY_TEMP_DIR", "relative/dir"),
-        ("SERVE_RAY_TEMP_DIR", "/tmp/" + "x" * 80),
-        ("SERVE_NUM_CPUS", "many"),
-        ("SERVE_SPARE_REPLICAS", "-1"),
-        ("SERVE_HOST_ID", "no spaces"),
-        ("SERVE_DRAIN_TIMEOUT_S", "-1"),
+        ("MUSTER_RAY_TEMP_DIR", "relative/dir"),
+        ("MUSTER_RAY_TEMP_DIR", "/tmp/" + "x" * 80),
+        ("MUSTER_NUM_CPUS", "many"),
+        ("MUSTER_SPARE_REPLICAS", "-1"),
+        ("MUSTER_HOST_ID", "no spaces"),
+        ("MUSTER_DRAIN_TIMEOUT_S", "-1"),
     ],
 )
 def test_a_bad_value_names_its_variable(name: str, value: str) -> None:

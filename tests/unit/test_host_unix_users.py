@@ -57,12 +57,12 @@ def test_a_user_is_a_name_an_id_or_two_ids() -> None:
     ],
 )
 def test_what_is_no_user_or_is_root_is_refused_by_the_name_of_its_variable(text: str) -> None:
-    with pytest.raises(BadField, match="SERVE_REPLICA_USER"):
-        find_user(text, "SERVE_REPLICA_USER")
+    with pytest.raises(BadField, match="MUSTER_REPLICA_USER"):
+        find_user(text, "MUSTER_REPLICA_USER")
 
 
 def test_host_and_replicas_may_not_be_told_to_be_the_same() -> None:
-    with pytest.raises(BadField, match="another user than SERVE_HOST_USER"):
+    with pytest.raises(BadField, match="another user than MUSTER_HOST_USER"):
         choose_users("nobody", "nobody")
 
 
@@ -74,17 +74,17 @@ def test_whom_we_are_already_needs_no_right(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_the_right_to_it_a_change_of_user_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unix_users, "may_change_user", lambda: False)
-    with pytest.raises(BadField, match="SERVE_REPLICA_USER: can be another user only where"):
+    with pytest.raises(BadField, match="MUSTER_REPLICA_USER: can be another user only where"):
         choose_users("", "54321")
-    with pytest.raises(BadField, match="SERVE_HOST_USER: can be another user only where"):
+    with pytest.raises(BadField, match="MUSTER_HOST_USER: can be another user only where"):
         choose_users("54321", "")
 
 
 def test_another_users_replicas_find_nothing_of_the_hosts_in_their_own_directory() -> None:
-    told = {"SERVE_NATS_PASSWORD": "a", "SERVE_REPLICA_NATS_PASSWORD": "b", "SERVE_RAY_TEMP_DIR": "/tmp/r"}
-    same = read_host_settings(Environment(told | {"SERVE_HOST_ID": "h"}))
+    told = {"MUSTER_NATS_PASSWORD": "a", "MUSTER_REPLICA_NATS_PASSWORD": "b", "MUSTER_RAY_TEMP_DIR": "/tmp/r"}
+    same = read_host_settings(Environment(told | {"MUSTER_HOST_ID": "h"}))
     assert (same.own_dir, same.metrics_dir) == ("/tmp/r", "/tmp/r/metrics-h")
-    other = read_host_settings(Environment(told | {"SERVE_HOST_ID": "h", "SERVE_REPLICA_USER": "replica"}))
+    other = read_host_settings(Environment(told | {"MUSTER_HOST_ID": "h", "MUSTER_REPLICA_USER": "replica"}))
     assert (other.own_dir, other.metrics_dir) == ("/tmp/r-host", "/tmp/r-host/metrics-h")
     assert (other.host_user, other.replica_user) == ("", "replica")
 
@@ -181,5 +181,5 @@ def test_a_python_that_the_user_may_not_execute_is_told_as_what_is_wrong(
         python = Path(directory) / "python"  # the directory is root's alone
         python.symlink_to(sys.executable)
         monkeypatch.setattr(sys, "executable", str(python))
-        with pytest.raises(BadField, match="SERVE_REPLICA_USER: nobody may not execute"):
+        with pytest.raises(BadField, match="MUSTER_REPLICA_USER: nobody may not execute"):
             RayProcess(SETTINGS, find_user("nobody", "F"))

@@ -11,7 +11,7 @@ from serve_common.runtime.settings import Environment, OperationsSettings, read_
 
 def settings(host: str = "0.0.0.0", advertise: str = "") -> OperationsSettings:
     return read_operations_settings(
-        Environment({"SERVE_OPS_HOST": host, "SERVE_OPS_ADVERTISE": advertise}), 9102
+        Environment({"MUSTER_OPS_HOST": host, "MUSTER_OPS_ADVERTISE": advertise}), 9102
     )
 
 
@@ -59,5 +59,5 @@ def test_children_tell_of_their_parents_page(host: str, advertise: str, told: st
 
 @pytest.mark.parametrize("text", ["http://x", "a b", "host:port", "host:70000", "[::1", "/x"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(BadField, match="SERVE_OPS_ADVERTISE"):
+    with pytest.raises(BadField, match="MUSTER_OPS_ADVERTISE"):
         settings(advertise=text)

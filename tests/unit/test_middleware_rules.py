@@ -18,7 +18,7 @@ KEY = "a-key-of-enough-characters"
 
 
 def cors(origins: str, **more: str):
-    return read_cors_rules(Environment({"SERVE_CORS_ALLOW_ORIGINS": origins, **more}))
+    return read_cors_rules(Environment({"MUSTER_CORS_ALLOW_ORIGINS": origins, **more}))
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_origins(given: str, origin: str | None, is_allowed: bool) -> None:
         ("https://a.*.example", {}, "hosts below a domain"),
         ("https://a.example:port", {}, "is no origin"),
         ("https://u:p@a.example", {}, "is no origin"),
-        ("*", {"SERVE_CORS_ALLOW_CREDENTIALS": "true"}, "SERVE_CORS_ALLOW_CREDENTIALS"),
-        ("https://a.example", {"SERVE_CORS_ALLOW_CREDENTIALS": "yes"}, "neither true nor false"),
-        ("https://a.example", {"SERVE_CORS_ALLOW_METHODS": "GET,P(ST"}, "no name that HTTP allows"),
-        ("https://a.example", {"SERVE_CORS_ALLOW_HEADERS": "*,x"}, "not both"),
-        ("https://a.example", {"SERVE_CORS_MAX_AGE_S": "x"}, "SERVE_CORS_MAX_AGE_S"),
+        ("*", {"MUSTER_CORS_ALLOW_CREDENTIALS": "true"}, "MUSTER_CORS_ALLOW_CREDENTIALS"),
+        ("https://a.example", {"MUSTER_CORS_ALLOW_CREDENTIALS": "yes"}, "neither true nor false"),
+        ("https://a.example", {"MUSTER_CORS_ALLOW_METHODS": "GET,P(ST"}, "no name that HTTP allows"),
+        ("https://a.example", {"MUSTER_CORS_ALLOW_HEADERS": "*,x"}, "not both"),
+        ("https://a.example", {"MUSTER_CORS_MAX_AGE_S": "x"}, "MUSTER_CORS_MAX_AGE_S"),
     ],
 )
 def test_settings_that_would_allow_too_much_or_mean_nothing_are_refused(origins, more, reason) -> None:
@@ -80,7 +80,7 @@ def test_requested_headers_are_echoed_only_when_they_are_names() -> None:
     assert echoed["Access-Control-Allow-Headers"] == "X-One, x-two"
     assert "cannot be understood" in rules.preflight("https://a.example", "PUT", "x\u00e9")
     assert "cannot be understood" in rules.preflight("https://a.example", "PUT", "x," * 200)
-    any_method = cors("https://a.example", SERVE_CORS_ALLOW_METHODS="*")
+    any_method = cors("https://a.example", MUSTER_CORS_ALLOW_METHODS="*")
     assert (
         dict(any_method.preflight("https://a.example", "PURGE", ""))["Access-Control-Allow-Methods"]
         == "PURGE"
@@ -118,7 +118,7 @@ def test_a_wrong_file_of_keys_is_refused_by_its_line_without_telling_a_key(text:
 
 
 def rate(by: str = "key", **more: str):
-    return read_rate_rules(Environment({"SERVE_RATE_LIMIT_PER_S": "1", "SERVE_RATE_LIMIT_BY": by, **more}))
+    return read_rate_rules(Environment({"MUSTER_RATE_LIMIT_PER_S": "1", "MUSTER_RATE_LIMIT_BY": by, **more}))
 
 
 def test_what_a_request_is_counted_by() -> None:

@@ -115,7 +115,7 @@ class Rig:
         self.now = 1_000.0
         names = ",".join(urls)
         self.reader = NatsMonitorReader(
-            read_nats_monitors(Environment({"SERVE_NATS_MONITOR_URL": names})),
+            read_nats_monitors(Environment({"MUSTER_NATS_MONITOR_URL": names})),
             leads=self._leads,
             clock=lambda: self.now,
             period_s=0.001,
@@ -352,7 +352,7 @@ async def test_without_servers_nothing_runs() -> None:
 
 
 def monitors(text: str) -> list[tuple[str, str]]:
-    found = read_nats_monitors(Environment({"SERVE_NATS_MONITOR_URL": text}))
+    found = read_nats_monitors(Environment({"MUSTER_NATS_MONITOR_URL": text}))
     return [(monitor.server, monitor.url) for monitor in found]
 
 
@@ -385,5 +385,5 @@ NONSENSE = (
 def test_other_addresses_are_refused_without_showing_them(text: str) -> None:
     with pytest.raises(BadField) as caught:
         monitors(f"http://u:secret@ok:1,{text}")
-    assert caught.value.field == "SERVE_NATS_MONITOR_URL"
+    assert caught.value.field == "MUSTER_NATS_MONITOR_URL"
     assert "secret" not in str(caught.value)

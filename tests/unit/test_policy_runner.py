@@ -56,7 +56,7 @@ def eats(context):
     return len(bytearray(800 * 1024 * 1024))
 
 def environment(context):
-    return len([name for name in os.environ if name.startswith("SERVE_")])
+    return len([name for name in os.environ if name.startswith("MUSTER_")])
 
 def descriptors(context):
     return len([name for name in os.listdir("/proc/self/fd") if int(name) > 2])
@@ -257,7 +257,7 @@ async def test_async_functions_and_what_is_no_function_are_refused(ask: Answerin
 async def test_a_policy_sees_neither_settings_nor_files_of_the_controller(
     ask: Answering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SERVE_POSTGRES_PASSWORD", "secret")
+    monkeypatch.setenv("MUSTER_POSTGRES_PASSWORD", "secret")
     held = os.open(os.devnull, os.O_RDONLY)
     os.set_inheritable(held, True)
     assert (await ask("environment")).num_replicas == 0
@@ -267,7 +267,7 @@ async def test_a_policy_sees_neither_settings_nor_files_of_the_controller(
 
 
 def test_only_what_a_python_process_needs_is_passed_on() -> None:
-    passed = child_environment({"PATH": "/bin", "SERVE_NATS_PASSWORD": "secret", "AWS_SECRET": "secret"})
+    passed = child_environment({"PATH": "/bin", "MUSTER_NATS_PASSWORD": "secret", "AWS_SECRET": "secret"})
     assert passed["PATH"] == "/bin"
     assert "secret" not in passed.values()
 

@@ -84,7 +84,7 @@ def test_who_has_just_begun_need_not_have_been_seen_before() -> None:
 def test_a_process_that_two_jobs_scrape_would_count_double() -> None:
     twice = {P1: [every(5, 700, 998, "a x"), every(5, 701, 999, "b x")], H1: [every(5, 702, 997)]}
     assert window(twice) == (
-        "proxy p1 is scraped twice, as a x and b x; SERVE_PROMETHEUS_SELECTOR can choose one"
+        "proxy p1 is scraped twice, as a x and b x; MUSTER_PROMETHEUS_SELECTOR can choose one"
     )
     moved = {P1: [every(5, 700, 960, "a x"), every(5, 965, 1000, "a y")], H1: [every(5, 702, 997)]}
     assert window(moved) == Window(30.0, 997.0)
@@ -136,14 +136,14 @@ def test_what_is_no_label_matcher_is_refused(text: str) -> None:
 def test_the_settings_name_a_server_or_none() -> None:
     assert read_prometheus_settings(Environment({})) is None
     settings = read_prometheus_settings(
-        Environment({"SERVE_PROMETHEUS_URL": "https://u:p@prom/x", "SERVE_PROMETHEUS_TOKEN": "secret"})
+        Environment({"MUSTER_PROMETHEUS_URL": "https://u:p@prom/x", "MUSTER_PROMETHEUS_TOKEN": "secret"})
     )
     assert settings is not None
     assert settings.token == "secret"
     assert "secret" not in repr(settings)
     assert "u:p" not in repr(settings)
-    with pytest.raises(BadField, match="SERVE_PROMETHEUS_URL"):
-        read_prometheus_settings(Environment({"SERVE_PROMETHEUS_URL": "prometheus:9090"}))
+    with pytest.raises(BadField, match="MUSTER_PROMETHEUS_URL"):
+        read_prometheus_settings(Environment({"MUSTER_PROMETHEUS_URL": "prometheus:9090"}))
 
 
 def test_placeholders_are_replaced_and_fit_for_strings() -> None:

@@ -321,10 +321,10 @@ def test_an_endpoint_that_changes_keeps_its_tally() -> None:
 
 
 def test_settings_have_defaults_and_name_the_bad_variable() -> None:
-    settings = read_settings(Environment({"SERVE_NATS_PASSWORD": "p", "SERVE_PROXY_ID": "p1"}))
+    settings = read_settings(Environment({"MUSTER_NATS_PASSWORD": "p", "MUSTER_PROXY_ID": "p1"}))
     assert (settings.http_host, settings.http_port, settings.operations.port) == ("127.0.0.1", 8000, 9102)
     assert settings.http.request_timeout_s == 60
     assert settings.http.body_bytes_max == 10 * 1024 * 1024
     assert (settings.drain_timeout_s, settings.bus_wait_s, settings.middleware_dir) == (30, 5, None)
-    with pytest.raises(BadField, match="SERVE_REQUEST_TIMEOUT_S"):
-        read_settings(Environment({"SERVE_NATS_PASSWORD": "p", "SERVE_REQUEST_TIMEOUT_S": "soon"}))
+    with pytest.raises(BadField, match="MUSTER_REQUEST_TIMEOUT_S"):
+        read_settings(Environment({"MUSTER_NATS_PASSWORD": "p", "MUSTER_REQUEST_TIMEOUT_S": "soon"}))

@@ -189,14 +189,14 @@ def test_a_merged_page_holds_every_sample_once_per_process_in_one_group_per_fami
 
 
 def settings(**variables: str) -> ProxySettings:
-    return read_settings(Environment({"SERVE_NATS_PASSWORD": "x", "SERVE_PROXY_ID": "p", **variables}))
+    return read_settings(Environment({"MUSTER_NATS_PASSWORD": "x", "MUSTER_PROXY_ID": "p", **variables}))
 
 
 def test_the_number_of_processes_is_read_and_limited() -> None:
     assert settings().processes == 1
-    assert settings(SERVE_PROXY_PROCESSES="64").processes == 64
+    assert settings(MUSTER_PROXY_PROCESSES="64").processes == 64
     for wrong in ("0", "65", "two"):
-        with pytest.raises(BadField, match="SERVE_PROXY_PROCESSES"):
-            settings(SERVE_PROXY_PROCESSES=wrong)
+        with pytest.raises(BadField, match="MUSTER_PROXY_PROCESSES"):
+            settings(MUSTER_PROXY_PROCESSES=wrong)
     assert settings().parent_fd is None
-    assert settings(SERVE_PROXY_PARENT_FD="7").parent_fd == 7
+    assert settings(MUSTER_PROXY_PARENT_FD="7").parent_fd == 7

@@ -89,7 +89,9 @@ class Proxy:
 
 @pytest.fixture
 async def proxy(monkeypatch):
-    for name in [name for name in os.environ if name.startswith(("SERVE_CORS", "SERVE_API", "SERVE_RATE"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("MUSTER_CORS", "MUSTER_API", "MUSTER_RATE"))
+    ]:
         monkeypatch.delenv(name)
     proxy = Proxy()
     yield proxy
@@ -104,7 +106,7 @@ def keys(tmp_path, monkeypatch):
     file = tmp_path / "keys"
     digest = hashlib.sha256(OTHER_KEY.encode()).hexdigest()
     file.write_text(f"# who may call\nshop {SHOP_KEY}\n\nother sha256:{digest}  # by its digest\n")
-    monkeypatch.setenv("SERVE_API_KEYS_FILE", str(file))
+    monkeypatch.setenv("MUSTER_API_KEYS_FILE", str(file))
     return file
 
 
@@ -112,10 +114,10 @@ def keys(tmp_path, monkeypatch):
 
 
 async def test_a_preflight_is_answered_here_and_reaches_no_replica(proxy: Proxy, monkeypatch) -> None:
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", ORIGIN)
-    monkeypatch.setenv("SERVE_CORS_ALLOW_HEADERS", "Content-Type,X-Token")
-    monkeypatch.setenv("SERVE_CORS_ALLOW_CREDENTIALS", "true")
-    monkeypatch.setenv("SERVE_CORS_MAX_AGE_S", "60")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", ORIGIN)
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_HEADERS", "Content-Type,X-Token")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_CREDENTIALS", "true")
+    monkeypatch.setenv("MUSTER_CORS_MAX_AGE_S", "60")
     await proxy.start(CORS)
     ask = {"Origin": ORIGIN, "Access_Control_Request_Method": "POST"}
     status, headers, _ = await proxy.get(
@@ -148,7 +150,7 @@ async def test_a_preflight_is_answered_here_and_reaches_no_replica(proxy: Proxy,
 async def test_answers_streams_and_errors_may_be_read_by_the_page(
     proxy: Proxy, monkeypatch, path: str
 ) -> None:
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", f"{ORIGIN}, https://*.example.org")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", f"{ORIGIN}, https://*.example.org")
     proxy.replicas.answer_headers.append((b"access-control-allow-origin", b"*"))
     await proxy.start(CORS)
     for origin in (ORIGIN, "https://a.b.example.org"):
@@ -165,7 +167,7 @@ async def test_answers_streams_and_errors_may_be_read_by_the_page(
 
 
 async def test_any_origin_is_answered_alike(proxy: Proxy, monkeypatch) -> None:
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", "*")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", "*")
     await proxy.start(CORS)
     _, headers, _ = await proxy.get(Origin="https://anything.example")
     assert headers["Access-Control-Allow-Origin"] == "*"
@@ -250,8 +252,8 @@ async def test_keys_are_read_again_when_the_file_changes_and_kept_while_it_is_wr
 async def test_each_key_has_its_own_rate_and_hears_when_to_come_again(
     proxy: Proxy, keys, monkeypatch
 ) -> None:
-    monkeypatch.setenv("SERVE_RATE_LIMIT_PER_S", "0.1")
-    monkeypatch.setenv("SERVE_RATE_LIMIT_BURST", "2")
+    monkeypatch.setenv("MUSTER_RATE_LIMIT_PER_S", "0.1")
+    monkeypatch.setenv("MUSTER_RATE_LIMIT_BURST", "2")
     await proxy.start(API_KEYS, RATE_LIMIT)
     for key in (SHOP_KEY, OTHER_KEY):
         assert [(await proxy.get(X_API_Key=key))[0] for _ in range(3)] == [200, 200, 429]
@@ -265,15 +267,15 @@ async def test_each_key_has_its_own_rate_and_hears_when_to_come_again(
 
 
 async def test_without_keys_the_address_counts(proxy: Proxy, monkeypatch) -> None:
-    monkeypatch.setenv("SERVE_RATE_LIMIT_PER_S", "0.5")
+    monkeypatch.setenv("MUSTER_RATE_LIMIT_PER_S", "0.5")
     await proxy.start(RATE_LIMIT)
     assert (await proxy.get())[0] == 200
     assert (await proxy.get(X_Forwarded_For="10.0.0.9"))[0] == 429  # whoever wrote that is not believed
 
 
 async def test_all_together_in_the_advised_order(proxy: Proxy, keys, monkeypatch) -> None:
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", ORIGIN)
-    monkeypatch.setenv("SERVE_RATE_LIMIT_PER_S", "0.5")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", ORIGIN)
+    monkeypatch.setenv("MUSTER_RATE_LIMIT_PER_S", "0.5")
     await proxy.start(CORS, API_KEYS, RATE_LIMIT)
     status, _, _ = await proxy.get(method="OPTIONS", Origin=ORIGIN, Access_Control_Request_Method="GET")
     assert status == 204
@@ -289,21 +291,25 @@ async def test_all_together_in_the_advised_order(proxy: Proxy, keys, monkeypatch
 @pytest.mark.parametrize(
     ("path", "variables", "reason"),
     [
-        (CORS, {}, "SERVE_CORS_ALLOW_ORIGINS: is not set"),
-        (CORS, {"SERVE_CORS_ALLOW_ORIGINS": "example.com"}, "is no origin"),
-        (API_KEYS, {}, "SERVE_API_KEYS_FILE: is not set"),
+        (CORS, {}, "MUSTER_CORS_ALLOW_ORIGINS: is not set"),
+        (CORS, {"MUSTER_CORS_ALLOW_ORIGINS": "example.com"}, "is no origin"),
+        (API_KEYS, {}, "MUSTER_API_KEYS_FILE: is not set"),
         (
             API_KEYS,
-            {"SERVE_API_KEYS_FILE": "/nowhere/keys"},
-            "SERVE_API_KEYS_FILE: /nowhere/keys cannot be read",
+            {"MUSTER_API_KEYS_FILE": "/nowhere/keys"},
+            "MUSTER_API_KEYS_FILE: /nowhere/keys cannot be read",
         ),
-        (RATE_LIMIT, {}, "SERVE_RATE_LIMIT_PER_S: is not set"),
-        (RATE_LIMIT, {"SERVE_RATE_LIMIT_PER_S": "0"}, "must be between"),
-        (RATE_LIMIT, {"SERVE_RATE_LIMIT_PER_S": "1", "SERVE_RATE_LIMIT_BY": "name"}, "SERVE_RATE_LIMIT_BY"),
+        (RATE_LIMIT, {}, "MUSTER_RATE_LIMIT_PER_S: is not set"),
+        (RATE_LIMIT, {"MUSTER_RATE_LIMIT_PER_S": "0"}, "must be between"),
         (
             RATE_LIMIT,
-            {"SERVE_RATE_LIMIT_PER_S": "1", "SERVE_RATE_LIMIT_BY": "header:"},
-            "SERVE_RATE_LIMIT_BY",
+            {"MUSTER_RATE_LIMIT_PER_S": "1", "MUSTER_RATE_LIMIT_BY": "name"},
+            "MUSTER_RATE_LIMIT_BY",
+        ),
+        (
+            RATE_LIMIT,
+            {"MUSTER_RATE_LIMIT_PER_S": "1", "MUSTER_RATE_LIMIT_BY": "header:"},
+            "MUSTER_RATE_LIMIT_BY",
         ),
     ],
 )
@@ -314,5 +320,5 @@ async def test_what_is_missing_or_wrong_refuses_the_import_and_names_the_variabl
         monkeypatch.setenv(name, value)
     with pytest.raises(MiddlewareRefused, match=f"{path}: BadField: .*{reason}"):
         await load_middlewares([path])
-    monkeypatch.setenv("SERVE_CORS_ALLOW_ORIGINS", "*")
+    monkeypatch.setenv("MUSTER_CORS_ALLOW_ORIGINS", "*")
     assert len(await load_middlewares([CORS])) == 1  # once it is set it can be imported

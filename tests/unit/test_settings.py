@@ -65,7 +65,7 @@ def test_an_identity_is_the_given_name_or_made_from_the_machines(monkeypatch: py
 
 def test_the_bus_settings_of_a_role() -> None:
     environment = Environment(
-        {"SERVE_NATS_URL": " nats://a:1 , nats://b:2,", "SERVE_NATS_PASSWORD": "hunter2"}
+        {"MUSTER_NATS_URL": " nats://a:1 , nats://b:2,", "MUSTER_NATS_PASSWORD": "hunter2"}
     )
     settings = read_bus_settings(environment, Role.PROXY, "p-1")
     assert settings.servers == ["nats://a:1", "nats://b:2"]
@@ -80,34 +80,34 @@ def test_the_bus_settings_of_a_role() -> None:
 @pytest.mark.parametrize(
     ("variables", "field"),
     [
-        ({"SERVE_NATS_URL": " , "}, "SERVE_NATS_URL"),
-        ({"SERVE_SUBJECT_PREFIX": "a.b"}, "SERVE_SUBJECT_PREFIX"),
-        ({"SERVE_NATS_PASSWORD": ""}, "SERVE_NATS_CREDS_FILE"),
-        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_CREDS_FILE": "/absent"}, "SERVE_NATS_CREDS_FILE"),
-        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_CREDS_FILE": __file__}, "SERVE_NATS_CREDS_FILE"),
-        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_KEYS_FILE": "/absent"}, "SERVE_NATS_KEYS_FILE"),
-        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_KEYS_FILE": __file__}, "SERVE_NATS_KEYS_FILE"),
-        ({"SERVE_NATS_PASSWORD": "", "SERVE_NATS_PASSWORD_FILE": "/absent"}, "SERVE_NATS_PASSWORD_FILE"),
+        ({"MUSTER_NATS_URL": " , "}, "MUSTER_NATS_URL"),
+        ({"MUSTER_SUBJECT_PREFIX": "a.b"}, "MUSTER_SUBJECT_PREFIX"),
+        ({"MUSTER_NATS_PASSWORD": ""}, "MUSTER_NATS_CREDS_FILE"),
+        ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_CREDS_FILE": "/absent"}, "MUSTER_NATS_CREDS_FILE"),
+        ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_CREDS_FILE": __file__}, "MUSTER_NATS_CREDS_FILE"),
+        ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_KEYS_FILE": "/absent"}, "MUSTER_NATS_KEYS_FILE"),
+        ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_KEYS_FILE": __file__}, "MUSTER_NATS_KEYS_FILE"),
+        ({"MUSTER_NATS_PASSWORD": "", "MUSTER_NATS_PASSWORD_FILE": "/absent"}, "MUSTER_NATS_PASSWORD_FILE"),
     ],
 )
 def test_bad_bus_settings_name_their_variable(variables: dict[str, str], field: str) -> None:
-    environment = Environment({"SERVE_NATS_PASSWORD": "x", **variables})
+    environment = Environment({"MUSTER_NATS_PASSWORD": "x", **variables})
     assert refused(read_bus_settings, environment, Role.PROXY).field == field
 
 
 def test_the_controllers_settings_show_no_secret() -> None:
     environment = Environment(
         {
-            "SERVE_NATS_PASSWORD": "hunter2",
-            "SERVE_POSTGRES_PASSWORD": "hunter3",
-            "SERVE_CONTROLLER_ID": "c1",
-            "SERVE_OPS_PORT": "0",
+            "MUSTER_NATS_PASSWORD": "hunter2",
+            "MUSTER_POSTGRES_PASSWORD": "hunter3",
+            "MUSTER_CONTROLLER_ID": "c1",
+            "MUSTER_OPS_PORT": "0",
         }
     )
     settings = read_settings(environment)
     assert "hunter" not in repr(settings)
     assert (settings.controller_id, settings.operations.port) == ("c1", 0)
     assert (
-        refused(read_operations_settings, Environment({"SERVE_OPS_PORT": "65536"}), 1).field
-        == "SERVE_OPS_PORT"
+        refused(read_operations_settings, Environment({"MUSTER_OPS_PORT": "65536"}), 1).field
+        == "MUSTER_OPS_PORT"
     )

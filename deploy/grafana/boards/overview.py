@@ -196,7 +196,7 @@ _TRAFFIC: Final = Row(
         ),
         Panel(
             title="Memory of request bodies",
-            description="What the bodies under way may need, by proxy. At SERVE_BODY_MEMORY_MAX further requests "
+            description="What the bodies under way may need, by proxy. At MUSTER_BODY_MEMORY_MAX further requests "
             "with a body get 503 and Retry-After.",
             unit="bytes",
             link=common.TO_PROCESS,

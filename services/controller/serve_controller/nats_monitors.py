@@ -15,7 +15,7 @@ import msgspec
 from serve_common.errors import BadField
 from serve_common.runtime.settings import Environment
 
-VARIABLE: Final = "SERVE_NATS_MONITOR_URL"
+VARIABLE: Final = "MUSTER_NATS_MONITOR_URL"
 SERVERS_MAX: Final = 16
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+|[0-9a-f:.]+")
 _PORTS: Final = {"http": 80, "https": 443}

@@ -68,13 +68,13 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
 def read_settings(environment: Environment) -> ControllerSettings:
     """Read and check everything; raises `BadField` naming the variable."""
     return ControllerSettings(
-        controller_id=ControllerId(environment.identity("SERVE_CONTROLLER_ID")),
-        postgres_dsn=environment.text("SERVE_POSTGRES_DSN", "postgresql://muster@127.0.0.1:5432/muster"),
-        postgres_password=environment.secret("SERVE_POSTGRES_PASSWORD"),
+        controller_id=ControllerId(environment.identity("MUSTER_CONTROLLER_ID")),
+        postgres_dsn=environment.text("MUSTER_POSTGRES_DSN", "postgresql://muster@127.0.0.1:5432/muster"),
+        postgres_password=environment.secret("MUSTER_POSTGRES_PASSWORD"),
         bus=read_bus_settings(environment, Role.CONTROLLER),
         operations=read_operations_settings(environment, 9101),
         tracing=read_tracing_settings(environment.variables),
-        app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
+        app_root=str(Path(environment.text("MUSTER_APP_ROOT", str(Path.cwd()))).absolute()),
         prometheus=read_prometheus_settings(environment),
         nats_monitors=read_nats_monitors(environment),
         crash_mode=read_crash_mode(environment),
@@ -83,18 +83,18 @@ def read_settings(environment: Environment) -> ControllerSettings:
 
 def read_prometheus_settings(environment: Environment) -> PrometheusSettings | None:
     """None when no server is named; raises `BadField` naming the variable."""
-    url = environment.optional("SERVE_PROMETHEUS_URL")
+    url = environment.optional("MUSTER_PROMETHEUS_URL")
     if url is None:
         return None
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise BadField("SERVE_PROMETHEUS_URL", "must be an address such as http://prometheus:9090")
-    has_token = any(environment.optional(f"SERVE_PROMETHEUS_TOKEN{way}") for way in ("", "_FILE"))
+        raise BadField("MUSTER_PROMETHEUS_URL", "must be an address such as http://prometheus:9090")
+    has_token = any(environment.optional(f"MUSTER_PROMETHEUS_TOKEN{way}") for way in ("", "_FILE"))
     return PrometheusSettings(
         url=url,
-        token=environment.secret("SERVE_PROMETHEUS_TOKEN") if has_token else None,
+        token=environment.secret("MUSTER_PROMETHEUS_TOKEN") if has_token else None,
         selector=check_selector(
-            environment.optional("SERVE_PROMETHEUS_SELECTOR") or "", "SERVE_PROMETHEUS_SELECTOR"
+            environment.optional("MUSTER_PROMETHEUS_SELECTOR") or "", "MUSTER_PROMETHEUS_SELECTOR"
         ),
     )
 

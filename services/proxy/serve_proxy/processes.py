@@ -1,4 +1,4 @@
-"""Joins the parts of a parent of proxy processes: `SERVE_PROXY_PROCESSES` above 1.
+"""Joins the parts of a parent of proxy processes: `MUSTER_PROXY_PROCESSES` above 1.
 
 Why the environment: a child is started as every proxy is, so there is one code path.
 """
@@ -57,11 +57,11 @@ def child_environment(
     """What the child of that number is told: all that the parent was, and what makes it a proxy of its own."""
     return {
         **os.environ,
-        "SERVE_PROXY_PROCESSES": "1",
-        "SERVE_PROXY_ID": child_id(settings.proxy_id, number),
-        "SERVE_HTTP_PORT": str(http_port),
+        "MUSTER_PROXY_PROCESSES": "1",
+        "MUSTER_PROXY_ID": child_id(settings.proxy_id, number),
+        "MUSTER_HTTP_PORT": str(http_port),
         # Asked by the parent alone, which knows the port that the system chooses.
-        "SERVE_OPS_HOST": "127.0.0.1",
-        "SERVE_OPS_PORT": "0",
-        "SERVE_OPS_ADVERTISE": advertised_for_children(settings.operations, operations_port),
+        "MUSTER_OPS_HOST": "127.0.0.1",
+        "MUSTER_OPS_PORT": "0",
+        "MUSTER_OPS_ADVERTISE": advertised_for_children(settings.operations, operations_port),
     }

@@ -62,37 +62,37 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_settings(environment: Environment) -> ProxySettings:
     """Read them; raises `BadField` naming the variable."""
-    if environment.optional("SERVE_RATE_LIMIT_FORWARDED_HOPS"):
+    if environment.optional("MUSTER_RATE_LIMIT_FORWARDED_HOPS"):
         raise BadField(
-            "SERVE_RATE_LIMIT_FORWARDED_HOPS", "has become SERVE_FORWARDED_HOPS, which holds for everything"
+            "MUSTER_RATE_LIMIT_FORWARDED_HOPS", "has become MUSTER_FORWARDED_HOPS, which holds for everything"
         )
     defaults = HttpOptions()
-    proxy_id = ProxyId(environment.identity("SERVE_PROXY_ID"))
+    proxy_id = ProxyId(environment.identity("MUSTER_PROXY_ID"))
     return ProxySettings(
         proxy_id=proxy_id,
         bus=read_bus_settings(environment, Role.PROXY, proxy_id),
         operations=read_operations_settings(environment, 9102),
-        http_host=environment.text("SERVE_HTTP_HOST", "127.0.0.1"),
-        http_port=environment.integer("SERVE_HTTP_PORT", 8000, 0, 65_535),
+        http_host=environment.text("MUSTER_HTTP_HOST", "127.0.0.1"),
+        http_port=environment.integer("MUSTER_HTTP_PORT", 8000, 0, 65_535),
         http=HttpOptions(
             request_timeout_s=environment.seconds(
-                "SERVE_REQUEST_TIMEOUT_S", defaults.request_timeout_s, 0.1, 86_400
+                "MUSTER_REQUEST_TIMEOUT_S", defaults.request_timeout_s, 0.1, 86_400
             ),
             body_bytes_max=environment.integer(
-                "SERVE_BODY_BYTES_MAX", defaults.body_bytes_max, 0, 256 * 1024 * 1024
+                "MUSTER_BODY_BYTES_MAX", defaults.body_bytes_max, 0, 256 * 1024 * 1024
             ),
         ),
-        drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
-        bus_wait_s=environment.seconds("SERVE_BUS_WAIT_S", 5.0, 0, 60),
+        drain_timeout_s=environment.seconds("MUSTER_DRAIN_TIMEOUT_S", 30.0, 0, 3_600),
+        bus_wait_s=environment.seconds("MUSTER_BUS_WAIT_S", 5.0, 0, 60),
         body_memory_max=environment.integer(
-            "SERVE_BODY_MEMORY_MAX", BODIES_BYTES_MAX, 1024 * 1024, 64 * 1024 * 1024 * 1024
+            "MUSTER_BODY_MEMORY_MAX", BODIES_BYTES_MAX, 1024 * 1024, 64 * 1024 * 1024 * 1024
         ),
-        processes=environment.integer("SERVE_PROXY_PROCESSES", 1, 1, PROCESSES_MAX),
+        processes=environment.integer("MUSTER_PROXY_PROCESSES", 1, 1, PROCESSES_MAX),
         parent_fd=environment.integer(PARENT_FD, -1, 0, 1_000_000)
         if environment.optional(PARENT_FD)
         else None,
         tracing=read_tracing_settings(environment.variables),
-        middleware_dir=environment.optional("SERVE_MIDDLEWARE_DIR"),
-        forwarded_hops=environment.integer("SERVE_FORWARDED_HOPS", 0, 0, FORWARDED_HOPS_MAX),
-        uncounted=frozenset((environment.optional("SERVE_UNCOUNTED") or "").split()),
+        middleware_dir=environment.optional("MUSTER_MIDDLEWARE_DIR"),
+        forwarded_hops=environment.integer("MUSTER_FORWARDED_HOPS", 0, 0, FORWARDED_HOPS_MAX),
+        uncounted=frozenset((environment.optional("MUSTER_UNCOUNTED") or "").split()),
     )

@@ -56,7 +56,7 @@ def main() -> int:
         log.warning(
             "user_code_has_the_hosts_rights",
             uid=os.geteuid(),
-            reason="SERVE_REPLICA_USER names no other user",
+            reason="MUSTER_REPLICA_USER names no other user",
         )
     else:
         log.info("user_code_is_another_user", uid=users.replica.uid, host_uid=os.geteuid())

@@ -64,32 +64,32 @@ class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_host_settings(environment: Environment) -> HostSettings:
     """The settings; raises `BadField` naming the variable."""
-    ray_temp_dir = environment.text("SERVE_RAY_TEMP_DIR", str(Path(tempfile.gettempdir()) / "muster-ray"))
+    ray_temp_dir = environment.text("MUSTER_RAY_TEMP_DIR", str(Path(tempfile.gettempdir()) / "muster-ray"))
     if not Path(ray_temp_dir).is_absolute() or len(ray_temp_dir) > RAY_TEMP_DIR_LENGTH_MAX:
         raise BadField(
-            "SERVE_RAY_TEMP_DIR",
+            "MUSTER_RAY_TEMP_DIR",
             f"{ray_temp_dir!r} must be absolute and have at most {RAY_TEMP_DIR_LENGTH_MAX} characters: "
             "Ray puts unix sockets below it",
         )
-    host_id = HostId(environment.identity("SERVE_HOST_ID"))
-    replica_user = environment.optional("SERVE_REPLICA_USER") or ""
+    host_id = HostId(environment.identity("MUSTER_HOST_ID"))
+    replica_user = environment.optional("MUSTER_REPLICA_USER") or ""
     # What is another user's is no place for what the host makes.
     own_dir = f"{ray_temp_dir}{OWN_DIR_SUFFIX}" if replica_user else ray_temp_dir
     return HostSettings(
         host_id=host_id,
         bus=read_bus_settings(environment, Role.HOST, host_id),
-        replica_bus=read_bus_settings(environment, Role.REPLICA, prefix="SERVE_REPLICA_NATS"),
-        replica_identity_s=environment.seconds("SERVE_REPLICA_IDENTITY_S", 3_600.0, 3.0, 30 * 86_400.0),
+        replica_bus=read_bus_settings(environment, Role.REPLICA, prefix="MUSTER_REPLICA_NATS"),
+        replica_identity_s=environment.seconds("MUSTER_REPLICA_IDENTITY_S", 3_600.0, 3.0, 30 * 86_400.0),
         operations=read_operations_settings(environment, OPERATIONS_PORT),
         ray_temp_dir=ray_temp_dir,
         ray_address=environment.optional("RAY_ADDRESS"),
-        num_cpus=environment.integer("SERVE_NUM_CPUS", 0, 0, 10_000) or None,
-        app_root=str(Path(environment.text("SERVE_APP_ROOT", str(Path.cwd()))).absolute()),
+        num_cpus=environment.integer("MUSTER_NUM_CPUS", 0, 0, 10_000) or None,
+        app_root=str(Path(environment.text("MUSTER_APP_ROOT", str(Path.cwd()))).absolute()),
         metrics_dir=environment.text("PROMETHEUS_MULTIPROC_DIR", str(Path(own_dir) / f"metrics-{host_id}")),
-        spare_replicas=environment.integer("SERVE_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
-        drain_timeout_s=environment.seconds("SERVE_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
+        spare_replicas=environment.integer("MUSTER_SPARE_REPLICAS", SPARE_REPLICAS, 0, 1_000),
+        drain_timeout_s=environment.seconds("MUSTER_DRAIN_TIMEOUT_S", 20.0, 0.0, 3600.0),
         own_dir=own_dir,
-        host_user=environment.optional("SERVE_HOST_USER") or "",
+        host_user=environment.optional("MUSTER_HOST_USER") or "",
         replica_user=replica_user,
         tracing=read_tracing_settings(environment.variables),
     )

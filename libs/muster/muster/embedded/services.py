@@ -136,7 +136,7 @@ class ServiceSpecs:
     def _spec(
         self, name: str, environment: Mapping[str, str], own: Mapping[str, str], depends_on: tuple[str, ...]
     ) -> ProcessSpec:
-        ops_port = int(own["SERVE_OPS_PORT"])
+        ops_port = int(own["MUSTER_OPS_PORT"])
         return ProcessSpec(
             name=name,
             argv=[sys.executable, "-m", _MODULES[name]],
@@ -155,56 +155,56 @@ class ServiceSpecs:
 
     def _bus(self, ops: str) -> dict[str, str]:
         return {
-            "SERVE_NATS_URL": f"nats://127.0.0.1:{self._ports['nats']}",
-            "SERVE_SUBJECT_PREFIX": "serve",
-            "SERVE_OPS_HOST": "127.0.0.1",
-            "SERVE_OPS_PORT": str(self._ports[ops]),
+            "MUSTER_NATS_URL": f"nats://127.0.0.1:{self._ports['nats']}",
+            "MUSTER_SUBJECT_PREFIX": "serve",
+            "MUSTER_OPS_HOST": "127.0.0.1",
+            "MUSTER_OPS_PORT": str(self._ports[ops]),
         }
 
     def _controller(self) -> dict[str, str]:
         return {
             **self._bus("controller_ops"),
-            "SERVE_NATS_CREDS_FILE": str(self._secrets.credentials_file(Role.CONTROLLER)),
-            "SERVE_CONTROLLER_ID": "controller-1",
-            "SERVE_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
-            "SERVE_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
-            "SERVE_APP_ROOT": str(self._app_root),
-            "SERVE_NATS_MONITOR_URL": f"http://127.0.0.1:{self._ports['nats_monitor']}",
+            "MUSTER_NATS_CREDS_FILE": str(self._secrets.credentials_file(Role.CONTROLLER)),
+            "MUSTER_CONTROLLER_ID": "controller-1",
+            "MUSTER_POSTGRES_DSN": postgres_dsn(self._ports["postgres"]),
+            "MUSTER_POSTGRES_PASSWORD_FILE": str(self._secrets.path("postgres_password")),
+            "MUSTER_APP_ROOT": str(self._app_root),
+            "MUSTER_NATS_MONITOR_URL": f"http://127.0.0.1:{self._ports['nats_monitor']}",
         }
 
     def _host(self, environment: Mapping[str, str]) -> dict[str, str]:
         own = {
             **self._bus("host_ops"),
-            "SERVE_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.HOST)),
-            "SERVE_HOST_ID": "host-1",
-            "SERVE_RAY_TEMP_DIR": str(self._ray_dir),
-            "SERVE_APP_ROOT": str(self._app_root),
-            "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
+            "MUSTER_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.HOST)),
+            "MUSTER_HOST_ID": "host-1",
+            "MUSTER_RAY_TEMP_DIR": str(self._ray_dir),
+            "MUSTER_APP_ROOT": str(self._app_root),
+            "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
             "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),
         }
-        if environment.get("SERVE_REPLICA_USER"):
+        if environment.get("MUSTER_REPLICA_USER"):
             # The state is a directory that this user may not enter; the host makes the files of metrics beside Ray's.
             state = hashlib.sha256(os.fsencode(self._paths.root.resolve())).hexdigest()[:12]
-            own["SERVE_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone
+            own["MUSTER_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone
             own["PROMETHEUS_MULTIPROC_DIR"] = ""
         if self._options.num_cpus is not None:
-            own["SERVE_NUM_CPUS"] = str(self._options.num_cpus)
+            own["MUSTER_NUM_CPUS"] = str(self._options.num_cpus)
         return own
 
     def _proxy(self) -> dict[str, str]:
         return {
             **self._bus("proxy_ops"),
-            "SERVE_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.PROXY)),
-            "SERVE_PROXY_ID": "proxy-1",
-            "SERVE_MIDDLEWARE_DIR": str(self._app_root),
-            "SERVE_HTTP_HOST": self._options.http_host,
-            "SERVE_HTTP_PORT": str(self._ports["http"]),
-            "SERVE_PROXY_PROCESSES": str(self._options.proxy_processes),
-            "SERVE_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
+            "MUSTER_NATS_KEYS_FILE": str(self._secrets.keys_file(Role.PROXY)),
+            "MUSTER_PROXY_ID": "proxy-1",
+            "MUSTER_MIDDLEWARE_DIR": str(self._app_root),
+            "MUSTER_HTTP_HOST": self._options.http_host,
+            "MUSTER_HTTP_PORT": str(self._ports["http"]),
+            "MUSTER_PROXY_PROCESSES": str(self._options.proxy_processes),
+            "MUSTER_DRAIN_TIMEOUT_S": str(_DRAIN_TIMEOUT_S),
         }
 
 
 def _without_other_credentials(environment: Mapping[str, str]) -> dict[str, str]:
     """Those of another stack, which would go before this one's."""
-    others = ("SERVE_NATS_", "SERVE_REPLICA_NATS_")
+    others = ("MUSTER_NATS_", "MUSTER_REPLICA_NATS_")
     return {name: value for name, value in environment.items() if not name.startswith(others)}

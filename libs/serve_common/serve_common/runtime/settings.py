@@ -134,18 +134,18 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_bus_settings(
-    environment: Environment, role: Role, name: str = "", *, prefix: str = "SERVE_NATS"
+    environment: Environment, role: Role, name: str = "", *, prefix: str = "MUSTER_NATS"
 ) -> BusSettings:
     """The bus settings of ``role``, and of the user ``name`` where users of that role bear names.
 
     A plain user where a password is given, else by a file of signing keys or of credentials. ``prefix`` tells whose
-    password: a replica host has its own (``SERVE_NATS``) and its replicas' (``SERVE_REPLICA_NATS``). Raises `BadField`
-    naming the variable.
+    password: a replica host has its own (``MUSTER_NATS``) and its replicas' (``MUSTER_REPLICA_NATS``). Raises
+    `BadField` naming the variable.
     """
-    urls = environment.text("SERVE_NATS_URL", "nats://127.0.0.1:4222")
+    urls = environment.text("MUSTER_NATS_URL", "nats://127.0.0.1:4222")
     servers = [url.strip() for url in urls.split(",") if url.strip()]
     if not servers:
-        raise BadField("SERVE_NATS_URL", "names no server")
+        raise BadField("MUSTER_NATS_URL", "names no server")
     is_plain = _has_secret(environment, f"{prefix}_PASSWORD")
     credentials = None if is_plain else read_credentials(environment, role, name)
     user = environment.text(f"{prefix}_USER", role.value)
@@ -155,30 +155,32 @@ def read_bus_settings(
         password=environment.secret(f"{prefix}_PASSWORD") if is_plain else "",
         credentials=credentials,
         inbox_prefix=inbox_prefix(role, name),
-        subject_prefix=check_name(environment.text("SERVE_SUBJECT_PREFIX", "serve"), "SERVE_SUBJECT_PREFIX"),
-        tls_ca_file=environment.optional("SERVE_NATS_TLS_CA_FILE"),
+        subject_prefix=check_name(
+            environment.text("MUSTER_SUBJECT_PREFIX", "serve"), "MUSTER_SUBJECT_PREFIX"
+        ),
+        tls_ca_file=environment.optional("MUSTER_NATS_TLS_CA_FILE"),
     )
 
 
 def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:
-    """What ``SERVE_NATS_KEYS_FILE`` or ``SERVE_NATS_CREDS_FILE`` names; raises `BadField`."""
-    keys, file = environment.optional("SERVE_NATS_KEYS_FILE"), environment.optional("SERVE_NATS_CREDS_FILE")
+    """What ``MUSTER_NATS_KEYS_FILE`` or ``MUSTER_NATS_CREDS_FILE`` names; raises `BadField`."""
+    keys, file = environment.optional("MUSTER_NATS_KEYS_FILE"), environment.optional("MUSTER_NATS_CREDS_FILE")
     if keys is not None:
-        text = _read(keys, "SERVE_NATS_KEYS_FILE")
+        text = _read(keys, "MUSTER_NATS_KEYS_FILE")
         try:
             return parse_keys_file(text, role, name)
         except CredentialsUnusable as error:
-            raise BadField("SERVE_NATS_KEYS_FILE", f"{keys} {error}") from error
+            raise BadField("MUSTER_NATS_KEYS_FILE", f"{keys} {error}") from error
     if file is not None:
-        text = _read(file, "SERVE_NATS_CREDS_FILE")
+        text = _read(file, "MUSTER_NATS_CREDS_FILE")
         try:
             parse_credentials_file(text)
         except CredentialsUnusable as error:
-            raise BadField("SERVE_NATS_CREDS_FILE", f"{file} {error}") from error
+            raise BadField("MUSTER_NATS_CREDS_FILE", f"{file} {error}") from error
         return CredentialsFile(file)
     raise BadField(
-        "SERVE_NATS_CREDS_FILE",
-        "is not set, nor is SERVE_NATS_KEYS_FILE or, for a plain user, SERVE_NATS_PASSWORD or SERVE_NATS_PASSWORD_FILE",
+        "MUSTER_NATS_CREDS_FILE",
+        "is not set, nor is MUSTER_NATS_KEYS_FILE or, for a plain user, MUSTER_NATS_PASSWORD or its _FILE",
     )
 
 
@@ -198,16 +200,16 @@ def _read(path: str, field: str) -> str:
 def read_operations_settings(environment: Environment, port_default: int) -> OperationsSettings:
     """Where this process serves its operations port."""
     return OperationsSettings(
-        host=environment.text("SERVE_OPS_HOST", "127.0.0.1"),
-        port=environment.integer("SERVE_OPS_PORT", port_default, 0, 65_535),
+        host=environment.text("MUSTER_OPS_HOST", "127.0.0.1"),
+        port=environment.integer("MUSTER_OPS_PORT", port_default, 0, 65_535),
         advertise=_advertised(environment),
-        unhealthy_after_s=environment.seconds("SERVE_UNHEALTHY_AFTER_S", 20.0, 0.1, 3_600),
+        unhealthy_after_s=environment.seconds("MUSTER_UNHEALTHY_AFTER_S", 20.0, 0.1, 3_600),
     )
 
 
 def _advertised(environment: Environment) -> str:
-    text = environment.optional("SERVE_OPS_ADVERTISE") or ""
+    text = environment.optional("MUSTER_OPS_ADVERTISE") or ""
     found = _ADVERTISED.fullmatch(text)
     if found is None or int((found[2] or ":0")[1:]) > 65_535:
-        raise BadField("SERVE_OPS_ADVERTISE", f"{text[:100]!r} must read host, host:port or :port")
+        raise BadField("MUSTER_OPS_ADVERTISE", f"{text[:100]!r} must read host, host:port or :port")
     return text

@@ -31,8 +31,8 @@ _LEVELS: Final = {
 
 
 def log_level() -> int:
-    """What SERVE_LOG_LEVEL says; INFO when it says nothing that is known."""
-    return _LEVELS.get(os.environ.get("SERVE_LOG_LEVEL", "").upper(), logging.INFO)
+    """What MUSTER_LOG_LEVEL says; INFO when it says nothing that is known."""
+    return _LEVELS.get(os.environ.get("MUSTER_LOG_LEVEL", "").upper(), logging.INFO)
 
 
 def configure_logs(service: str, **ids: str) -> LogForwarder:

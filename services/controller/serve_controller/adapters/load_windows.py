@@ -292,7 +292,7 @@ class LoadLook:
                 at=wall_now,
                 seen=None,
                 source=SOURCE,
-                missing="a query needs a Prometheus server, and SERVE_PROMETHEUS_URL names none",
+                missing="a query needs a Prometheus server, and MUSTER_PROMETHEUS_URL names none",
             )
         config = ask.config
         seen = self._seen(ask, config.look_back_period_s, wall_now)

@@ -189,7 +189,7 @@ class Coverage:
             return _Range(f"{process} was not scraped for {self.at - newest_at:.0f} s", math.inf, newest_at)
         twice = self._scraped_twice(series)
         if twice:
-            why = f"{process} is scraped twice, as {twice}; SERVE_PROMETHEUS_SELECTOR can choose one"
+            why = f"{process} is scraped twice, as {twice}; MUSTER_PROMETHEUS_SELECTOR can choose one"
             return _Range(why, math.inf, newest_at)
         since = newest_at
         for time in reversed(times):

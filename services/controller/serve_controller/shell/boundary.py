@@ -102,9 +102,9 @@ class LeadersBoundary:
 
 _log = structlog.get_logger()
 
-AT: Final = "SERVE_CRASH_AT"
-PROBABILITY: Final = "SERVE_CRASH_PROBABILITY"
-SEED: Final = "SERVE_CRASH_SEED"
+AT: Final = "MUSTER_CRASH_AT"
+PROBABILITY: Final = "MUSTER_CRASH_PROBABILITY"
+SEED: Final = "MUSTER_CRASH_SEED"
 _NTH_MAX: Final = 1_000_000
 _SEED_MAX: Final = 2**32 - 1
 _SEND_S: Final = 0.02

@@ -8,7 +8,7 @@ from typing import Final
 from serve_common.names import NAME_LENGTH_MAX, ProxyId
 
 PROCESSES_MAX: Final = 64
-PARENT_FD: Final = "SERVE_PROXY_PARENT_FD"
+PARENT_FD: Final = "MUSTER_PROXY_PARENT_FD"
 """The variable that names a child's end of the socket to its parent; set by the parent only."""
 LONG_LIFE_S: Final = 10.0
 """Who lived for so long did not die of its start."""

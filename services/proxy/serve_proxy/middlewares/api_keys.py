@@ -222,7 +222,7 @@ def _refuse(request: web.BaseRequest, message: str, challenge: str) -> web.Respo
     return refusal(request, Problem(status=401, code="unauthorized", message=message, headers=headers))
 
 
-_VARIABLE: Final = "SERVE_API_KEYS_FILE"
+_VARIABLE: Final = "MUSTER_API_KEYS_FILE"
 
 
 def __getattr__(name: str) -> ApiKeyCheck:

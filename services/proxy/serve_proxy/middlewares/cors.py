@@ -100,8 +100,8 @@ class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cors_rules(environment: Environment) -> CorsRules:
-    """The rules in ``SERVE_CORS_…``; raises `BadField` naming the variable. See `serve_proxy.middlewares.cors`."""
-    name = "SERVE_CORS_ALLOW_ORIGINS"
+    """The rules in ``MUSTER_CORS_…``; raises `BadField` naming the variable. See `serve_proxy.middlewares.cors`."""
+    name = "MUSTER_CORS_ALLOW_ORIGINS"
     origins: set[str] = set()
     wildcards: list[tuple[str, str]] = []
     given = _parts(environment.text(name))
@@ -119,24 +119,24 @@ def read_cors_rules(environment: Environment) -> CorsRules:
     any_origin = "*" in origins
     if any_origin and len(given) > 1:
         raise BadField(name, "is * for any origin, or a list; not both")
-    allow_credentials = _boolean(environment, "SERVE_CORS_ALLOW_CREDENTIALS")
+    allow_credentials = _boolean(environment, "MUSTER_CORS_ALLOW_CREDENTIALS")
     if any_origin and allow_credentials:
         raise BadField(
-            "SERVE_CORS_ALLOW_CREDENTIALS", f"would let any page act for its visitor; name origins in {name}"
+            "MUSTER_CORS_ALLOW_CREDENTIALS", f"would let any page act for its visitor; name origins in {name}"
         )
     methods = tuple(
-        method.upper() for method in _tokens(environment, "SERVE_CORS_ALLOW_METHODS", _METHODS_DEFAULT)
+        method.upper() for method in _tokens(environment, "MUSTER_CORS_ALLOW_METHODS", _METHODS_DEFAULT)
     )
-    headers = tuple(header.lower() for header in _tokens(environment, "SERVE_CORS_ALLOW_HEADERS", "*"))
+    headers = tuple(header.lower() for header in _tokens(environment, "MUSTER_CORS_ALLOW_HEADERS", "*"))
     return CorsRules(
         origins=frozenset(origins),
         wildcards=tuple(wildcards),
         any_origin=any_origin,
         methods=methods,
         headers=headers,
-        expose_headers=tuple(_tokens(environment, "SERVE_CORS_EXPOSE_HEADERS", "X-Request-ID,Retry-After")),
+        expose_headers=tuple(_tokens(environment, "MUSTER_CORS_EXPOSE_HEADERS", "X-Request-ID,Retry-After")),
         allow_credentials=allow_credentials,
-        max_age_s=environment.integer("SERVE_CORS_MAX_AGE_S", 600, 0, 86_400),
+        max_age_s=environment.integer("MUSTER_CORS_MAX_AGE_S", 600, 0, 86_400),
     )
 
 

@@ -57,20 +57,20 @@ def _network(address: str) -> str:
 
 
 def read_rate_rules(environment: Environment) -> RateRules:
-    """The rules in ``SERVE_RATE_LIMIT_…``; raises `BadField` naming the variable."""
-    name = "SERVE_RATE_LIMIT_PER_S"
+    """The rules in ``MUSTER_RATE_LIMIT_…``; raises `BadField` naming the variable."""
+    name = "MUSTER_RATE_LIMIT_PER_S"
     environment.text(name)  # it must be set
     rate_per_s = environment.seconds(name, 0, 0.001, 1_000_000)
-    by = environment.text("SERVE_RATE_LIMIT_BY", BY_KEY).lower()
+    by = environment.text("MUSTER_RATE_LIMIT_BY", BY_KEY).lower()
     kind, _, header = by.partition(":")
     if kind not in (BY_KEY, BY_ADDRESS, BY_HEADER) or bool(header) != (kind == BY_HEADER):
-        raise BadField("SERVE_RATE_LIMIT_BY", f"{by[:80]!r} is none of key, address and header:<name>")
+        raise BadField("MUSTER_RATE_LIMIT_BY", f"{by[:80]!r} is none of key, address and header:<name>")
     return RateRules(
         rate_per_s=rate_per_s,
-        burst=environment.integer("SERVE_RATE_LIMIT_BURST", max(1, math.ceil(rate_per_s)), 1, 10_000_000),
+        burst=environment.integer("MUSTER_RATE_LIMIT_BURST", max(1, math.ceil(rate_per_s)), 1, 10_000_000),
         by=kind,
         header=header,
-        keys_max=environment.integer("SERVE_RATE_LIMIT_KEYS_MAX", 10_000, 1, 10_000_000),
+        keys_max=environment.integer("MUSTER_RATE_LIMIT_KEYS_MAX", 10_000, 1, 10_000_000),
     )
 
 

@@ -100,18 +100,18 @@ class HostUsers(msgspec.Struct, frozen=True):
 
 
 def choose_users(host_user: str, replica_user: str) -> HostUsers:
-    """Of what SERVE_HOST_USER and SERVE_REPLICA_USER say; empty says nothing. Raises `BadField`."""
-    host = find_user(host_user, "SERVE_HOST_USER") if host_user else None
-    replica = find_user(replica_user, "SERVE_REPLICA_USER") if replica_user else None
+    """Of what MUSTER_HOST_USER and MUSTER_REPLICA_USER say; empty says nothing. Raises `BadField`."""
+    host = find_user(host_user, "MUSTER_HOST_USER") if host_user else None
+    replica = find_user(replica_user, "MUSTER_REPLICA_USER") if replica_user else None
     if host is not None and replica is not None and host.uid == replica.uid:
-        raise BadField("SERVE_REPLICA_USER", "must be another user than SERVE_HOST_USER")
+        raise BadField("MUSTER_REPLICA_USER", "must be another user than MUSTER_HOST_USER")
     own = os.geteuid()
     users = HostUsers(
         None if host is None or host.uid == own else host,
         None if replica is None or replica.uid == own else replica,
     )
     if users != HostUsers() and not may_change_user():
-        field = "SERVE_HOST_USER" if users.replica is None else "SERVE_REPLICA_USER"
+        field = "MUSTER_HOST_USER" if users.replica is None else "MUSTER_REPLICA_USER"
         raise BadField(
             field, "can be another user only where the host is started with CAP_SETUID and CAP_SETGID"
         )

@@ -54,7 +54,7 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
         make_own_directory(ray_directory(temp_dir))
     except OSError as error:
         raise BadField(
-            "SERVE_RAY_TEMP_DIR", f"{ray_directory(temp_dir)} cannot be this user's alone: {error}"
+            "MUSTER_RAY_TEMP_DIR", f"{ray_directory(temp_dir)} cannot be this user's alone: {error}"
         ) from error
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():

@@ -72,10 +72,8 @@ _BACKLOG_MAX: Final = 500
 """Inputs that the host has not looked at yet; beyond it no more are read, which leaves room for goals."""
 _PAUSE_S: Final = 0.02
 
-_KEPT: Final = frozenset({"SERVE_LOG_LEVEL", "SERVE_UNCOUNTED"})
-_OURS: Final = re.compile(
-    r"SERVE_.*|MUSTER_.*(PASSWORD|SECRET|TOKEN|KEY|CREDS|_FILE).*|PROMETHEUS_MULTIPROC_DIR"
-)
+_KEPT: Final = frozenset({"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS"})
+_OURS: Final = re.compile(r"MUSTER_.*|PROMETHEUS_MULTIPROC_DIR")
 
 
 def runtime_environment(variables: Mapping[str, str], user: UnixUser | None = None) -> dict[str, str]:
@@ -132,7 +130,7 @@ class RayProcess:
             except PermissionError as error:
                 self._socket.close()
                 who = "this user" if user is None else user.name
-                raise BadField("SERVE_REPLICA_USER", f"{who} may not execute {sys.executable}") from error
+                raise BadField("MUSTER_REPLICA_USER", f"{who} may not execute {sys.executable}") from error
         with contextlib.suppress(OSError):  # its end is told by its exit status
             self._socket.sendall(encode(Open(settings)))
 

@@ -60,7 +60,7 @@ def own_address() -> str:
 
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
 """Near Ray's minimum: no object passes through Ray here."""
-_PASSED_ON: Final = ("SERVE_LOG_LEVEL", "SERVE_UNCOUNTED")
+_PASSED_ON: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED")
 """What replicas read of the environment, and would not inherit from a Ray that was there before."""
 
 

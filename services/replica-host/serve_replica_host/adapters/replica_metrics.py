@@ -229,7 +229,7 @@ class MeasureFiles:
         return histogram
 
 
-OFF_VARIABLE: Final = "SERVE_UNCOUNTED"
+OFF_VARIABLE: Final = "MUSTER_UNCOUNTED"
 """Backends whose replicas count no requests, as proxies have it: for measuring what counting costs."""
 
 _BOUNDS: Final = REPLICA_REQUEST_SECONDS.buckets

@@ -69,7 +69,7 @@ sum by (backend_tag) (serve_controller_replicas_wanted)
 )
 _NO_LABELS: Final = "none"
 _OF_NATS: Final = """\
-Exported by the controller that leads, which reads the monitoring ports that `SERVE_NATS_MONITOR_URL` names (separated
+Exported by the controller that leads, which reads the monitoring ports that `MUSTER_NATS_MONITOR_URL` names (separated
 by commas) every 2 s. Counters are the server's own and begin anew with it. What an older server does not tell is
 absent."""
 

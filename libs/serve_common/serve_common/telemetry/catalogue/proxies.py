@@ -112,7 +112,7 @@ DROPPED_PLAIN_CALLS: Final = MetricSpec(
 BODY_BYTES: Final = MetricSpec(
     name="serve_proxy_body_bytes",
     kind=MetricKind.GAUGE,
-    text="Memory that the bodies of the requests under way may need; at most SERVE_BODY_MEMORY_MAX.",
+    text="Memory that the bodies of the requests under way may need; at most MUSTER_BODY_MEMORY_MAX.",
     unit="bytes",
     exporters=_HERE,
 )

@@ -81,7 +81,7 @@ LABELS: Final = {
     ),
     "source": LabelSpec(meaning="Where the load was read: `prometheus` or `scrape`.", bound="These two."),
     "server": LabelSpec(
-        meaning="The NATS server: host and port of its address in `SERVE_NATS_MONITOR_URL`.",
+        meaning="The NATS server: host and port of its address in `MUSTER_NATS_MONITOR_URL`.",
         bound="Those that are named there, 16 at most.",
     ),
     "proxy_id": LabelSpec(

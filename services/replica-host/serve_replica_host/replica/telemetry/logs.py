@@ -126,9 +126,9 @@ class _CaughtBytes(io.RawIOBase):
         """As for `CaughtPrints`."""
 
 
-LOG_SOCKET: Final = "SERVE_LOG_SOCKET"
+LOG_SOCKET: Final = "MUSTER_LOG_SOCKET"
 """The variable that a host leaves to the processes that it starts: the path of its socket."""
-HOST_ID: Final = "SERVE_HOST_ID"
+HOST_ID: Final = "MUSTER_HOST_ID"
 _SEND_TIMEOUT_S: Final = 10.0
 """Nobody waits for it but the thread that sends. A host that has no processor for a second or two has not gone."""
 _SEND_BYTES: Final = 512 * 1024
