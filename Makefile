@@ -6,7 +6,7 @@ PACKAGES := libs/serve_common libs/muster services/controller services/proxy ser
 .DEFAULT_GOAL := help
 .PHONY: help install run test test-quick check format simulate fuzz bench bench-lifecycle bench-peers bench-wires bench-leaks \
 	bench-chaos bench-conflicts bench-full-disk bench-hangs bench-restored bench-uploads bench-scale bench-autoscaling bench-scaling \
-	dashboards compose-up compose-down secrets plain-conf lock clean
+	dashboards compose-up compose-down secrets plain-conf lock stats clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,9 @@ plain-conf: $(STAMP) ## Write deploy/nats/plain.conf anew from the table of role
 lock: $(STAMP) ## Make requirements.lock anew, for Python 3.11 and later, with the hashes of all files of each release
 	.venv/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --group dev pyproject.toml \
 		--python-version 3.11 --upgrade -o requirements.lock
+
+stats: $(STAMP) ## Count files and lines of the product and of the tests
+	$(PY) -m tests.stats
 
 clean: ## Remove .venv and all state of the embedded stack
 	rm -rf .venv .muster .bench-peers

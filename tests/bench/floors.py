@@ -1,4 +1,4 @@
-"""The floors of design.md §11 as a small supervised stack of their own.
+"""The floors of the data plane as a small supervised stack of their own: what its parts could do at most.
 
 Why under the embedded stack's supervisor: what it starts is gone with us, however we end.
 """
