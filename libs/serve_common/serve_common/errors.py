@@ -15,13 +15,13 @@ class ServeError(Exception):
     error_code: ClassVar[str] = "internal"
     """Stable word that scripts may compare."""
     status_hint: ClassVar[int] = 500
-    """The HTTP status that says the same; also the number in ``Nats-Service-Error-Code``."""
+    """The corresponding HTTP status; also the number in ``Nats-Service-Error-Code``."""
     is_of_call: bool = False
-    """A call by handle has ended with it; who lets it through fails with the same status towards its own caller."""
+    """True when a call by handle ended with it; code that lets it propagate fails with the same status."""
 
 
 class CommandRefused(ServeError):
-    """You sent something wrong, or it does not fit what is there; nothing was changed."""
+    """The command is invalid, or conflicts with the current state; nothing was changed."""
 
     error_code = "refused"
     status_hint = 409
@@ -62,7 +62,7 @@ class LimitReached(CommandRefused):
 
 
 class TransientError(ServeError):
-    """Something that we depend on is away; the same call may succeed later."""
+    """A dependency is unavailable; the same call may succeed later."""
 
     error_code = "unavailable"
     status_hint = 503
@@ -87,7 +87,7 @@ class NotLeading(TransientError):
 
 
 class PermanentError(ServeError):
-    """Trying again cannot help; a person must look."""
+    """Retrying cannot help; an operator must intervene."""
 
     error_code = "permanent"
 
@@ -125,7 +125,7 @@ class NoReplicaAvailable(RequestFailed):
 
 
 class ReplicaDied(RequestFailed):
-    """The replica died, or lost the request, after it may have begun; it was not safe to send again."""
+    """The replica died, or lost the request, after it may have started it; it was not safe to send again."""
 
     error_code = "replica_died"
     status_hint = 502

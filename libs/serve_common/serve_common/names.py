@@ -1,4 +1,4 @@
-"""The names of things, and what a name may look like.
+"""Names of things, and their syntax.
 
 Why one module: names become NATS subject tokens, bucket keys, SQL keys, metric labels and Ray actor names, so what
 is allowed is the narrowest of them all, checked once at the border. Everything behind the border carries the
@@ -27,7 +27,7 @@ DEFAULT_APPLICATION = "default"
 """The application of a deployment that was deployed by a bare name, as in Ray Serve."""
 
 NAME_LENGTH_MAX = 63
-"""Of one part of a name. With prefix and ordinal a subject stays far below NATS' advised 256 characters."""
+"""Longest part of a name, in characters; with prefix and ordinal a subject stays far below NATS' advised 256."""
 ROUTE_LENGTH_MAX = 512
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

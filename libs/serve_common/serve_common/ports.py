@@ -17,12 +17,12 @@ class Clock(Protocol):
 
 
 class SnapshotListener(Protocol):
-    """Told by a watch of the bucket what is there, always in the order of the bucket."""
+    """Receives the bucket's contents and changes from a watch, always in the order of the bucket."""
 
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
         """Changed keys (None: the key is gone from the bucket).
 
-        ``whole`` says that this is everything the bucket holds, after a (re)opened watch. A key that was known and is
-        not in it tells only that the bucket was lost: it is refilled.
+        ``whole`` means that this is everything the bucket holds, after a (re)opened watch. A known key that is missing
+        from it only means that the bucket was lost; it will be refilled.
         """
         ...

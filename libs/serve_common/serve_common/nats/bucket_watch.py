@@ -28,20 +28,20 @@ from serve_common.telemetry.log_lines import RefusedMessages
 _log = structlog.get_logger()
 
 POSITION_CHECK_S: Final = 2.0
-"""How stale a silent watch can get before it is noticed."""
+"""Seconds between comparisons of the watch's position with the stream's."""
 _RETRY_WAIT_S: Final = 0.25
 _TIMEOUT_S: Final = 3.0
-"""Between a question and the next message that answers it."""
+"""Seconds from a request to its first response, and between two messages of a response."""
 _PAGE_MESSAGES: Final = 1_000
 _PAGE_BYTES: Final = 4 * 1024 * 1024
 _HEARD_MAX: Final = 10_000
-_HEARD_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Of changes that are kept while everything is read. Where more comes, it is read again."""
+_BUFFERED_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Limits of the changes buffered during a full read; beyond them the read starts again."""
 
 Entries = Mapping[str, tuple[int, bytes | None]]
 """Revision and value by key; None for a deleted key."""
 OnEntries = Callable[[Entries, bool], None]
-"""Told of changed entries; the second argument says that this is everything the bucket holds."""
+"""Called with changed entries; the second argument is true when they are everything the bucket holds."""
 OpenBucket = Callable[[], Awaitable[None]]
 
 
@@ -51,26 +51,26 @@ class _Change(msgspec.Struct, frozen=True):
     key: str
     sequence: int
     previous: int
-    """The sequence of the message before it, as the server says: of the same key for one that was published anew."""
+    """The previous sequence as the server reports it: of the same key, for a message that was just published."""
     value: bytes | None
 
 
 class _State(msgspec.Struct):
     last_seq: int = 0
     num_subjects: int = 0
-    """As many keys, deleted ones too: the bucket keeps one message for each."""
+    """Number of keys, deleted ones included: the bucket keeps one message for each."""
 
 
 class _Stream(msgspec.Struct):
-    """What `$JS.API.STREAM.INFO` answers."""
+    """The response of `$JS.API.STREAM.INFO`."""
 
     created: str = ""
     state: _State = msgspec.field(default_factory=_State)
     error: dict[str, object] | None = None
 
 
-class _Answers:
-    """What comes in answer to one question, until ``is_last`` holds of a message."""
+class _ResponseCollector:
+    """Collects the messages of one response, until ``is_last`` is true of one."""
 
     def __init__(self, is_last: Callable[[Msg], bool]) -> None:
         self.messages: list[Msg] = []
@@ -79,19 +79,19 @@ class _Answers:
         self._is_last = is_last
 
     async def take(self, message: Msg) -> None:
-        """For the library."""
+        """Subscription callback."""
         self.messages.append(message)
         self.is_complete = self.is_complete or self._is_last(message)
         self.came.set()
 
 
 def _ends_page(message: Msg) -> bool:
-    """A status ends a page of direct gets; and what is not part of one is the only answer of an old server."""
+    """A status ends a page of direct gets; a message outside a page is the only response of an old server."""
     return "Status" in _headers(message) or "Nats-Num-Pending" not in _headers(message)
 
 
-def _tells_state(message: Msg) -> bool:
-    """Where the stream is another account's, our own may answer, too, that it has no JetStream."""
+def _is_state_response(message: Msg) -> bool:
+    """False for the error of our own account without JetStream, sent when the stream is another account's."""
     return b'"err_code":10039' not in message.data.replace(b" ", b"")
 
 
@@ -100,7 +100,7 @@ def _headers(message: Msg) -> Mapping[str, str]:
 
 
 class BucketWatch:
-    """Tells a listener what the bucket of snapshots holds, for ever."""
+    """Reports the contents of the bucket of snapshots to a listener, until it is closed."""
 
     def __init__(
         self, client: Client, subjects: Subjects, on_entries: OnEntries, open_bucket: OpenBucket | None = None
@@ -114,44 +114,44 @@ class BucketWatch:
         self._open_bucket = open_bucket
         self._owner = TaskOwner(f"bucket_watch {subjects.bucket}")
         self._subscription: Subscription | None = None
-        self._anew = asyncio.Event()
+        self._must_reread = asyncio.Event()
         """Everything must be read again."""
         self._created = ""
-        """When the stream was made from which this was read."""
+        """Creation time of the stream that was read."""
         self._position = 0
-        """Everything up to this sequence was told."""
+        """Everything up to this sequence was reported."""
         self._keys: dict[str, int] = {}
-        """The sequence of what was told of each key last."""
-        self._heard: dict[int, _Change] | None = {}
-        """Changes by sequence that came while everything is read; None while each is told as it comes."""
-        self._heard_bytes = 0
+        """The last reported sequence of each key."""
+        self._buffered: dict[int, _Change] | None = {}
+        """Changes by sequence that arrived during a full read; None while each is reported at once."""
+        self._buffered_bytes = 0
         self._is_closed = False
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._owner.start(self._run(), name="watch")
 
     async def close(self) -> None:
         """Stop watching."""
         self._is_closed = True
-        self._anew.set()
+        self._must_reread.set()
         await self._owner.close(timeout_s=_TIMEOUT_S)
         if self._subscription is not None:
             with contextlib.suppress(NatsError, OSError):  # with the connection it is gone anyway
                 await self._subscription.unsubscribe()
 
     def reopen(self) -> None:
-        """Read everything anew, as is needed after every reconnect of the client."""
-        if self._heard is None:
-            self._heard, self._heard_bytes = {}, 0
-        self._anew.set()
+        """Read everything again, as is needed after every reconnect of the client."""
+        if self._buffered is None:
+            self._buffered, self._buffered_bytes = {}, 0
+        self._must_reread.set()
 
     async def _run(self) -> None:
         failures = 0
-        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for answers, loses a
+        # A flag beside the cancellation: in Python 3.11 `wait_for`, in which the library waits for responses, loses a
         # cancellation that comes together with one.
         while not self._is_closed:
-            self._anew.clear()
+            self._must_reread.clear()
             try:
                 await self._read()
                 failures = 0
@@ -162,16 +162,16 @@ class BucketWatch:
                     _log.warning(
                         "bucket_watch_failed", bucket=self._bucket, error=repr(error), failures=failures
                     )
-            except Exception:  # noqa: BLE001 - logged, and begun anew
-                # A defect here or in the listener, or an answer that the library does not expect. A watch that
-                # ended would be silent for ever; one that begins anew tells everything again.
+            except Exception:  # noqa: BLE001 - logged, and restarted
+                # A defect here or in the listener, or a response that the library does not expect. A watch that
+                # ended would stay silent for ever; one that restarts reports everything again.
                 failures += 1
                 _log.exception("bucket_watch_failed", bucket=self._bucket, failures=failures)
             await asyncio.sleep(_RETRY_WAIT_S)
 
     async def _read(self) -> None:
-        """Read everything and tell it, with the changes that came meanwhile."""
-        self._heard, self._heard_bytes = {}, 0  # what came before is in the stream by now
+        """Read everything and report it, with the changes that arrived meanwhile."""
+        self._buffered, self._buffered_bytes = {}, 0  # what came before is in the stream by now
         async with asyncio.timeout(2 * _TIMEOUT_S):
             if self._subscription is None:
                 self._subscription = await self._client.subscribe(self._snapshots, cb=self._hear)
@@ -179,13 +179,13 @@ class BucketWatch:
                 await self._open_bucket()
             stream = await self._state_of()
         entries: dict[str, tuple[int, bytes | None]] = {}
-        # A key that was changed before its page was read, and after the last one, is not among what was read; then its
-        # change was heard.
+        # A key that changed after the read began, before its page was read, is not among the pages; its change was
+        # buffered.
         position = await self._read_pages(entries)
         if position == self._position and stream.created == self._created:
             # Read to the same end again, so that what was behind it was purged, and is not late.
             position = max(position, stream.state.last_seq)
-        for sequence, change in sorted(self._heard.items()):
+        for sequence, change in sorted(self._buffered.items()):
             if sequence == position + 1:
                 entries[change.key] = (sequence, change.value)
                 position = sequence
@@ -193,12 +193,12 @@ class BucketWatch:
                 raise BusUnavailable(f"the change {position + 1} of the bucket was not heard")
         if len(entries) < stream.state.num_subjects:
             raise BusUnavailable(f"of {stream.state.num_subjects} keys {len(entries)} could be read")
-        if self._is_closed or self._anew.is_set():
+        if self._is_closed or self._must_reread.is_set():
             return
         self._created, self._position = stream.created, position
         self._keys = {key: sequence for key, (sequence, _) in entries.items()}
-        self._heard = None
-        self._on_entries(entries, True)  # noqa: FBT003 - see OnEntries
+        self._buffered = None
+        self._on_entries(entries, True)  # noqa: FBT003 - OnEntries
 
     async def _read_pages(self, entries: dict[str, tuple[int, bytes | None]]) -> int:
         """Fill ``entries``; returns the last sequence that was read, 0 for none."""
@@ -206,7 +206,7 @@ class BucketWatch:
         while True:
             *messages, end = await self._page(position + 1)
             for message in messages:
-                change = self._change_of(message)
+                change = self._parse_change(message)
                 if change is None or change.sequence <= position:
                     raise BusUnavailable("a direct get was answered by what was not asked for")
                 position = change.sequence
@@ -229,35 +229,35 @@ class BucketWatch:
             "max_bytes": _PAGE_BYTES,
         }
         subject = f"$JS.API.DIRECT.GET.{self._stream}"
-        return await self._ask(subject, msgspec.json.encode(request), _ends_page)
+        return await self._request(subject, msgspec.json.encode(request), _ends_page)
 
-    async def _ask(self, subject: str, request: bytes, is_last: Callable[[Msg], bool]) -> list[Msg]:
-        answers = _Answers(is_last)
+    async def _request(self, subject: str, request: bytes, is_last: Callable[[Msg], bool]) -> list[Msg]:
+        collector = _ResponseCollector(is_last)
         inbox = self._client.new_inbox()
-        subscription = await self._client.subscribe(inbox, cb=answers.take)
+        subscription = await self._client.subscribe(inbox, cb=collector.take)
         try:
             await self._client.publish(subject, request, reply=inbox)
-            while not answers.is_complete:
-                answers.came.clear()
+            while not collector.is_complete:
+                collector.came.clear()
                 async with asyncio.timeout(_TIMEOUT_S):
-                    await answers.came.wait()
+                    await collector.came.wait()
         finally:
             await subscription.unsubscribe()
-        return answers.messages
+        return collector.messages
 
     async def _follow(self) -> None:
         """Compare the position with the stream's now and then, until everything must be read again."""
         behind_at: int | None = None
-        while not self._anew.is_set():
+        while not self._must_reread.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POSITION_CHECK_S):
-                    await self._anew.wait()
+                    await self._must_reread.wait()
                 return
             position, count = self._position, len(self._keys)
             stream = await self._state_of()
             last = stream.state.last_seq
-            # Behind once, a change may be under way; behind twice at the same place, it will not come. And fewer
-            # keys than were told mean that some were purged, of which nothing is published.
+            # Behind once, a change may be in flight; behind twice at the same position, it will not come. And fewer
+            # keys than were reported mean that some were purged, which publishes nothing.
             is_stuck = last > self._position and behind_at == self._position
             is_other = stream.created != self._created or last < position or stream.state.num_subjects < count
             if is_other or is_stuck:
@@ -266,33 +266,33 @@ class BucketWatch:
             behind_at = self._position if last > self._position else None
 
     async def _hear(self, message: Msg) -> None:
-        """For the library: what the stream published anew."""
+        """Subscription callback: a change that the stream published."""
         try:
-            change = self._change_of(message)
+            change = self._parse_change(message)
             if change is None or message.subject != self._snapshots.replace(">", change.key):
-                # Anybody may let JetStream answer a question of his into these subjects; that is not what changed.
+                # Any client may direct JetStream's responses into these subjects; those are not changes.
                 _log.debug("bucket_watch_foreign_message", subject=message.subject)
-            elif self._heard is not None:
-                self._keep(self._heard, change)
+            elif self._buffered is not None:
+                self._buffer(self._buffered, change)
             else:
-                self._follow_up(change)
-        except Exception:  # noqa: BLE001 - logged, and begun anew, as in `_run`
+                self._apply(change)
+        except Exception:  # noqa: BLE001 - logged, and restarted, as in `_run`
             _log.exception("bucket_watch_failed", bucket=self._bucket)
             self.reopen()
 
-    def _keep(self, heard: dict[int, _Change], change: _Change) -> None:
-        self._heard_bytes += len(change.value or b"")
-        if len(heard) >= _HEARD_MAX or self._heard_bytes > _HEARD_BYTES_MAX:
+    def _buffer(self, heard: dict[int, _Change], change: _Change) -> None:
+        self._buffered_bytes += len(change.value or b"")
+        if len(heard) >= _HEARD_MAX or self._buffered_bytes > _BUFFERED_BYTES_MAX:
             heard.clear()
-            self._heard_bytes = 0
-            self._anew.set()
+            self._buffered_bytes = 0
+            self._must_reread.set()
             return
         heard[change.sequence] = change
 
-    def _follow_up(self, change: _Change) -> None:
+    def _apply(self, change: _Change) -> None:
         known = self._keys.get(change.key, 0)
         if change.sequence == known:
-            return  # as if it were published again by whoever may read it
+            return  # a copy republished by a client that may read it
         if change.sequence != self._position + 1 or change.previous != known:
             _log.warning(
                 "bucket_watch_out_of_step",
@@ -301,14 +301,14 @@ class BucketWatch:
                 heard=change.sequence,
             )
             self.reopen()
-            assert self._heard is not None
-            self._keep(self._heard, change)
+            assert self._buffered is not None
+            self._buffer(self._buffered, change)
             return
         self._position = self._keys[change.key] = change.sequence
-        self._on_entries({change.key: (change.sequence, change.value)}, False)  # noqa: FBT003 - see OnEntries
+        self._on_entries({change.key: (change.sequence, change.value)}, False)  # noqa: FBT003 - OnEntries
 
-    def _change_of(self, message: Msg) -> _Change | None:
-        """None for what JetStream did not make of a message of this bucket."""
+    def _parse_change(self, message: Msg) -> _Change | None:
+        """The change in a message; None unless JetStream made it from a message of this bucket."""
         headers = _headers(message)
         prefix = f"$KV.{self._bucket}."
         subject = headers.get("Nats-Subject", "")
@@ -323,11 +323,11 @@ class BucketWatch:
         )
 
     async def _state_of(self) -> _Stream:
-        """What the stream is by now. Raises `BusUnavailable` where there is none."""
-        answers = await self._ask(f"$JS.API.STREAM.INFO.{self._stream}", b"", _tells_state)
-        if "Status" in _headers(answers[-1]):
+        """The stream's current state. Raises `BusUnavailable` when it does not exist."""
+        collector = await self._request(f"$JS.API.STREAM.INFO.{self._stream}", b"", _is_state_response)
+        if "Status" in _headers(collector[-1]):
             raise BusUnavailable("JetStream does not answer")
-        stream = msgspec.json.decode(answers[-1].data, type=_Stream)
+        stream = msgspec.json.decode(collector[-1].data, type=_Stream)
         if stream.error is not None:
             raise BusUnavailable(f"the bucket is not there: {stream.error}")
         return stream
@@ -345,11 +345,11 @@ class SnapshotWatch:
         self._decoder = msgspec.json.Decoder(Snapshot)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._watch.start()
 
     def reopen(self) -> None:
-        """Open the watch anew, as is needed after every reconnect of the client."""
+        """Read everything again, as is needed after every reconnect of the client."""
         self._watch.reopen()
 
     async def close(self) -> None:
@@ -370,12 +370,12 @@ class SnapshotWatch:
 
 
 _CONNECT_ROUND_S: Final = 10.0
-"""After so many seconds of trying, a log line says so and it goes on."""
+"""Seconds of failed attempts after which a warning is logged; attempts continue."""
 
 
 @final
 class BucketConnection:
-    """Tells a listener what the bucket of snapshots holds, for as long as it is open."""
+    """A connection that reports the contents of the bucket of snapshots to a listener while it is open."""
 
     def __init__(
         self,
@@ -388,8 +388,8 @@ class BucketConnection:
         on_reconnect: Callable[[], None] | None = None,
         refused: RefusedMessages | None = None,
     ) -> None:
-        """``login`` goes before what ``settings`` say. ``on_closed``: the connection is gone for good. ``refused``
-        counts snapshots that cannot be read.
+        """``login`` overrides ``settings``. ``on_closed`` is called when the connection is closed for good.
+        ``refused`` counts snapshots that cannot be read.
         """
         self._refused = RefusedMessages(asyncio.get_running_loop().time) if refused is None else refused
         self.client: Client | None = None
@@ -405,7 +405,7 @@ class BucketConnection:
         self._is_closing = False
 
     async def open(self) -> Client:
-        """Connect, however long that takes, and begin to watch. Raises `BusAuthorizationFailed`."""
+        """Connect, however long that takes, and start watching. Raises `BusAuthorizationFailed`."""
         while self.client is None:
             try:
                 self.client = await connect_nats(

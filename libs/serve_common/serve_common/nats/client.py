@@ -1,4 +1,4 @@
-"""nats-py with what a service needs: reconnects made visible, a ping that tells the truth, log lines out."""
+"""nats-py with what a service needs: visible reconnects, a reliable ping, and log forwarding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = structlog.get_logger()
 _TIMEOUT_S = 2.0
 _ATTEMPT_S = 3.0
 _PAUSE_S = 0.2
-"""Between attempts."""
+"""Seconds between attempts."""
 
 
 async def connect_nats(
@@ -40,46 +40,48 @@ async def connect_nats(
     on_reconnect: Callable[[], None] = lambda: None,
     on_closed: Callable[[], None] = lambda: None,
 ) -> Client:
-    """A connection that reconnects for ever, with ``login`` or else as ``settings`` say.
+    """Connect with ``login`` or else as ``settings`` say; the connection reconnects for ever.
 
     Tries for ``deadline_s`` seconds; then raises `BusUnavailable`. Raises `BusAuthorizationFailed` at once when the
     user is refused. ``on_closed`` is called when the connection is closed, which the library also does by itself
-    when it is refused for good: the process should then end, to be started anew.
+    when it is refused for good: the process should then exit, to be restarted.
     """
     login = login or login_of(settings)
-    told = _Told(name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed)
+    events = _ConnectionEvents(
+        name, on_disconnect=on_disconnect, on_reconnect=on_reconnect, on_closed=on_closed
+    )
     tls = ssl.create_default_context(cafile=settings.tls_ca_file) if settings.tls_ca_file else None
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + deadline_s
+    deadline = loop.time() + deadline_s
     known = cancellations()
     while True:
         client = NatsClient()
         try:
             # The library's own first connect tries for ever, also with a password that is wrong.
-            async with asyncio.timeout(min(_ATTEMPT_S, max(give_up_at - loop.time(), 0.1))):
-                await _connect_once(client, settings, login=login, name=name, tls=tls, told=told)
+            async with asyncio.timeout(min(_ATTEMPT_S, max(deadline - loop.time(), 0.1))):
+                await _connect_once(client, settings, login=login, name=name, tls=tls, events=events)
             raise_if_cancelled(known)
         except asyncio.CancelledError:
-            await close_nats(client)  # or its socket outlives whoever connects
+            await close_nats(client)  # or its socket outlives the caller
             raise
         except (NatsError, OSError, TimeoutError) as error:
             await close_nats(client)
             raise_if_cancelled(known)
-            told.note(error)
-            if told.is_refused:
+            events.note(error)
+            if events.is_refused:
                 raise BusAuthorizationFailed(f"NATS refused the user {settings.user!r}") from error
-            if loop.time() >= give_up_at:
+            if loop.time() >= deadline:
                 servers = ", ".join(settings.servers)
                 raise BusUnavailable(f"NATS at {servers} does not answer: {error!r}") from error
             await asyncio.sleep(_PAUSE_S)
             continue
-        client._closed_cb = told.closed  # noqa: SLF001 - an attempt that was given up must not count as closed
+        client._closed_cb = events.closed  # noqa: SLF001 - an attempt that was given up must not count as closed
         return client
 
 
 @final
-class _Told:
-    """What the library tells of a connection: logged, passed on, and remembered where the attempts need it."""
+class _ConnectionEvents:
+    """The library's callbacks for a connection: logs, forwards, and remembers what the attempts need."""
 
     def __init__(
         self,
@@ -90,39 +92,39 @@ class _Told:
         on_closed: Callable[[], None],
     ) -> None:
         self.is_refused = False
-        """The server has not let the user in."""
+        """The server has refused the user."""
         self._log = _log.bind(connection=name)
         self._on_disconnect = on_disconnect
         self._on_reconnect = on_reconnect
         self._on_closed = on_closed
 
     def note(self, error: Exception) -> None:
-        """An attempt failed by ``error``, or the library met it."""
+        """Record that an attempt failed with ``error``, or that the library reported it."""
         self.is_refused = self.is_refused or "authorization" in str(error).lower()
 
     async def failed(self, error: Exception) -> None:
-        """For the library: an error that belongs to no call."""
+        """Library callback: an error that belongs to no call."""
         self.note(error)
         self._log.warning("nats_error", error=str(error) or type(error).__name__)
 
     async def reconnected(self) -> None:
-        """For the library."""
+        """Library callback."""
         self._log.info("nats_reconnected")
         self._on_reconnect()
 
     async def disconnected(self) -> None:
-        """For the library."""
+        """Library callback."""
         self._log.warning("nats_disconnected")
         self._on_disconnect()
 
     async def closed(self) -> None:
-        """For the library."""
+        """Library callback."""
         self._log.warning("nats_closed")
         self._on_closed()
 
 
 class NatsClient(Client):
-    """The library's client, which takes a token that has expired for a lost connection instead of for a refusal."""
+    """The library's client, which treats an expired token as a lost connection instead of as a refusal."""
 
     async def _process_err(self, err_msg: str) -> None:
         if "expired" in err_msg.lower() and self._user_jwt_cb is not None:
@@ -132,7 +134,7 @@ class NatsClient(Client):
 
 
 def login_arguments(login: Login | None, user: str, password: str) -> dict[str, Any]:
-    """What the library's ``connect`` is to log in with: ``login``, or else a plain user."""
+    """Arguments for the library's ``connect``: ``login``, or else a plain user."""
     if login is None:
         return {"user": user, "password": password}
     fields: dict[str, str] = {}
@@ -158,7 +160,7 @@ async def _connect_once(
     login: Login | None,
     name: str,
     tls: ssl.SSLContext | None,
-    told: _Told,
+    events: _ConnectionEvents,
 ) -> None:
     await client.connect(
         servers=settings.servers,
@@ -172,18 +174,18 @@ async def _connect_once(
         reconnect_time_wait=0.25,  # type: ignore[arg-type]  # seconds; a fraction is fine
         ping_interval=5,
         max_outstanding_pings=2,
-        reconnected_cb=told.reconnected,
-        disconnected_cb=told.disconnected,
-        error_cb=told.failed,
+        reconnected_cb=events.reconnected,
+        disconnected_cb=events.disconnected,
+        error_cb=events.failed,
     )
 
 
 _TASK_NAMES: Final = ("_reconnection_task", "_reading_task", "_ping_interval_task", "_flusher_task")
-"""Of a client; the library has no other way to them."""
+"""Attributes of a client that hold its tasks; the library has no public access to them."""
 
 
 async def close_nats(client: Client) -> None:
-    """Close a client in bounded time. While NATS is away the library raises here, which says nothing new."""
+    """Close a client in bounded time. While NATS is unreachable the library raises here; that is only logged."""
     subscriptions = list(client._subs.values())  # noqa: SLF001 - closing empties it
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -195,23 +197,23 @@ async def close_nats(client: Client) -> None:
 
 
 def _abort(client: Client) -> None:
-    """Let go of the socket, which the library closes last: it may have come to nothing before that."""
+    """Abort the socket, which the library closes last: it may have failed before that."""
     writer: asyncio.StreamWriter | None = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - the library has no other way
     if writer is not None:
         writer.transport.abort()
 
 
 async def _end_tasks(client: Client, subscriptions: Sequence[Subscription]) -> None:
-    """End what the library leaves behind when closing it raised.
+    """Cancel the tasks that the library leaves behind when closing it raised.
 
-    Then its reconnecting would go on for ever, for it looks at nothing but its cancellation; and that can be lost: in
-    Python 3.11 `wait_for`, in which it connects, drops one that comes together with a result.
+    Otherwise it would reconnect for ever, for it checks nothing but its cancellation; and that can be lost: in Python
+    3.11 `wait_for`, in which it connects, drops one that comes together with a result.
     """
     owned = [getattr(client, name, None) for name in _TASK_NAMES]
     owned += [getattr(subscription, "_wait_for_msgs_task", None) for subscription in subscriptions]
     left = {task for task in owned if task is not None and task is not asyncio.current_task()}
-    give_up_at = asyncio.get_running_loop().time() + _TIMEOUT_S
-    while left and asyncio.get_running_loop().time() < give_up_at:
+    deadline = asyncio.get_running_loop().time() + _TIMEOUT_S
+    while left and asyncio.get_running_loop().time() < deadline:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=0.1)
@@ -224,7 +226,7 @@ async def ping_nats(client: Client, within_s: float) -> None:
     answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         async with asyncio.timeout(within_s):
-            await client._send_ping(answered)  # noqa: SLF001 - see above
+            await client._send_ping(answered)  # noqa: SLF001 - the library has no other way
     except (NatsError, OSError, RuntimeError, TimeoutError, AttributeError, AssertionError) as error:
         raise BusUnavailable(f"NATS could not be asked: {error!r}") from error
     done, _ = await asyncio.wait([answered], timeout=within_s)
@@ -232,14 +234,14 @@ async def ping_nats(client: Client, within_s: float) -> None:
         raise BusUnavailable(f"NATS has not answered a ping within {within_s:g} s")
 
 
-_SENDINGS_MAX: Final = 16
-"""Pieces on their way to the connection at once."""
+_PUBLISHES_MAX: Final = 16
+"""Concurrent publishes of log lines."""
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
 class NatsLogOutlet:
-    """A `LogOutlet` on the loop that made it."""
+    """A `LogOutlet` that publishes on the event loop on which it was created."""
 
     def __init__(
         self,
@@ -249,9 +251,9 @@ class NatsLogOutlet:
         process_id: str,
         of_others: Callable[[], list[bytes]] = list,
     ) -> None:
-        """Publishes nothing before `join`. ``of_others``: lines that this process remembers for others."""
+        """Publishes nothing before `join`. ``of_others`` returns recent lines of other processes, kept by this one."""
         self._of_others = of_others
-        self._relay = relay
+        self._forwarder = relay
         self._subjects = subjects
         self._kind = kind
         self._subject = subjects.log(kind, process_id)
@@ -261,15 +263,14 @@ class NatsLogOutlet:
         self._refused = RateLimitedLogger(_log.warning)
 
     async def join(self, client: Client) -> None:
-        """Publish by ``client`` from now on. Raises what its `subscribe` raises."""
+        """Publish with ``client`` from now on. Raises what its `subscribe` raises."""
         await client.subscribe(self._subjects.log_recall, cb=self._recall)
         self._client = client
-        self._relay.use(self)
+        self._forwarder.use(self)
 
     def publish(self, piece: bytes, lines: int) -> bool:
-        """See `LogOutlet`."""
         client = self._client
-        if client is None or not client.is_connected or len(self._tasks) >= _SENDINGS_MAX:
+        if client is None or not client.is_connected or len(self._tasks) >= _PUBLISHES_MAX:
             return False
         try:
             self._loop.call_soon_threadsafe(self._start, client, piece, lines)
@@ -278,10 +279,10 @@ class NatsLogOutlet:
         return True
 
     async def close(self) -> None:
-        """Publish what waits, and nothing after that."""
-        self._relay.flush()
-        self._relay.use(None)
-        await asyncio.sleep(0)  # what was just handed over begins
+        """Publish the lines that wait, and none after that."""
+        self._forwarder.flush()
+        self._forwarder.use(None)
+        await asyncio.sleep(0)  # the tasks just scheduled start
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
     def _start(self, client: Client, piece: bytes, lines: int) -> None:
@@ -291,14 +292,14 @@ class NatsLogOutlet:
         try:
             await client.publish(self._subject, piece)
         except (NatsError, OSError):
-            self._relay.count_lost(lines)
+            self._forwarder.count_lost(lines)
 
     async def _recall(self, message: Msg) -> None:
         client = self._client
         if client is None:
             return
         try:
-            recent = [*self._of_others(), *self._relay.recent()]
+            recent = [*self._of_others(), *self._forwarder.recent()]
             for subject, piece in recalled(message.data, self._kind, recent, self._subjects):
                 await client.publish(subject, piece)
         except (BadField, NatsError, OSError) as error:

@@ -26,13 +26,13 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 class LinkReader(Protocol):
-    """Who reads from links in another thread."""
+    """Reads from links in another thread."""
 
     def attach(self, link: Link) -> None:
-        """Read from ``link`` from now on, if it lends itself."""
+        """Read from ``link`` from now on, if its reader can be detached."""
 
     def detach(self) -> None:
-        """Read no more from the link of the last `attach`."""
+        """Stop reading from the link of the last `attach`."""
 
 
 @final
@@ -45,33 +45,33 @@ class BusConnection:
     """
 
     def __init__(self, options: BusOptions, chance: random.Random) -> None:
-        """`chance` spreads the waits between reconnects."""
+        """`chance` is the random source that spreads the waits between reconnects."""
         self.on_connected: Final[list[Callable[[], None]]] = []
         self.on_disconnected: Final[list[Callable[[], None]]] = []
         self.on_answers_again: Final[list[Callable[[float], None]]] = []
-        """Called, with the loop's time from which on nothing may have come through, when the bus answers again after
-        it did not for `ping_interval_s`, or was away; in the latter case after `on_connected`."""
+        """Called when the bus responds again after it did not for `ping_interval_s`, or was disconnected (then after
+        `on_connected`), with the loop's time since when nothing may have come through."""
         self.after_messages: Callable[[], None] | None = None
-        """Called in the read path when all messages that came at once were handed over."""
+        """Called in the read path when all messages of one read were delivered."""
         self.reader: LinkReader | None = None
-        """Reads in the loop's stead, where links can be shared."""
+        """Reads in place of the loop, where links can be shared."""
         self.reconnects = 0
-        """How often the connection came back."""
+        """How often the connection was re-established."""
         self.callback_failures = 0
-        """How many callbacks and listeners raised; each is a bug of its author."""
+        """How many callbacks and listeners raised; each is a bug in that callback."""
         self.permission_violations = 0
         """How many publishes and subscriptions the server refused."""
         self._options = options
-        self._chance = chance
+        self._rng = chance
         self._link: Link | None = None
         self._linked_at_s = 0.0
-        self._away_since: float | None = None
+        self._disconnected_since: float | None = None
         """Set while there is no link."""
         self._is_started = False
         self._is_closed = False
         self._subscriptions = Subscriptions(self._write, self._flush_quietly, self._count_failure)
         self.take_message: Final = self._subscriptions.take_message
-        """For `LinkOwner`; an attribute, so that it costs no further call."""
+        """Implements `LinkOwner`; an attribute, to save a call."""
         self._link_ended = asyncio.Event()
         self._tasks = TaskOwner("bus")
         self._log = _log.bind(bus=options.name)
@@ -101,9 +101,9 @@ class BusConnection:
             self._tasks.start(self._stay_logged_in(self._options.login), "stay_logged_in")
 
     async def renew(self) -> bool:
-        """Log in anew without losing or reordering anything, see `handover`. False when that did not come about.
+        """Log in again without losing or reordering anything (`Handover`). False when that failed.
 
-        Then the old link is still in use, until the server ends it; a link that was lost meanwhile is replaced as ever.
+        Then the old link stays in use until the server ends it; a link lost meanwhile is replaced as usual.
         """
         old = self._link
         if old is None or self._is_renewing:
@@ -159,7 +159,7 @@ class BusConnection:
 
     @property
     def inbox_prefix(self) -> bytes:
-        """First tokens of the subjects on which this user may hear replies."""
+        """First tokens of the subjects on which this user may receive replies."""
         return self._options.inbox_prefix.encode()
 
     # -- messages --
@@ -223,10 +223,10 @@ class BusConnection:
             raise NotConnected("not connected to the bus")
         await link.wait_writable()
 
-    # -- what the link tells (LinkOwner) --
+    # -- callbacks of the link (LinkOwner) --
 
     def take_pause(self) -> None:
-        """Tell who gathers what a burst of messages brings."""
+        """Run `after_messages`: a burst of messages has been delivered."""
         if self.after_messages is not None:
             self.after_messages()
 
@@ -244,11 +244,11 @@ class BusConnection:
             link.end(BusUnavailable("the server is shutting down"))
 
     def take_answer_again(self, silent_since: float) -> None:
-        """Tell that nothing came through since then, and that it does now."""
+        """Notify listeners that the server responds again after silence since ``silent_since``."""
         silent_s = asyncio.get_running_loop().time() - silent_since
         self._log.warning("bus_answers_again", silent_s=round(silent_s, 1))
         listeners = [functools.partial(listener, silent_since) for listener in self.on_answers_again]
-        self._tell(listeners, "on_answers_again")
+        self._notify(listeners, "on_answers_again")
 
     def take_end(self, link: Link) -> None:
         """Report the loss and wake the loop that reconnects."""
@@ -256,12 +256,12 @@ class BusConnection:
             return
         self._link = None
         now = asyncio.get_running_loop().time()
-        self._away_since = now if link.silent_since is None else link.silent_since
+        self._disconnected_since = now if link.silent_since is None else link.silent_since
         if self.reader is not None:
             self.reader.detach()
         self._log.warning("bus_disconnected", server=link.server, reason=str(link.failure))
         self._link_ended.set()
-        self._tell(self.on_disconnected, "on_disconnected")
+        self._notify(self.on_disconnected, "on_disconnected")
 
     # -- staying connected --
 
@@ -274,7 +274,7 @@ class BusConnection:
             # A server that accepts and drops at once must not be dialled in a tight loop.
             lived_s = loop.time() - self._linked_at_s
             short_lives = short_lives + 1 if lived_s < self._options.reconnect_wait_max_s else 0
-            await asyncio.sleep(reconnect_wait_s(self._options, short_lives, self._chance))
+            await asyncio.sleep(reconnect_wait_s(self._options, short_lives, self._rng))
             link = await self._dialer.dial(None)
             self.reconnects += 1
             self._adopt(link)
@@ -306,7 +306,7 @@ class BusConnection:
             old.end(NotConnected("another link has taken over"))
         if not is_whole:
             self._log.warning("bus_renewal_cut", server=old.server)
-            self._tell(self.on_disconnected, "on_disconnected")
+            self._notify(self.on_disconnected, "on_disconnected")
         if self.reader is not None:
             self.reader.detach()
         new.change_owner(self)
@@ -322,7 +322,7 @@ class BusConnection:
         self.take_pause()
         self._log.info("bus_renewed", server=new.server)
         if not is_whole:
-            self._tell(self.on_connected, "on_connected")
+            self._notify(self.on_connected, "on_connected")
         await handover.finish()
         return True
 
@@ -335,8 +335,8 @@ class BusConnection:
         self._log.info("bus_connected", server=link.server, reconnects=self.reconnects)
         if self.reader is not None:
             self.reader.attach(link)
-        self._tell(self.on_connected, "on_connected")
-        since, self._away_since = self._away_since, None
+        self._notify(self.on_connected, "on_connected")
+        since, self._disconnected_since = self._disconnected_since, None
         if since is not None:
             self.take_answer_again(since)
 
@@ -352,7 +352,7 @@ class BusConnection:
         except BusUnavailable as error:
             self._log.warning("bus_drain_incomplete", reason=str(error))
 
-    def _tell(self, listeners: Sequence[Callable[[], None]], which: str) -> None:
+    def _notify(self, listeners: Sequence[Callable[[], None]], which: str) -> None:
         for listener in tuple(listeners):
             try:
                 listener()
@@ -373,12 +373,12 @@ _Receiver = tuple[ReplyCallback, Callable[[], None]]
 """A bare tuple: one is made for every request."""
 
 _TOKEN_BYTES: Final = 8
-_DRAWN_TOKENS: Final = 256
-"""How many are drawn from the system at once: a call of it for each request would cost as much as the rest of this."""
+_TOKEN_BATCH: Final = 256
+"""Tokens generated per call of the system's random source: one call per request would double the cost."""
 
 
-def draw_tokens(count: int = _DRAWN_TOKENS) -> list[bytes]:
-    """So many tokens, each of 64 bits of the system's randomness; of so many that they never meet."""
+def draw_tokens(count: int = _TOKEN_BATCH) -> list[bytes]:
+    """Generate ``count`` tokens, each of 64 bits from the system's random source: collisions are negligible."""
     text = os.urandom(count * _TOKEN_BYTES).hex().encode()
     size = 2 * _TOKEN_BYTES
     return [text[at : at + size] for at in range(0, len(text), size)]
@@ -389,29 +389,29 @@ class Inbox:
     """Hands out reply subjects `<inbox prefix>.<inbox id>.<token>` and brings replies to their callbacks."""
 
     def __init__(self, connection: BusConnection, inbox_id: str, *, open_max: int = 65536) -> None:
-        """Subscribe. `inbox_id` is a token that no other process uses; `open_max` limits the tokens held.
+        """Subscribe. `inbox_id` is a token that no other process uses; `open_max` limits the tokens in use.
 
         Raises InvalidSubject for a bad id.
         """
         self.late_replies = 0
-        """How many replies came for tokens that nobody waits for (any more)."""
+        """How many replies came for tokens that are not (or no longer) registered."""
         self._prefix = check_subject(b"%b.%b" % (connection.inbox_prefix, inbox_id.encode())) + b"."
         self._token_at = len(self._prefix)
         self._open_max = open_max
         self._receivers: dict[bytes, _Receiver] = {}
         self._tokens: list[bytes] = []
-        """Drawn and not used yet."""
+        """Generated and not used yet."""
         self._subscription = connection.subscribe(self._prefix + b"*", self._take)
 
     def __len__(self) -> int:
-        """How many tokens are held."""
+        """How many tokens are in use."""
         return len(self._receivers)
 
     def new_reply(self, on_reply: ReplyCallback, on_no_responders: Callable[[], None]) -> tuple[bytes, bytes]:
-        """A token that nobody can guess, and the reply subject to publish a request with.
+        """An unguessable token, and the reply subject to publish a request with.
 
-        `on_reply` gets every reply; `on_no_responders` is called when the server says that nobody listens
-        to the request's subject. The token is held until `forget`. Raises InboxFull when too many are held.
+        `on_reply` gets every reply; `on_no_responders` is called when the server reports that the request's
+        subject has no subscriber. The token stays registered until `forget`. Raises InboxFull at the limit.
         """
         if len(self._receivers) >= self._open_max:
             raise InboxFull(f"{self._open_max} requests wait for replies")
@@ -422,7 +422,7 @@ class Inbox:
         return token, self._prefix + token
 
     def forget(self, token: bytes) -> None:
-        """Let go of a token: further replies to it are counted and dropped. May be called twice."""
+        """Release a token: further replies to it are counted and dropped. May be called twice."""
         self._receivers.pop(token, None)
 
     def close(self) -> None:

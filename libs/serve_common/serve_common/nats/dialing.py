@@ -1,4 +1,4 @@
-"""Opens a link to a NATS server, and moves a connection from one link to a newer one that has logged in anew."""
+"""Opens a link to a NATS server, and moves a connection from one link to a newer one that has logged in again."""
 
 from __future__ import annotations
 
@@ -31,52 +31,52 @@ _log = structlog.get_logger(__name__)
 
 @final
 class Dialer:
-    """Tries the servers in turn until one lets the owner in."""
+    """Tries the servers in turn until one accepts the owner's credentials."""
 
     def __init__(self, owner: LinkOwner, options: BusOptions, chance: random.Random) -> None:
         self._owner = owner
         self._options = options
         self._addresses = options.addresses
-        self._chance = chance
+        self._rng = chance
         self._turn = 0
         self._failures = RateLimitedLogger(_log.bind(bus=options.name).warning, interval_s=5.0)
 
     async def dial(self, timeout_s: float | None) -> Link:
-        """A link to the next server that accepts.
+        """Open a link to the next server that accepts.
 
         With `timeout_s` raises BusAuthorizationFailed at once when a server refuses the credentials, and
         BusUnavailable when the time is over. Without it tries for ever and only logs: credentials that worked
         before may work again when the server's configuration is mended.
         """
         loop = asyncio.get_running_loop()
-        until_s = math.inf if timeout_s is None else loop.time() + timeout_s
+        deadline = math.inf if timeout_s is None else loop.time() + timeout_s
         failure: Exception | None = None
         failed_rounds = 0
         while True:
-            begun = loop.time()
+            started_at = loop.time()
             for _ in self._addresses:
-                left_s = until_s - loop.time()
+                left_s = deadline - loop.time()
                 try:
                     return await self._dial_next(min(left_s, self._options.connect_timeout_s))
                 except (BusUnavailable, BusAuthorizationFailed) as error:
                     if timeout_s is not None and isinstance(error, BusAuthorizationFailed):
                         raise
                     self._failures.log(loop.time(), "bus_dial_failed", error=str(error))
-                    # An attempt that had no time says nothing; what failed before it does.
+                    # An attempt that was cut short carries no information; the failure before it does.
                     is_cut_short = left_s < self._options.connect_timeout_s
                     if failure is None or not (is_cut_short and isinstance(error.__cause__, TimeoutError)):
                         failure = error
-            wait_s = reconnect_wait_s(self._options, failed_rounds, self._chance)
-            if loop.time() - begun >= self._options.connect_timeout_s:
-                # Nobody refused: a server hangs, and lets in whoever knocks in the moment in which it goes on.
+            wait_s = reconnect_wait_s(self._options, failed_rounds, self._rng)
+            if loop.time() - started_at >= self._options.connect_timeout_s:
+                # No server refused: one hangs, and accepts connections as soon as it resumes.
                 wait_s = self._options.reconnect_wait_min_s
-            if loop.time() + wait_s >= until_s:
+            if loop.time() + wait_s >= deadline:
                 raise BusUnavailable(f"no NATS server let us in for {timeout_s} s: {failure}") from failure
             await asyncio.sleep(wait_s)
             failed_rounds += 1
 
     async def dial_once(self, owner: LinkOwner) -> Link:
-        """A link of ``owner`` to the next server. Raises BusAuthorizationFailed and BusUnavailable."""
+        """Open a link of ``owner`` to the next server. Raises BusAuthorizationFailed and BusUnavailable."""
         return await self._dial_next(self._options.connect_timeout_s, owner)
 
     async def _dial_next(self, timeout_s: float, owner: LinkOwner | None = None) -> Link:
@@ -86,9 +86,9 @@ class Dialer:
 
 
 async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwner, timeout_s: float) -> Link:
-    """A link to `address` whose credentials the server has accepted.
+    """Open a link to `address`, with credentials that the server has accepted.
 
-    Raises BusAuthorizationFailed when it has not, and BusUnavailable for all that may pass.
+    Raises BusAuthorizationFailed when it refuses them, and BusUnavailable for failures that may be temporary.
     """
     link = Link(owner, options, asyncio.get_running_loop())
     try:
@@ -97,7 +97,7 @@ async def open_link(address: ServerAddress, options: BusOptions, owner: LinkOwne
     except TimeoutError as error:
         link.end(error)
         raise BusUnavailable(f"{address}: no answer within {timeout_s:.2g} s") from error
-    except Exception as error:  # a client that stops dialling because of an odd error is away for good
+    except Exception as error:  # an unexpected error must not stop a client from dialling
         link.end(error)
         if isinstance(link.failure, BusAuthorizationFailed):
             raise BusAuthorizationFailed(f"{address}: {link.failure}") from error
@@ -146,14 +146,14 @@ def _check_tls(address: ServerAddress, greeting: Greeting) -> None:
 
 
 STEP_TIMEOUT_S: Final = 2.0
-"""For each of the round trips."""
+"""Seconds for each of the round trips."""
 BEHIND_S: Final = 0.25
-"""How much later than the old link the new one may get a message, at most, when the server's threads stand still."""
+"""Seconds by which the new link may get a message later than the old one, when the server's threads stall."""
 
 
 @final
 class Newcomer:
-    """A `LinkOwner` that keeps what its link brings until the connection takes the link over."""
+    """A `LinkOwner` that buffers messages and errors until the connection takes the link over."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -161,20 +161,20 @@ class Newcomer:
         self.take_message: Final[Callable[[Message], None]] = self.messages.append
 
     def take_pause(self) -> None:
-        """Nothing is handed over yet."""
+        """Do nothing: no message is delivered yet."""
 
     def take_server_error(self, error: ServerError) -> None:
-        """A refused subscription."""
+        """Record a refused subscription."""
         self.errors.append(error)
 
     def take_lame_duck(self, link: Link) -> None:
-        """The connection finds out when the link ends."""
+        """Do nothing: the connection notices when the link ends."""
 
     def take_answer_again(self, silent_since: float) -> None:
-        """The old link was not silent."""
+        """Do nothing: the old link was not silent."""
 
     def take_end(self, link: Link) -> None:
-        """The connection looks at `Link.failure`."""
+        """Do nothing: the connection checks `Link.failure`."""
 
 
 @final
@@ -184,26 +184,26 @@ class Handover:
     def __init__(
         self, old: Link, new: Link, newcomer: Newcomer, take_message: Callable[[Message], None]
     ) -> None:
-        """``take_message`` takes what ``old`` brings meanwhile, from whichever thread reads it."""
+        """``take_message`` receives messages of ``old`` meanwhile, on the thread that reads them."""
         self._old = old
         self._new = new
         self._newcomer = newcomer
         self._take_message = take_message
-        self._told: dict[int, Subscription] = {}
+        self._subscribed: dict[int, Subscription] = {}
         self._seen: list[Message] = []
         self._doubled: Counter[tuple[int, bytes, bytes, bytes, bytes | None]] = Counter()
 
     async def join(self, subscriptions: Callable[[], list[Subscription]]) -> None:
-        """Subscribe by the new link too. Raises what `Link.round_trip` raises, and TimeoutError; nothing has changed.
+        """Subscribe on the new link too. Raises as `Link.round_trip`, and TimeoutError; then nothing has changed.
 
-        ``subscriptions`` are those of the moment.
+        ``subscriptions`` returns the current ones.
         """
         self._old.redirect(self._record)
         try:
             async with asyncio.timeout(STEP_TIMEOUT_S):
-                while missing := [each for each in subscriptions() if each.sid not in self._told]:
+                while missing := [each for each in subscriptions() if each.sid not in self._subscribed]:
                     for each in missing:
-                        self._told[each.sid] = each
+                        self._subscribed[each.sid] = each
                         self._new.write(encode_sub(each.subject, each.queue, each.sid))
                     await self._new.round_trip()
         except BaseException:
@@ -211,9 +211,9 @@ class Handover:
             raise
 
     async def part(self, subscriptions: list[Subscription]) -> bool:
-        """End the old link's part; what is published by the new one waits meanwhile. False: something may be lost."""
+        """Unsubscribe on the old link; publishes on the new one wait meanwhile. False when messages may be lost."""
         known = {each.sid for each in subscriptions}
-        for sid in self._told.keys() - known:
+        for sid in self._subscribed.keys() - known:
             self._new.write(encode_unsub(sid))
         self._new.hold_back()
         for sid in known:
@@ -221,19 +221,19 @@ class Handover:
         try:
             async with asyncio.timeout(STEP_TIMEOUT_S):
                 await self._old.round_trip()
-        except Exception:  # noqa: BLE001 - whatever it was, the old link has brought all that it will
+        except Exception:  # noqa: BLE001 - whatever it was, the old link delivers nothing more
             return False
         return True
 
     def deliver(self) -> None:
-        """Hand over what came by the new link alone; what comes further goes the same way until `finish`."""
+        """Deliver what came by the new link alone; later messages are deduplicated likewise until `finish`."""
         self._doubled = Counter(map(_content, self._seen))
         self._new.redirect(self._take_new)
         for message in self._newcomer.messages:
             self._take_new(message)
 
     async def finish(self) -> None:
-        """Wait until nothing of the old link's can come any more, and let the new one bring the rest by itself.
+        """Wait until no duplicate of the old link can arrive any more, then deliver from the new one directly.
 
         Raises NotConnected when it ends.
         """

@@ -19,16 +19,16 @@ from serve_common.nats.protocol import PING, PONG, Greeting, Message, Parser, Se
 _WRITE_BUFFER_BYTES_MAX: Final = 256 * 1024
 """Where the transport says "pause": small, so that chunks of large bodies do not delay small requests."""
 
-_CLOSED_WORDLESSLY: Final = (
+_CLOSED_SILENTLY: Final = (
     "the server closed the connection without a word, as it does when it stops or its client reads too slowly"
 )
 
 
 class LinkOwner(Protocol):
-    """Who a link tells what it hears, in the loop's read path: these must be quick and must not raise."""
+    """Receives a link's events, in the loop's read path: the methods must be quick and must not raise."""
 
     def take_message(self, message: Message) -> None:
-        """A message came."""
+        """A message was received."""
 
     def take_pause(self) -> None:
         """No more messages have come for now."""
@@ -37,18 +37,18 @@ class LinkOwner(Protocol):
         """The server refused something; it may or may not end the link after this."""
 
     def take_lame_duck(self, link: Link) -> None:
-        """The server is about to leave."""
+        """The server is about to shut down (lame duck mode)."""
 
     def take_answer_again(self, silent_since: float) -> None:
-        """The server had not answered since then, by the loop's clock, and does so now; told before the messages."""
+        """The server responds again, after none since ``silent_since`` (loop's clock); called before the messages."""
 
     def take_end(self, link: Link) -> None:
-        """The link cannot be used any more, see `link.failure`. Comes once, and not after `Link.close`."""
+        """The link cannot be used any more; `link.failure` is why. Called once, and not after `Link.close`."""
 
 
 @final
 class Link(asyncio.Protocol):
-    """One connection to one server; made by `dial.open_link`."""
+    """One connection to one server; made by `open_link`."""
 
     def __init__(self, owner: LinkOwner, options: BusOptions, loop: asyncio.AbstractEventLoop) -> None:
         self.failure: Exception | None = None
@@ -56,7 +56,7 @@ class Link(asyncio.Protocol):
         self.server = ""
         """Its address, for logs."""
         self.max_payload = 0
-        """Bytes of headers and payload that the server takes in one message; also told to the outbox."""
+        """Bytes of headers and payload that the server takes in one message; also set on the outbox."""
         self._owner = owner
         self._take_message: Callable[[Message], None] = owner.take_message
         self._options = options
@@ -71,13 +71,13 @@ class Link(asyncio.Protocol):
         self._writable.set()
         self._outbox = Outbox(loop, options.pending_bytes_max)
         self.publish: Final = self._outbox.publish
-        """`Outbox.publish`; an attribute, so that it costs no further call."""
+        """`Outbox.publish`; an attribute, to save a call."""
         self._pongs: deque[asyncio.Future[None] | None] = deque()
-        self._has_heard = False
-        self._unheard_pings = 0
+        self._has_received = False
+        self._unanswered_pings = 0
         self._pinged_at = 0.0
         self.silent_since: float | None = None
-        """From when on the server may have been hanging; None while it answers within `ping_interval_s`."""
+        """Since when the server may have been hanging; None while it responds within `ping_interval_s`."""
         self._keepalive: asyncio.TimerHandle | None = None
         self._last_server_error = ""
 
@@ -87,7 +87,7 @@ class Link(asyncio.Protocol):
         self.use_transport(cast("asyncio.Transport", transport))
 
     def data_received(self, data: bytes) -> None:
-        self._has_heard = True
+        self._has_received = True
         if self.silent_since is not None:
             self._end_silence()
         try:
@@ -104,14 +104,12 @@ class Link(asyncio.Protocol):
         self._owner.take_pause()
 
     def take_data(self, data: bytes) -> None:
-        """What another thread has read; calls of this must not overlap. It was an end when ``data`` is empty."""
+        """Process ``data`` read by another thread; empty means end of file. Calls must not overlap."""
         if self.failure is not None:
             return
-        failure: Exception = BusUnavailable(
-            f"connection lost: {self._last_server_error or _CLOSED_WORDLESSLY}"
-        )
+        failure: Exception = BusUnavailable(f"connection lost: {self._last_server_error or _CLOSED_SILENTLY}")
         if data:
-            self._has_heard = True
+            self._has_received = True
             try:
                 ops = self._parser.feed(data)
             except NatsProtocolError as error:
@@ -129,7 +127,7 @@ class Link(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._shared is not None:
             self._shared.shut_down()
-        reason = self._last_server_error or str(exc or _CLOSED_WORDLESSLY)
+        reason = self._last_server_error or str(exc or _CLOSED_SILENTLY)
         self.end(BusUnavailable(f"connection lost: {reason}"))
         self._closed.set()
 
@@ -147,14 +145,14 @@ class Link(asyncio.Protocol):
         transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES_MAX)
 
     async def greeting(self) -> Greeting:
-        """What the server said first. Raises NotConnected when the link ends before."""
+        """Wait for the server's INFO. Raises NotConnected when the link ends before."""
         await self._greeted.wait()
         self._require_alive()
         assert self._greeting is not None
         return self._greeting
 
     def start_keepalive(self) -> None:
-        """Ping regularly from now on, and end the link when nothing is heard for too long."""
+        """Ping regularly from now on, and end the link when nothing is received for too long."""
         self._pinged_at = self._loop.time()
         self._keepalive = self._loop.call_later(self._options.ping_interval_s, self._ping)
 
@@ -187,14 +185,14 @@ class Link(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    # -- from one link to the next, see `handover` --
+    # -- from one link to the next, for `Handover` --
 
     def redirect(self, take_message: Callable[[Message], None]) -> None:
         """Hand messages to ``take_message`` instead of to the owner."""
         self._take_message = take_message
 
     def change_owner(self, owner: LinkOwner) -> None:
-        """Tell ``owner`` from now on."""
+        """Call ``owner`` from now on."""
         self._owner = owner
         self._take_message = owner.take_message
 
@@ -238,7 +236,7 @@ class Link(asyncio.Protocol):
         return self._shared is not None and self._shared.write(messages)
 
     def lend(self) -> SharedSocket | None:
-        """Leave reading to others, who hand everything to `take_data`; None where the socket is not shared."""
+        """Stop reading, so that another thread reads and calls `take_data`; None where the socket is not shared."""
         if self._shared is None or self._transport is None or self.failure is not None:
             return None
         self._transport.pause_reading()
@@ -301,23 +299,23 @@ class Link(asyncio.Protocol):
     # -- ending --
 
     def _ping(self) -> None:
-        is_silent = bool(self._pongs) and not self._has_heard
-        self._unheard_pings = self._unheard_pings + 1 if is_silent else 0
-        if self._unheard_pings >= self._options.outstanding_pings_max:
-            self.end(BusUnavailable(f"the server did not answer {self._unheard_pings} pings"))
+        is_silent = bool(self._pongs) and not self._has_received
+        self._unanswered_pings = self._unanswered_pings + 1 if is_silent else 0
+        if self._unanswered_pings >= self._options.outstanding_pings_max:
+            self.end(BusUnavailable(f"the server did not answer {self._unanswered_pings} pings"))
             return
-        self._look_for_silence(is_silent=is_silent)
-        self._has_heard = False
+        self._check_silence(is_silent=is_silent)
+        self._has_received = False
         self._pongs.append(None)
         self.write(PING)
         self.start_keepalive()
 
-    def _look_for_silence(self, *, is_silent: bool) -> None:
+    def _check_silence(self, *, is_silent: bool) -> None:
         interval_s = self._options.ping_interval_s
         if not is_silent:
             self._end_silence()
         elif self.silent_since is None and self._loop.time() - self._pinged_at < 1.5 * interval_s:
-            # Later than that it was this loop that stood still, and the answer may be there.
+            # Later than that, this loop itself was blocked, and the response may have arrived.
             self.silent_since = self._pinged_at - interval_s
 
     def _end_silence(self) -> None:

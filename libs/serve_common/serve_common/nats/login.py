@@ -1,4 +1,4 @@
-"""What a process tells NATS of itself each time that it connects, and whether it has an identity of its own."""
+"""How a process authenticates to NATS at each connect, and whether it has an identity of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _has_identity = False
 
 
 def declare_identity(settings: BusSettings) -> None:
-    """At the start of a service, once: warn of a plain user, and let `has_identity` know."""
+    """At the start of a service, once: warn of a plain user, and record it for `has_identity`."""
     global _has_identity  # noqa: PLW0603 - one for the process, as its metrics are
     _has_identity = not settings.is_plain
     if settings.is_plain:
@@ -43,16 +43,16 @@ def declare_identity(settings: BusSettings) -> None:
 
 
 def has_identity() -> bool:
-    """As the service has declared."""
+    """Whether the service has an identity of its own, as declared."""
     return _has_identity
 
 
 OWN_LIFETIME_S: Final = 24 * 3600.0
-"""Of a user that the holder of a signing key makes for itself; it makes another in time."""
+"""Seconds for which a user is valid that the holder of a signing key makes for itself; renewed in time."""
 
 
 def login_of(settings: BusSettings) -> Login | None:
-    """How to log in with ``settings``; None is their plain user and password."""
+    """The login for ``settings``; None for their plain user and password."""
     match settings.credentials:
         case CredentialsFile(path):
             return FileLogin(path)
@@ -66,14 +66,13 @@ def login_of(settings: BusSettings) -> Login | None:
 
 @final
 class FileLogin:
-    """By a file in NATS' format."""
+    """Logs in with a credentials file in NATS' format."""
 
     def __init__(self, path: str) -> None:
-        """Read at each connect."""
+        """``path`` is read at each connect."""
         self._path = path
 
     def fields(self, nonce: str) -> dict[str, str]:
-        """See `Login`."""
         try:
             jwt, seed = parse_credentials_file(Path(self._path).read_text(encoding="utf-8"))
         except (OSError, UnicodeError, CredentialsUnusable) as error:
@@ -81,32 +80,29 @@ class FileLogin:
         return {"jwt": jwt, "sig": sign_nonce(seed, nonce)}
 
     def renew_in_s(self) -> float | None:
-        """See `Login`."""
         return None
 
 
 @final
 class MintingLogin:
-    """By a user that is made for each connection."""
+    """Logs in with a user that is minted for each connection."""
 
     def __init__(self, key: SigningKey, lifetime_s: float = OWN_LIFETIME_S) -> None:
-        """Users are as the key names them."""
+        """Users are named after the key."""
         self._key = key
         self._lifetime_s = lifetime_s
 
     def fields(self, nonce: str) -> dict[str, str]:
-        """See `Login`."""
-        made = mint_now(self._key, self._key.name, lifetime_s=self._lifetime_s)
-        return {"jwt": made.jwt, "sig": sign_nonce(made.seed, nonce)}
+        user = mint_now(self._key, self._key.name, lifetime_s=self._lifetime_s)
+        return {"jwt": user.jwt, "sig": sign_nonce(user.seed, nonce)}
 
     def renew_in_s(self) -> float | None:
-        """See `Login`."""
         return self._lifetime_s / 2
 
 
 @final
 class HeldLogin:
-    """By a user that somebody else made, and makes anew in time; shared by all connections of the process."""
+    """Logs in with a user that another process mints and renews; shared by all connections of the process."""
 
     def __init__(self, identity: UserIdentity) -> None:
         self._lock = threading.Lock()
@@ -114,27 +110,26 @@ class HeldLogin:
         self._listeners: list[Callable[[], None]] = []
 
     def fields(self, nonce: str) -> dict[str, str]:
-        """See `Login`."""
-        held = self._identity
-        return {"jwt": held.jwt, "sig": sign_nonce(held.seed, nonce)}
+        identity = self._identity
+        return {"jwt": identity.jwt, "sig": sign_nonce(identity.seed, nonce)}
 
     def renew_in_s(self) -> float | None:
-        """See `Login`: who replaces it says so."""
+        """None: `replace` notifies the listeners."""
         return None
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Have ``listener`` called, from any thread, when there is a newer one."""
+        """Call ``listener``, from any thread, when there is a newer identity."""
         with self._lock:
             self._listeners.append(listener)
 
     def forget(self, listener: Callable[[], None]) -> None:
-        """Call it no more."""
+        """Stop calling ``listener``."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     def replace(self, identity: UserIdentity) -> None:
-        """Connect with ``identity`` from now on, unless it is older than what is held; from any thread."""
+        """Connect with ``identity`` from now on, unless it is older than the current one; from any thread."""
         with self._lock:
             if identity.expires_at < self._identity.expires_at:
                 return
@@ -145,7 +140,7 @@ class HeldLogin:
 
 
 def mint_now(key: SigningKey, name: str, *, tags: tuple[str, ...] = (), lifetime_s: float) -> UserIdentity:
-    """A user that is valid from now on."""
+    """Mint a user that is valid from now on, for ``lifetime_s`` seconds."""
     return mint_user(
         key,
         name,

@@ -1,4 +1,4 @@
-"""What a connection to NATS is told, and what can go wrong on it."""
+"""Options and errors of a connection to NATS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NotConnected(BusUnavailable):
 
 
 class OutboundFull(TransientError):
-    """The server takes bytes slower than they are written, and the limit of bytes that wait is reached."""
+    """The server reads slower than bytes are written, and the limit of pending bytes is reached."""
 
     error_code = "bus_outbound_full"
 
@@ -35,7 +35,7 @@ class PayloadTooLarge(PermanentError):
 
 
 class InvalidSubject(PermanentError, ValueError):
-    """The subject would not reach the server as one word; nothing was sent."""
+    """The subject would not reach the server as one token; nothing was sent."""
 
     error_code = "invalid_subject"
 
@@ -48,14 +48,14 @@ class NatsProtocolError(PermanentError):
 
 DEFAULT_PORT: Final = 4222
 ROUTER_PING_INTERVAL_S: Final = 1.0
-"""Routers must know soon that a bus hangs: what they conclude from silence is wrong from then on."""
+"""Seconds. Routers must detect soon that the bus hangs: what they infer from silence is wrong from then on."""
 ROUTER_PINGS_MAX: Final = 10
-"""As long as with the defaults: a connection that only hangs is worth keeping."""
+"""Unanswered pings before disconnecting: as long as with the defaults, to keep a connection that only hangs."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """One NATS server; `is_tls` when it must be spoken to through TLS."""
+    """One NATS server; `is_tls` when it must be reached through TLS."""
 
     host: str
     port: int
@@ -79,17 +79,17 @@ def parse_server(url: str) -> ServerAddress:
 
 
 class Login(Protocol):
-    """Proves who connects, anew at each connect."""
+    """Authenticates a connection, again at each connect."""
 
     def fields(self, nonce: str) -> dict[str, str]:
-        """What CONNECT says of it; ``nonce`` is the server's, to be signed, and empty where it wants no signature.
+        """The credentials of CONNECT; ``nonce`` is the server's, to be signed, and empty where it wants no signature.
 
         Raises `BusAuthorizationFailed` when there is nothing to log in with.
         """
         ...
 
     def renew_in_s(self) -> float | None:
-        """After so many seconds a connection should log in anew, before the server ends it; None is never."""
+        """Seconds after which a connection should log in again, before the server ends it; None is never."""
         ...
 
 
@@ -107,10 +107,10 @@ class BusOptions:
     inbox_prefix: str = "_INBOX"
     """Where replies to this user go; permissions keep other users from reading them."""
     connect_timeout_s: float = 2.0
-    """For one attempt: TCP, TLS and authorization."""
+    """Seconds for one attempt: TCP, TLS and authorization."""
     ping_interval_s: float = 5.0
     outstanding_pings_max: int = 2
-    """The peer is dead when so many pings in a row met silence."""
+    """The peer is considered dead after so many unanswered pings in a row."""
     reconnect_wait_min_s: float = 0.05
     reconnect_wait_max_s: float = 2.0
     pending_bytes_max: int = 64 * 1024 * 1024
@@ -132,22 +132,22 @@ class BusOptions:
                 raise ValueError(f"{limit} must be above 0")
 
     def login_fields(self, nonce: str) -> dict[str, str]:
-        """What CONNECT says of who connects; nothing without a user."""
+        """The credentials of CONNECT; empty without a user."""
         if self.login is not None:
             return self.login.fields(nonce)
         return {} if self.user is None else {"user": self.user, "pass": self.password or ""}
 
     @property
     def addresses(self) -> tuple[ServerAddress, ...]:
-        """The servers, read."""
+        """The parsed addresses of the servers."""
         return tuple(parse_server(url) for url in self.servers)
 
 
 def reconnect_wait_s(options: BusOptions, round_number: int, chance: random.Random) -> float:
     """How long to wait before trying all servers again; `round_number` counts failed rounds from 0.
 
-    Waits double from round to round and are spread by `chance`, so that a restarted server is not met by
-    all of its clients in one moment.
+    Waits double from round to round and are spread by `chance`, so that a restarted server does not get
+    all of its clients at once.
     """
     longest_s = min(options.reconnect_wait_max_s, options.reconnect_wait_min_s * 2 ** min(round_number, 30))
     return chance.uniform(longest_s / 2, longest_s)

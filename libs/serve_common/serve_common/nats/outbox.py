@@ -1,4 +1,4 @@
-"""How bytes leave on a link: gathered for one turn of the loop, written by more than its loop's thread."""
+"""Writing on a link: batched for one iteration of the loop, and possible from other threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_common.nats.options import OutboundFull, PayloadTooLarge
 from serve_common.nats.protocol import CRLF, encode_hpub_line, encode_pub, encode_pub_line
 
 _PIECES_MAX: Final = 1024
-"""Of one system call, IOV_MAX."""
+"""Pieces in one system call, IOV_MAX."""
 
 
 @final
@@ -42,7 +42,7 @@ class SharedSocket:
         self._is_closed = False
         self._lock = threading.Lock()
         self._is_behind = False
-        """The transport writes, until it has nothing left."""
+        """The transport writes, until its buffer is empty."""
         self._is_held_back = False
         self._rest: list[bytes] = []
         """What the loop's thread has yet to give to the transport."""
@@ -53,12 +53,12 @@ class SharedSocket:
         return socket.socket(fileno=os.dup(self._descriptor))
 
     def close(self) -> None:
-        """Write nothing any more."""
+        """Stop writing."""
         with self._lock:
             self._is_closed = True
 
     def shut_down(self) -> None:
-        """End the connection, whoever has descriptors of it. For when the transport is closed; may be called twice."""
+        """End the connection for all descriptors of it. For when the transport is closed; may be called twice."""
         with self._lock:
             self._is_closed = True
             if self._descriptor >= 0:
@@ -67,16 +67,16 @@ class SharedSocket:
                 self._descriptor = -1
 
     def is_readable(self) -> bool:
-        """Whether something has come that nobody has read yet; also when the connection has ended."""
+        """Whether there are unread bytes; also true when the connection has ended."""
         with self._lock:
             if self._descriptor < 0:
                 return False
-            look = select.poll()
-            look.register(self._descriptor, select.POLLIN)
-            return bool(look.poll(0))
+            poller = select.poll()
+            poller.register(self._descriptor, select.POLLIN)
+            return bool(poller.poll(0))
 
     def write(self, pieces: Sequence[bytes]) -> bool:
-        """Send ``pieces`` soon, from any thread. False when they will not be: it is closed, or too much waits."""
+        """Send ``pieces`` soon, from any thread. False when they will not be sent: closed, or too much is pending."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -86,7 +86,7 @@ class SharedSocket:
                     return False
                 self._leave(b"".join(pieces))
                 return True
-            written_bytes = self._try(pieces)
+            written_bytes = self._try_write(pieces)
             if written_bytes < size_bytes:
                 self._is_behind = True
                 self._leave(b"".join(pieces)[written_bytes:])
@@ -116,7 +116,7 @@ class SharedSocket:
                 if self._is_closed or self._transport.get_write_buffer_size():
                     self._transport.writelines(pieces)
                     return
-            written_bytes = self._try(pieces) if pieces else 0
+            written_bytes = self._try_write(pieces) if pieces else 0
             left = b"" if written_bytes == sum(map(len, pieces)) else b"".join(pieces)[written_bytes:]
             self._is_behind = bool(left)
             if left:
@@ -128,8 +128,8 @@ class SharedSocket:
         self._rest.append(data)
         self._rest_bytes += len(data)
 
-    def _try(self, pieces: Sequence[bytes]) -> int:
-        """How many bytes the socket took. None of a broken one: its transport finds that out and says so."""
+    def _try_write(self, pieces: Sequence[bytes]) -> int:
+        """How many bytes the socket took; 0 when it is broken, which its transport detects and reports."""
         try:
             if len(pieces) == 1:
                 return os.write(self._descriptor, pieces[0])
@@ -153,16 +153,16 @@ class Outbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, pending_bytes_max: int) -> None:
         """``pending_bytes_max`` limits what waits to be taken by the server."""
         self.transport: asyncio.Transport | None = None
-        """Where the batch goes."""
+        """Writes the batch."""
         self.shared: SharedSocket | None = None
-        """Where it goes instead, while other threads may write too."""
+        """Writes the batch instead, while other threads may write too."""
         self.max_payload = 0
         """Bytes of headers and payload that the server takes in one message."""
         self._loop = loop
         self._pending_bytes_max = pending_bytes_max
         self._batch: list[bytes] = []
         self._batch_bytes = 0
-        self._batch_room = 0
+        self._batch_capacity = 0
         """Bytes that the batch may reach before the limit of those that wait is exceeded; valid while it has any."""
         self._is_batch_copied = True
         self._is_held_back = False
@@ -185,9 +185,9 @@ class Outbox:
         batch = self._batch
         is_first = not batch
         if is_first:
-            self._measure_room()
+            self._update_capacity()
         total_bytes = self._batch_bytes + len(message)
-        if total_bytes > self._batch_room:
+        if total_bytes > self._batch_capacity:
             raise self._full()
         if is_first:
             self._loop.call_soon(self.flush)
@@ -197,9 +197,9 @@ class Outbox:
             self.flush()
 
     def write(self, line: bytes) -> None:
-        """Put a line of the protocol into this iteration's batch, whatever waits already."""
+        """Put a line of the protocol into this iteration's batch, however much is pending already."""
         if not self._batch:
-            self._measure_room()
+            self._update_capacity()
         self._append((line,), len(line))
 
     def flush(self) -> None:
@@ -246,8 +246,8 @@ class Outbox:
         if size_bytes > self.max_payload:
             raise self._too_large(size_bytes)
         if not self._batch:
-            self._measure_room()
-        if self._batch_bytes + size_bytes > self._batch_room:
+            self._update_capacity()
+        if self._batch_bytes + size_bytes > self._batch_capacity:
             raise self._full()
         if size_bytes > _COPY_BYTES_MAX:
             self._is_batch_copied = False
@@ -259,10 +259,10 @@ class Outbox:
     def _full(self) -> OutboundFull:
         return OutboundFull(f"{self.pending_bytes} bytes wait for the server to take them")
 
-    def _measure_room(self) -> None:
-        # At a batch's beginning: what waits below only shrinks until it leaves, and asking for each message is dear.
+    def _update_capacity(self) -> None:
+        # At a batch's start: the transport's buffer only shrinks until then, and a check per message is costly.
         assert self.transport is not None
-        self._batch_room = self._pending_bytes_max - self.transport.get_write_buffer_size()
+        self._batch_capacity = self._pending_bytes_max - self.transport.get_write_buffer_size()
 
     def _append(self, pieces: tuple[bytes, ...], size_bytes: int) -> None:
         if not self._batch:

@@ -1,4 +1,4 @@
-"""The NATS client protocol, as much as the data plane needs: words, headers, and a parser of what servers write.
+"""The NATS client protocol, as much as the data plane needs: lines, headers, and a parser of server output.
 
 Source: https://docs.nats.io/reference/reference-protocols/nats-protocol
 """
@@ -85,7 +85,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """INFO: what the server says about itself, at first and again when it changes. Sizes in bytes."""
+    """INFO: the server's description of itself, at first and again when it changes. Sizes in bytes."""
 
     server_id: str = ""
     max_payload: int = 1024 * 1024
@@ -93,7 +93,7 @@ class Greeting(msgspec.Struct, frozen=True):
     tls_available: bool = False
     lame_duck: bool = msgspec.field(default=False, name="ldm")
     nonce: str = ""
-    """To be signed by who logs in with a key."""
+    """To be signed by a client that logs in with a key."""
 
 
 class ServerError(msgspec.Struct, frozen=True):
@@ -108,8 +108,8 @@ class ServerError(msgspec.Struct, frozen=True):
 
     @property
     def is_authorization_failure(self) -> bool:
-        """The server does not let this user in (any more). Who only took too long to say its name, or whose token has
-        expired since, may try again."""
+        """The server refuses this user (from now on). A client whose login timed out, or whose token has expired, may
+        try again."""
         words = self.text.lower()
         may_try_again = "timeout" in words or "expired" in words
         return not self.is_permission_violation and not may_try_again and "auth" in words
@@ -127,7 +127,7 @@ ServerOp = Message | Greeting | ServerError | Signal
 
 
 def encode_connect(*, name: str, login: Mapping[str, str], tls_required: bool = False) -> bytes:
-    """The CONNECT line; ``login`` has the fields that say who connects."""
+    """The CONNECT line; ``login`` has the credentials."""
     options: dict[str, str | int | bool] = {
         "verbose": False,
         "pedantic": False,
@@ -138,7 +138,7 @@ def encode_connect(*, name: str, login: Mapping[str, str], tls_required: bool = 
         "lang": "python",
         "version": "0.1.0",
         "name": name,
-        # 1 asks for INFO while connected, which is how a lame duck makes itself known
+        # 1 requests INFO while connected, which announces lame duck mode
         "protocol": 1,
         **login,
     }
@@ -233,7 +233,7 @@ PAYLOAD_BYTES_MAX: Final = 64 * 1024 * 1024
 _CR: Final = 13
 _MESSAGE_VERBS: Final = frozenset((b"MSG", b"HMSG"))
 _SMALL_NUMBERS: Final = {b"%d" % number: number for number in range(2048)}
-"""Ids and sizes as nearly all lines have them: looking one up is a third of checking and reading it."""
+"""Ids and sizes of nearly all lines: a lookup costs a third of checking and parsing."""
 _SIGNALS: Final = {signal.value.encode(): signal for signal in Signal}
 _greeting_decoder = msgspec.json.Decoder(Greeting)
 
@@ -266,13 +266,13 @@ class Parser:
         ops: list[ServerOp] = []
         at, end = 0, len(data)
         while at < end:
-            # Looking for one byte is three times as fast as looking for two.
+            # Searching one byte is three times as fast as searching two.
             line_end = data.find(b"\n", at) - 1
             if line_end < at or data[line_end] != _CR:
                 line_end = data.find(CRLF, at)
                 if line_end < 0:
                     _check_line_length(data, at, end - 1)
-                    self._keep(data, at, end - at + 1)
+                    self._buffer(data, at, end - at + 1)
                     break
             if line_end - at > SERVER_LINE_BYTES_MAX:
                 _check_line_length(data, at, line_end)
@@ -288,7 +288,7 @@ class Parser:
             body_end = body + total_bytes
             at_next = body_end + 2
             if at_next > end:
-                self._keep(data, at, at_next - at)
+                self._buffer(data, at, at_next - at)
                 break
             if data[body_end:at_next] != CRLF:
                 raise NatsProtocolError(f"message of {total_bytes} bytes is not ended by CRLF")
@@ -300,7 +300,7 @@ class Parser:
             at = at_next
         return ops
 
-    def _keep(self, data: bytes, at: int, needed_bytes: int) -> None:
+    def _buffer(self, data: bytes, at: int, needed_bytes: int) -> None:
         rest = data[at:]
         self._kept.append(rest)
         self._kept_bytes = len(rest)

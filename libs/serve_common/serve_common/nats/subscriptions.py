@@ -13,7 +13,7 @@ MessageCallback = Callable[[bytes, bytes, bytes, bytes | None], None]
 
 @final
 class Subscription:
-    """A callback's claim to the messages of a subject; made by `BusConnection.subscribe`."""
+    """A callback for the messages of a subject; made by `BusConnection.subscribe`."""
 
     __slots__ = ("_all", "callback", "is_ending", "queue", "sid", "subject")
 
@@ -43,7 +43,7 @@ class Subscription:
 
 @final
 class Subscriptions:
-    """All of one connection."""
+    """All subscriptions of one connection."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Subscriptions:
         flush: Callable[[float], Awaitable[None]],
         on_failure: Callable[[Exception, str, str], None],
     ) -> None:
-        """`write` tells the server, if there is one; `flush` waits for it, so many seconds, and raises nothing.
+        """`write` sends to the server, if connected; `flush` waits for it, so many seconds, and raises nothing.
 
         `on_failure` gets what a callback raised, the word "callback", and the subject.
         """
@@ -72,7 +72,7 @@ class Subscriptions:
             self._on_failure(error, "callback", subscription.subject.decode("utf-8", "replace"))
 
     def add(self, subject: bytes, queue: bytes, callback: MessageCallback) -> Subscription:
-        """See `BusConnection.subscribe`."""
+        """Subscribe `callback`, as `BusConnection.subscribe`."""
         sid = self._last_sid + 1
         line = encode_sub(subject, queue, sid)
         self._last_sid = sid
@@ -81,28 +81,28 @@ class Subscriptions:
         return subscription
 
     def lasting(self) -> list[Subscription]:
-        """All that are not about to end."""
+        """All subscriptions that are not about to end."""
         return [subscription for subscription in self._by_sid.values() if not subscription.is_ending]
 
     def renew(self) -> None:
-        """Tell a new server of them."""
+        """Send all subscriptions to a new server."""
         for subscription in self.lasting():
             self._write(encode_sub(subscription.subject, subscription.queue, subscription.sid))
 
     def end(self, subscription: Subscription) -> None:
-        """See `Subscription.unsubscribe`."""
+        """Unsubscribe at once."""
         if self._by_sid.pop(subscription.sid, None) is not None:
             self._write(encode_unsub(subscription.sid))
 
     async def drain_one(self, subscription: Subscription, timeout_s: float) -> None:
-        """See `Subscription.drain`."""
+        """Unsubscribe without losing what the server has already sent."""
         subscription.is_ending = True
         self._write(encode_unsub(subscription.sid))
         await self._flush(timeout_s)
         self._by_sid.pop(subscription.sid, None)
 
     async def drain(self, timeout_s: float) -> None:
-        """Tell the server that all end, and let what it has already sent reach the callbacks."""
+        """Unsubscribe all, and let what the server has already sent reach the callbacks."""
         for subscription in self._by_sid.values():
             subscription.is_ending = True
             self._write(encode_unsub(subscription.sid))

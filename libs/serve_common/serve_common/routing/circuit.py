@@ -1,4 +1,4 @@
-"""What keeps load from a backend that fails: its circuit, its retry budget; and what wakes one that sleeps."""
+"""Protection of a failing backend: circuit breaker and retry budget; and the wake signal for one at zero replicas."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from serve_common.protocol.reports import AGAIN_S
 from serve_common.routing.queues import RequestKey
 
 SOON_S: Final = 0.02
-"""After a message that told of one request alone, another may follow with what has come since: the first says that a
-replica is needed, the second for how many requests."""
+"""Seconds after a message about a single request until another may follow: the first reports that a replica is
+needed, the second for how many requests."""
 
 
 @final
 class WakeSignal:
-    """What was said last, and when."""
+    """The last wake message, and when it was sent."""
 
-    __slots__ = ("_told", "_told_at")
+    __slots__ = ("_sent_at", "_sent_waiting")
 
     def __init__(self) -> None:
-        self._told = 0
-        self._told_at = float("-inf")
+        self._sent_waiting = 0
+        self._sent_at = float("-inf")
 
     def is_due(self, now: float, waiting: int) -> bool:
-        """Whether to say now that so many wait, which must be at least one."""
-        since_s = now - self._told_at
-        return since_s >= AGAIN_S or (self._told == 1 < waiting and since_s >= SOON_S)
+        """Whether to send now that ``waiting`` requests wait, at least one."""
+        since_s = now - self._sent_at
+        return since_s >= AGAIN_S or (self._sent_waiting == 1 < waiting and since_s >= SOON_S)
 
     def told(self, now: float, waiting: int) -> None:
-        """It was said."""
-        self._told, self._told_at = waiting, now
+        """Record that the message was sent."""
+        self._sent_waiting, self._sent_at = waiting, now
 
     def rest(self) -> None:
-        """Nothing is to be said for now; the next time begins anew."""
-        self._told, self._told_at = 0, float("-inf")
+        """Reset: no request waits."""
+        self._sent_waiting, self._sent_at = 0, float("-inf")
 
 
 _SAMPLES: Final = 10
-"""A window moves on in steps of this part of it."""
+"""Steps per window."""
 
 
 @final
 class RecentCounts:
-    """Two running totals as they were at some moments within the last ``window_s``."""
+    """Samples of two running totals within the last ``window_s`` seconds."""
 
     __slots__ = ("_next_at", "_samples", "_seen", "_step_s", "_window_s")
 
@@ -56,7 +56,7 @@ class RecentCounts:
         self._next_at = float("-inf")
 
     def look(self, now: float, first: int, second: int) -> None:
-        """Take note of the totals. To be called often: what they grew by since the last look counts as of now."""
+        """Record the totals. To be called often: growth since the last call counts as of now."""
         if now >= self._next_at:
             samples = self._samples
             samples.append((now, *self._seen))
@@ -80,18 +80,18 @@ class RecentCounts:
 
 
 TRIAL_RETRY_S: Final = 1.0
-"""What callers are told to wait while a trial runs."""
+"""Retry-after of callers while a trial runs, in seconds."""
 
 
 @final
 class Circuit:
-    """Closed: all may pass. Open: nobody may, for a time. Then one may try, and the others wait for what it finds."""
+    """A circuit breaker. Closed: all requests pass. Open: none, for a time. Then one is the trial, which decides."""
 
     __slots__ = (
         "_config",
-        "_ill_since",
+        "_open_since",
+        "_open_until",
         "_recent",
-        "_shut_until",
         "_trial",
         "failures",
         "is_open",
@@ -103,20 +103,20 @@ class Circuit:
         self.is_open = False
         """True from its opening until a trial's success."""
         self.failures = 0
-        """Requests so far that got no answer because their replica died, lost them or was silent altogether."""
+        """Requests so far without a response because their replica died, lost them or was unresponsive."""
         self.opened = 0
         """How often it opened."""
         self.refused = 0
-        """Requests that it did not let pass."""
+        """Requests that were refused."""
         self._config = config
         self._recent = RecentCounts(config.window_s)
-        self._shut_until = 0.0
-        self._ill_since = 0.0
-        """When it opened last after it had been closed."""
+        self._open_until = 0.0
+        self._open_since = 0.0
+        """When it last changed from closed to open."""
         self._trial: RequestKey | None = None
 
     def configure(self, config: CircuitBreaker, answered: int) -> None:
-        """Go by ``config`` from now on; an open circuit stays open unless ``config`` wants none."""
+        """Use ``config`` from now on; an open circuit stays open unless ``config`` disables it."""
         if config == self._config:
             return
         if config.window_s != self._config.window_s:
@@ -127,11 +127,11 @@ class Circuit:
             self._close(answered)
 
     def look(self, now: float, answered: int) -> None:
-        """Take note of how many requests were answered so far; see `RecentCounts.look`."""
+        """Record how many requests were answered so far; to be called often."""
         self._recent.look(now, answered, self.failures)
 
     def fail(self, now: float, count: int, answered: int) -> None:
-        """So many requests got no answer; ``answered`` is how many got one so far."""
+        """Count ``count`` requests without a response; ``answered`` is how many got one so far."""
         self._recent.look(now, answered, self.failures)
         self.failures += count
         config = self._config
@@ -149,9 +149,9 @@ class Circuit:
         """
         if not self.is_open:
             return None
-        if now < self._shut_until:
+        if now < self._open_until:
             self.refused += 1
-            return self._shut_until - now
+            return self._open_until - now
         if self._trial is not None:
             self.refused += 1
             return TRIAL_RETRY_S
@@ -168,64 +168,64 @@ class Circuit:
             self._open(now)
 
     def withdrew(self, request: RequestKey) -> None:
-        """``request`` left without having shown anything; the next one may try."""
+        """``request`` left without a result; the next one may be the trial."""
         if request == self._trial:
             self._trial = None
 
     def begin_anew(self, answered: int) -> None:
-        """What has failed is gone, and what comes in its place has shown nothing yet; ``answered`` as in `fail`."""
+        """Reset: the replicas that failed are gone, and new ones have no record yet; ``answered`` as in `fail`."""
         self._close(answered)
 
     def forgive(self, since: float, answered: int) -> None:
-        """What failed from ``since`` on was no fault of the backend: an opening since then is taken back.
+        """Failures from ``since`` on were not the backend's fault: an opening since then is undone.
 
-        One that had opened before lets a trial pass at once.
+        A circuit that opened before allows a trial at once.
         """
-        if not self.is_open or self._ill_since >= since:
+        if not self.is_open or self._open_since >= since:
             self._close(answered)
         else:
-            self._shut_until, self._trial = 0.0, None
+            self._open_until, self._trial = 0.0, None
 
     def _open(self, now: float) -> None:
         if not self.is_open:
-            self._ill_since = now
+            self._open_since = now
         self.is_open = True
         self.opened += 1
         self._trial = None
-        self._shut_until = now + self._config.open_time_s
+        self._open_until = now + self._config.open_time_s
 
     def _close(self, answered: int) -> None:
         self.is_open = False
         self._trial = None
-        # What opened it must not open it again at the next failure.
+        # The failures that opened it must not open it again at the next failure.
         self._recent.forget(answered, self.failures)
 
 
 WINDOW_S: Final = 10.0
 ALWAYS: Final = 10
-"""Second sendings within the window that need no share of anything."""
+"""Retries within the window that are always allowed."""
 
 
 @final
 class RetryBudget:
-    """Second sendings of one router, as a share of all that it was given within `WINDOW_S`."""
+    """Limits the retries of one router to a share of its requests within `WINDOW_S`."""
 
     __slots__ = ("_recent", "percent", "refused", "spent")
 
     def __init__(self, percent: float) -> None:
         self.percent = percent
         self.spent = 0
-        """Second sendings so far."""
+        """Retries so far."""
         self.refused = 0
-        """Those that the budget did not allow."""
+        """Retries that the budget did not allow."""
         self._recent = RecentCounts(WINDOW_S)
 
     def look(self, now: float, requests: int) -> None:
-        """Take note of how many requests the router was given so far; see `RecentCounts.look`."""
+        """Record how many requests the router got so far; to be called often."""
         self._recent.look(now, requests, self.spent)
 
     def take(self, now: float, requests: int) -> bool:
-        """True when one more second sending is allowed; it then counts as made."""
+        """True when one more retry is allowed; it then counts as made."""
         recent, spent = self._recent.grown(now, requests, self.spent)
         if spent >= ALWAYS and 100.0 * (spent + 1) > self.percent * recent:
             self.refused += 1

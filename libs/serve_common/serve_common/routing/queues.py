@@ -1,4 +1,4 @@
-"""Requests that wait for a slot: one queue, three tiers as one, and how long requests have waited in all."""
+"""Queues of requests that wait for a slot: a simple one, one with three tiers, and total queueing time."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ Clock = Callable[[], float]
 
 @final
 class QueuedSeconds:
-    """Sums up the queue's length over time; exact, whatever the order of comings and goings.
+    """Integral of the queue's length over time; exact in any order of arrivals and departures.
 
-    May be read from any thread: what it knows is one tuple, replaced as a whole.
+    May be read from any thread: its state is one tuple, replaced as a whole.
     """
 
-    __slots__ = ("_known",)
+    __slots__ = ("_state",)
 
     def __init__(self) -> None:
-        self._known = (0.0, 0, 0.0)
+        self._state = (0.0, 0, 0.0)
         """The seconds up to a time, how many wait since then, and that time."""
 
     def note(self, now: float, waiting: int) -> None:
-        """From ``now`` on so many wait; it must not be before the last time."""
-        seconds, held, since = self._known
-        self._known = (seconds + held * (now - since), waiting, now)
+        """From ``now`` on ``waiting`` requests wait; ``now`` must not decrease."""
+        seconds, waiting_before, since = self._state
+        self._state = (seconds + waiting_before * (now - since), waiting, now)
 
     def until(self, now: float) -> float:
-        """The seconds up to ``now``, or, when that is long past, up to the last change."""
-        seconds, held, since = self._known
-        return seconds + held * max(0.0, now - since)
+        """The seconds up to ``now``, or up to the last change when ``now`` is before it."""
+        seconds, waiting_before, since = self._state
+        return seconds + waiting_before * max(0.0, now - since)
 
 
 RequestKey = NewType("RequestKey", int)
-"""One request within one process; never used again there."""
+"""Identifies one request within a process; never reused there."""
 
 _GARBAGE_MAX = 64
 
 
 @final
 class RequestQueue:
-    """Earliest deadline first, then first come."""
+    """Orders requests by deadline, then by arrival."""
 
     __slots__ = ("_heap", "_places")
 
@@ -57,13 +57,13 @@ class RequestQueue:
         return request in self._places
 
     def push(self, request: RequestKey, deadline: float, arrival: int) -> None:
-        """Let ``request`` wait; it must not be waiting already. ``arrival`` orders equal deadlines."""
+        """Add ``request``, which must not be waiting already. ``arrival`` orders equal deadlines."""
         assert request not in self._places, f"{request} waits already"
         self._places[request] = (deadline, arrival)
         heappush(self._heap, (deadline, arrival, request))
 
     def pop(self) -> RequestKey:
-        """Take the first one; the queue must not be empty."""
+        """Remove and return the first one; the queue must not be empty."""
         while True:
             deadline, arrival, request = heappop(self._heap)
             if self._places.get(request) == (deadline, arrival):
@@ -71,7 +71,7 @@ class RequestQueue:
                 return request
 
     def discard(self, request: RequestKey) -> bool:
-        """Take ``request`` out wherever it stands; False when it does not wait."""
+        """Remove ``request``; False when it does not wait."""
         if self._places.pop(request, None) is None:
             return False
         if len(self._heap) > 2 * len(self._places) + _GARBAGE_MAX:
@@ -80,7 +80,7 @@ class RequestQueue:
         return True
 
     def expire(self, now: float) -> list[RequestKey]:
-        """Take out all whose deadline is reached."""
+        """Remove and return all whose deadline is reached."""
         expired = []
         while self._heap and self._heap[0][0] <= now:
             deadline, arrival, request = heappop(self._heap)
@@ -90,7 +90,7 @@ class RequestQueue:
         return expired
 
     def clear(self) -> list[RequestKey]:
-        """Take out all, in order."""
+        """Remove and return all, in order."""
         waiting = sorted(self._places, key=self._places.__getitem__)
         self._places.clear()
         self._heap.clear()
@@ -99,9 +99,9 @@ class RequestQueue:
 
 @final
 class TieredQueue:
-    """Suspects first where they may go, for they were sent once before; then ordinary requests; then spare ones.
+    """Suspects first where allowed, for they were sent once before; then ordinary requests; then shadow copies.
 
-    Within each kind earliest deadline first, then first come.
+    Within each tier by deadline, then by arrival.
     """
 
     __slots__ = ("_counts_spare", "_now", "_ordinary", "_seconds", "_spare", "_suspect")
@@ -122,7 +122,7 @@ class TieredQueue:
 
     @property
     def depth(self) -> int:
-        """Requests that wait, spare ones left out."""
+        """Requests that wait, without shadow copies."""
         return len(self._ordinary) + len(self._suspect)
 
     @property
@@ -131,24 +131,24 @@ class TieredQueue:
         return len(self._suspect) > 0
 
     def seconds(self, now: float) -> float:
-        """How long requests have waited up to ``now``; see `QueuedSeconds`."""
+        """Total seconds that requests have waited up to ``now``."""
         return self._seconds.until(now)
 
     def count_spare(self, *, is_wanted: bool) -> None:
-        """Whether the time that spare ones wait counts from now on."""
+        """Set whether waiting shadow copies count towards `seconds` from now on."""
         self._counts_spare = is_wanted
         self._note()
 
     def push(
         self, request: RequestKey, deadline: float, arrival: int, *, is_spare: bool, is_suspect: bool = False
     ) -> None:
-        """See `RequestQueue.push`."""
+        """Add ``request`` to its tier, as `RequestQueue.push`."""
         queue = self._spare if is_spare else self._suspect if is_suspect else self._ordinary
         queue.push(request, deadline, arrival)
         self._note()
 
     def pop(self, *, with_suspects: bool) -> RequestKey | None:
-        """Take the first one; None when all that wait are suspects and those are not wanted."""
+        """Remove and return the first one; None when only suspects wait and ``with_suspects`` is false."""
         queue = (with_suspects and self._suspect) or self._ordinary or self._spare
         if not queue:
             return None
@@ -157,22 +157,22 @@ class TieredQueue:
         return request
 
     def discard(self, request: RequestKey) -> bool:
-        """See `RequestQueue.discard`."""
-        is_found = (
+        """Remove ``request``; False when it does not wait."""
+        was_waiting = (
             self._ordinary.discard(request) or self._suspect.discard(request) or self._spare.discard(request)
         )
         self._note()
-        return is_found
+        return was_waiting
 
     def expire(self, now: float) -> list[RequestKey]:
-        """Take out all whose deadline is reached."""
+        """Remove and return all whose deadline is reached."""
         expired = self._ordinary.expire(now) + self._suspect.expire(now) + self._spare.expire(now)
         if expired:
             self._note()
         return expired
 
     def clear(self) -> list[RequestKey]:
-        """Take out all, in order."""
+        """Remove and return all, in order."""
         waiting = self._ordinary.clear() + self._suspect.clear() + self._spare.clear()
         self._note()
         return waiting

@@ -1,4 +1,4 @@
-"""Replicas as their router sees them, and which takes a request: affinity first (key, version, model), then load."""
+"""A router's state of replicas, and the choice of one: by affinity (key, version, model), then by load."""
 
 from __future__ import annotations
 
@@ -22,48 +22,49 @@ _MIX_2: Final = 0x94D0_49BB_1331_11EB
 
 
 def stable_hash(text: str) -> int:
-    """64 bits of ``text``, the same in every process (Python's own `hash` is not)."""
+    """A 64-bit hash of ``text``, the same in every process (Python's own `hash` is not)."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 def score(key_hash: int, member_hash: int) -> int:
-    """The rank, in 64 bits, of a member in the order of a key; the highest is the first."""
+    """The 64-bit rank of a member for a key (rendezvous hashing); the highest is chosen."""
     mixed = (key_hash ^ member_hash) * _MIX_1 & _MASK
     mixed = (mixed ^ mixed >> 29) * _MIX_2 & _MASK
     return mixed ^ mixed >> 32
 
 
 def weighted_score(key_hash: int, member_hash: int, weight: float) -> float:
-    """As `score`, such that a member is first for a share of all keys that is as its ``weight``, which is above 0.
+    """As `score`, but a member is first for a share of all keys proportional to its ``weight``, which is above 0.
 
-    Another weight of one member moves keys to it or from it, and none between the others.
+    A changed weight of one member moves keys to it or from it, and none between the others.
     """
-    # 52 bits and a half: so the logarithm is of neither 0 nor 1.
+    # 52 bits plus a half: so the logarithm's argument is neither 0 nor 1.
     return -weight / log(((score(key_hash, member_hash) >> 12) + 0.5) / (1 << 52))
 
 
 BUSY_WAIT_S: Final = 0.02
 BUSY_WAIT_S_MAX: Final = 0.3
-"""A replica that refused as busy is full of other routers' requests; it says nothing when they end."""
+"""Longest wait before a replica that refused as busy is retried: other routers' requests fill it, and it does not
+report when they end."""
 ASIDE_WAIT_S: Final = 0.5
 ASIDE_WAIT_S_MAX: Final = 5.0
-"""A replica that does not answer may be dead, or only be reconnecting: it is tried again, ever more seldom."""
+"""Longest wait before a replica that does not respond is retried: it may be dead, or only be reconnecting."""
 
 
 class Block(Enum):
     """Why a replica is not chosen for a while."""
 
     BUSY = "busy"
-    """It was full; a slot given back there ends that."""
+    """It was full; a slot released there ends the block."""
     SILENT = "silent"
-    """It does not answer; any answer ends that."""
+    """It does not respond; any response ends the block."""
     RESTING = "resting"
-    """It drains on its own account; a snapshot will say so."""
+    """It drains by itself; a snapshot will confirm it."""
 
 
 @final
 class ReplicaSlots:
-    """Bookkeeping of one replica; only the router changes it."""
+    """State of one replica; only the router changes it."""
 
     __slots__ = (
         "aside_wait_s",
@@ -92,33 +93,33 @@ class ReplicaSlots:
         self.tag = tag
         self.tag_hash: Final = stable_hash(tag)
         self.send_to: Final = SendTo(tag)
-        """Made once for all requests."""
+        """Created once for all requests."""
         self.requests: set[RequestKey] = set()
-        """In flight there."""
+        """Requests in flight there."""
         self.is_draining = False
-        """By snapshot: answers what it has, takes nothing new."""
+        """Set by a snapshot: it finishes what it has and takes nothing new."""
         self.block: Block | None = None
         self.blocked_until = 0.0
-        """When the block ends by itself."""
+        """When the block expires."""
         self.has_failed = False
-        """Since its last success, so that there may be something below to forget."""
+        """True when it has failed since its last success, so that there may be failure state to reset."""
         self.is_dead = False
-        """Nobody listened there for so long that it counts as dead; any answer says that it was only cut off."""
+        """Its subject had no subscriber for so long that it counts as dead; any response resets that."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
         self.position = -1
         """Index in the router's list of replicas that can be chosen; -1 when it is not in it."""
         self.turn = 0
         self.failures = 0
-        """In a row; see `OutlierEjection.consecutive_failures`."""
+        """Consecutive failures, for `OutlierEjection.consecutive_failures`."""
         self.times_ejected = 0
-        """In a row."""
+        """Consecutive ejections."""
         self.is_ejected = False
         self.ejected_at = self.ejected_until = 0.0
         self.code_version: int | None = None
         """None while all replicas run the same one."""
         self.models: frozenset[str] = frozenset()
-        """Multiplexed models that it holds."""
+        """Multiplexed models that it has loaded."""
 
     def can_take(self, requests_max: int) -> bool:
         """True when it may be sent a request now."""
@@ -131,7 +132,7 @@ class ReplicaSlots:
 
     @property
     def is_healthy(self) -> bool:
-        """True when it is there and well, as far as is known; it may be full."""
+        """True when it is present and works, as far as is known; it may be full."""
         return (
             not self.is_draining
             and not self.is_ejected
@@ -140,7 +141,7 @@ class ReplicaSlots:
         )
 
     def block_as_busy(self, now: float) -> None:
-        """It refused for being full; a block for a stronger reason stays."""
+        """Block it after a refusal because it was full; a block for a stronger reason stays."""
         if self.block in (Block.SILENT, Block.RESTING):
             return
         self.block = Block.BUSY
@@ -149,7 +150,7 @@ class ReplicaSlots:
         self.busy_wait_s = min(2 * self.busy_wait_s, BUSY_WAIT_S_MAX)
 
     def put_aside(self, now: float) -> None:
-        """It does not answer. Hearing the same many times at once counts as once."""
+        """Block it because it does not respond. Many such reports at once count as one."""
         if self.block in (Block.SILENT, Block.RESTING):
             return
         self.block = Block.SILENT
@@ -158,13 +159,13 @@ class ReplicaSlots:
         self.aside_wait_s = min(2 * self.aside_wait_s, ASIDE_WAIT_S_MAX)
 
     def rest(self, now: float) -> None:
-        """It drains on its own account; should no snapshot say so, it is asked again after a while."""
+        """Block it because it drains by itself; it is retried after a while should no snapshot confirm it."""
         self.block = Block.RESTING
         self.has_failed = True
         self.blocked_until = now + ASIDE_WAIT_S_MAX
 
     def prove_alive(self) -> None:
-        """It has answered, whatever it was: that it was silent or full counts no more."""
+        """It has responded in any way: reset a block for being silent or full."""
         self.busy_wait_s = BUSY_WAIT_S
         self.aside_wait_s = ASIDE_WAIT_S
         self.is_dead = False
@@ -172,7 +173,7 @@ class ReplicaSlots:
             self.block = None
 
     def succeed(self) -> None:
-        """It has answered well: earlier failures of every kind count no more. An ejection goes on to its end."""
+        """It has responded successfully: reset all failure state. An ejection lasts to its end."""
         self.prove_alive()
         self.has_failed = False
         self.failures = 0
@@ -180,20 +181,20 @@ class ReplicaSlots:
 
 
 Draw = Callable[[], float]
-"""Gives the next random number in [0, 1)."""
+"""Returns the next random number in [0, 1)."""
 
 
 class Load(Protocol):
-    """What a policy may know of a replica that has a free slot."""
+    """What a policy may use of a replica that has a free slot."""
 
     @property
     def requests(self) -> Sized:
-        """What this router has sent there and has not ended."""
+        """This router's requests in flight there."""
         ...
 
     @property
     def turn(self) -> int:
-        """Number of the router's choice that fell on this replica last; 0 for never."""
+        """Number of the router's last choice of this replica; 0 for never."""
         ...
 
 
@@ -201,7 +202,7 @@ L = TypeVar("L", bound=Load)
 
 
 class ReplicaPolicy(Protocol):
-    """Chooses one of many. What a policy remembers of earlier choices is its own."""
+    """Chooses one of many. State of earlier choices is private to the policy."""
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``, which is not empty."""
@@ -210,7 +211,7 @@ class ReplicaPolicy(Protocol):
 
 @final
 class PowerOfTwoChoices:
-    """Of two replicas taken at random the one with less in flight: nearly as even as knowing all, at constant cost."""
+    """The less loaded of two random replicas: nearly as even as comparing all, at constant cost."""
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``."""
@@ -227,7 +228,7 @@ class PowerOfTwoChoices:
 
 @final
 class RoundRobin:
-    """The replica whose last turn is the longest ago. Looks at all of them."""
+    """The replica whose last turn is the longest ago. Compares all of them."""
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:  # noqa: ARG002 - part of the Protocol
         """One of ``replicas``."""
@@ -236,7 +237,7 @@ class RoundRobin:
 
 @final
 class RandomChoice:
-    """Any of them, all alike."""
+    """Any replica, with equal probability."""
 
     def choose(self, replicas: Sequence[L], draw: Draw) -> L:
         """One of ``replicas``."""
@@ -247,7 +248,7 @@ class RandomChoice:
 class FixedPacking:
     """The same replica so many times in a row, then the one whose last turn is the longest ago.
 
-    A row ends early when its replica is not among those to choose from: nobody waits for a batch to fill.
+    A row ends early when its replica is not among those to choose from: no request waits for a batch to fill.
     """
 
     def __init__(self, packing_num: int) -> None:
@@ -272,7 +273,7 @@ _POWER_OF_TWO_CHOICES: Final = PowerOfTwoChoices()
 
 
 def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
-    """The policy of that name, with nothing remembered."""
+    """Create the policy of that name."""
     match name:
         case ReplicaPolicyName.POWER_OF_TWO_CHOICES:
             return _POWER_OF_TWO_CHOICES
@@ -285,27 +286,27 @@ def policy_named(name: ReplicaPolicyName, packing_num: int) -> ReplicaPolicy:
 
 
 class Affinity(msgspec.Struct, frozen=True, gc=False):
-    """What one request prefers; the first of the fields that decides, decides."""
+    """Preferences of one request: code version, then key, then model. Never a filter."""
 
     code_version: int | None = None
-    """Replicas of this version before all others, while one of them has a free slot."""
+    """Prefer replicas of this version, while one of them has a free slot."""
     shard_hash: int | None = None
-    """Of the key that pins it. A replica that is full, ejected, silent or leaving is passed over for the next one in
-    the key's own order, and gets the key's requests again as soon as it is open again."""
+    """Hash of the key that pins it. A replica that is full, ejected, silent or leaving is skipped for the next one in
+    the key's order, and gets the key's requests again as soon as it is available."""
     model_id: str = ""
-    """Replicas that hold this model before those that would have to load it."""
+    """Prefer replicas that have loaded this model."""
 
 
 def choose_by_wish(
-    wish: Affinity, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+    preferred: Affinity, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
 ) -> ReplicaSlots:
     """One of ``replicas``, which is not empty; ``requests_max`` is how many requests a replica takes at once."""
-    if wish.code_version is not None:
-        replicas = [slots for slots in replicas if slots.code_version == wish.code_version] or replicas
-    if wish.shard_hash is not None:
-        return first_for(wish.shard_hash, replicas)
-    if wish.model_id:
-        return _choose_for_model(wish.model_id, replicas, policy, draw, requests_max)
+    if preferred.code_version is not None:
+        replicas = [slots for slots in replicas if slots.code_version == preferred.code_version] or replicas
+    if preferred.shard_hash is not None:
+        return first_for(preferred.shard_hash, replicas)
+    if preferred.model_id:
+        return _choose_for_model(preferred.model_id, replicas, policy, draw, requests_max)
     return policy.choose(replicas, draw)
 
 
@@ -317,10 +318,10 @@ def first_for(key_hash: int, replicas: Sequence[ReplicaSlots]) -> ReplicaSlots:
 def _choose_for_model(
     model_id: str, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
 ) -> ReplicaSlots:
-    """One that holds the model, or the one that is first for it: then not every replica loads it.
+    """A replica that has loaded the model, or the first in the model's order: then not every replica loads it.
 
-    When all of those have half of what they can take, one with at most half of that takes over: a hot model spreads,
-    and a model that is not is held in one place.
+    When all of those have half of the requests that they can take, one with at most half of that is chosen: a hot
+    model spreads, and any other model stays on one replica.
     """
     holders = [slots for slots in replicas if model_id in slots.models]
     if len(holders) == len(replicas):
@@ -330,7 +331,9 @@ def _choose_for_model(
         holders = [first_for(model_hash, replicas)]
     least = min(len(slots.requests) for slots in holders)
     if 2 * least >= requests_max:
-        calm = [slots for slots in replicas if 2 * len(slots.requests) <= least and slots not in holders]
-        if calm:
-            return first_for(model_hash, calm)
+        less_loaded = [
+            slots for slots in replicas if 2 * len(slots.requests) <= least and slots not in holders
+        ]
+        if less_loaded:
+            return first_for(model_hash, less_loaded)
     return policy.choose(holders, draw)

@@ -1,4 +1,4 @@
-"""The replicas of one backend: which exist, which take new requests, and which fail so often that they are left out."""
+"""The replicas of one backend: which exist, which take new requests, and which are ejected for their failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Outliers:
         self._allowed = 0
 
     def fail(self, slots: ReplicaSlots, now: float, count: int = 1) -> bool:
-        """``slots`` failed ``count`` requests more; True when that ejects it."""
+        """Count ``count`` more failures of ``slots``; True when that ejects it."""
         slots.has_failed = True
         slots.failures += count
         config = self._config
@@ -49,7 +49,7 @@ class Outliers:
         return True
 
     def configure(self, config: OutlierEjection, running: int) -> list[ReplicaSlots]:
-        """Go by ``config`` for so many ``running`` replicas; returned are those that are ejected no more."""
+        """Use ``config`` for ``running`` replicas; return those that are no longer ejected."""
         self._config = config
         self._allowed = int(running * config.max_ejected_percent / 100) if config.consecutive_failures else 0
         self.ejected.sort(key=lambda slots: slots.ejected_until)
@@ -58,14 +58,14 @@ class Outliers:
         return _returned(returned)
 
     def take_back(self, now: float) -> list[ReplicaSlots]:
-        """Those whose time is over."""
+        """End ejections whose time is over; return those replicas."""
         returned = [slots for slots in self.ejected if slots.ejected_until <= now]
         if returned:
             self.ejected = [slots for slots in self.ejected if slots.ejected_until > now]
         return _returned(returned)
 
     def forgive(self, since: float) -> list[ReplicaSlots]:
-        """What failed from ``since`` on was no fault of the replicas: returned are those that were ejected by it."""
+        """Undo ejections from ``since`` on, which were not the replicas' fault; return those replicas."""
         returned = [slots for slots in self.ejected if slots.ejected_at >= since]
         self.ejected = [slots for slots in self.ejected if slots.ejected_at < since]
         for slots in returned:
@@ -73,13 +73,13 @@ class Outliers:
         return _returned(returned)
 
     def discard(self, slots: ReplicaSlots) -> None:
-        """``slots`` drains or is gone."""
+        """Forget ``slots``, which drains or is gone."""
         if slots.is_ejected:
             slots.is_ejected = False
             self.ejected.remove(slots)
 
     def clear(self) -> None:
-        """All replicas are gone."""
+        """Forget all replicas."""
         self.ejected.clear()
 
 
@@ -91,7 +91,7 @@ def _returned(returned: list[ReplicaSlots]) -> list[ReplicaSlots]:
 
 @final
 class ReplicaPool:
-    """Keeps `open` true to what is known of each replica."""
+    """Keeps `open` consistent with the state of each replica."""
 
     __slots__ = ("blocked", "open", "outliers", "replicas", "requests_max")
 
@@ -99,9 +99,9 @@ class ReplicaPool:
         defaults = BackendConfig()
         self.replicas: Final[dict[ReplicaTag, ReplicaSlots]] = {}
         self.open: Final[list[ReplicaSlots]] = []
-        """Those that may be sent a request now, in no order."""
+        """Replicas that may be sent a request now, in no order."""
         self.blocked: Final[set[ReplicaTag]] = set()
-        """Those that are or were blocked, until `reopen` has looked at them."""
+        """Replicas that are or were blocked, until `reopen` has checked them."""
         self.outliers: Final = Outliers(defaults.outlier_ejection)
         self.requests_max = defaults.max_concurrent_queries
 
@@ -111,9 +111,9 @@ class ReplicaPool:
         return bool(self.blocked or self.outliers.ejected)
 
     def apply(self, snapshot: BackendSnapshot) -> list[ReplicaSlots]:
-        """Take over replicas and limits; returns those that are gone. One that is named anew is blocked no more.
+        """Apply replicas and limits; return the replicas that are gone. Replicas in the snapshot are unblocked.
 
-        An ejection goes on: it has nothing to do with what a snapshot is about.
+        An ejection goes on: it is independent of snapshots.
         """
         self.requests_max = snapshot.max_concurrent_queries
         gone = []
@@ -138,7 +138,7 @@ class ReplicaPool:
         return gone
 
     def reopen(self, now: float) -> None:
-        """Open those again whose time aside is over."""
+        """Make replicas available again whose block or ejection is over."""
         for tag in sorted(self.blocked):
             slots = self.replicas[tag]
             if slots.block is None or slots.blocked_until <= now:
@@ -148,23 +148,23 @@ class ReplicaPool:
         self.refresh(self.outliers.take_back(now))
 
     def count_failures(self, slots: ReplicaSlots, now: float, count: int = 1) -> None:
-        """``slots`` failed ``count`` requests more, which may eject it."""
+        """Count ``count`` more failures of ``slots``, which may eject it."""
         if self.outliers.fail(slots, now, count):
             self.close(slots)
 
     def forgive(self, since: float) -> None:
-        """Nothing that failed from ``since`` on was a replica's fault."""
+        """Undo failures from ``since`` on, which were not the replicas' fault."""
         for slots in self.replicas.values():
             slots.failures = 0
         self.refresh(self.outliers.forgive(since))
 
     def block(self, slots: ReplicaSlots) -> None:
-        """``slots`` was blocked for a time."""
+        """Register ``slots``, which was blocked for a time."""
         self.blocked.add(slots.tag)
         self.close(slots)
 
     def refresh(self, replicas: Iterable[ReplicaSlots]) -> None:
-        """Bring `open` up to what is known of these."""
+        """Update `open` from the state of ``replicas``."""
         for slots in replicas:
             if not slots.can_take(self.requests_max):
                 self.close(slots)
@@ -173,10 +173,10 @@ class ReplicaPool:
                 self.open.append(slots)
 
     def close(self, slots: ReplicaSlots) -> None:
-        """Take ``slots`` out of `open`, if it is there."""
+        """Remove ``slots`` from `open`, if it is there."""
         if slots.position < 0:
             return
-        # Its place in the list is taken by the last one: order does not matter, and nothing is searched.
+        # The last one takes its place in the list: order does not matter, and nothing is searched.
         last = self.open.pop()
         if last is not slots:
             last.position = slots.position

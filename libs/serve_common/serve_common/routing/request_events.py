@@ -1,6 +1,6 @@
-"""What a router answers to what it is told: who is to be sent where, who waits, who is not taken.
+"""Results of a router's methods: which request is sent where, which waits, which is refused.
 
-Why apart from the router: whoever acts on these needs no more of it.
+Why apart from the router: code that acts on these needs no more of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from serve_common.routing.queues import RequestKey
 
 @final
 class SendTo(NamedTuple):
-    """The request has a slot of ``replica``; it is to be sent there now."""
+    """The request got a slot of ``replica``; the caller must send it there now."""
 
     replica: ReplicaTag
 
@@ -27,38 +27,38 @@ class Queued(NamedTuple):
 
 @final
 class QueueFull(NamedTuple):
-    """The request was not taken: ``limit`` requests wait already."""
+    """The request was refused: ``limit`` requests wait already."""
 
     limit: int
 
 
 class Dispatch(NamedTuple):
-    """A request that waited has a slot of ``replica`` now; it is to be sent there."""
+    """A request that waited got a slot of ``replica``; the caller must send it there now."""
 
     request: RequestKey
     replica: ReplicaTag
 
 
 class Applied(NamedTuple):
-    """What a snapshot changed. ``lost`` were in flight on replicas that are gone; the router has forgotten them."""
+    """Result of a snapshot. ``lost`` were in flight on replicas that are gone; the router has forgotten them."""
 
     dispatches: Sequence[Dispatch]
     lost: Sequence[RequestKey]
     died: frozenset[RequestKey] = frozenset()
     """Those of ``lost`` whose replica was not draining: it died."""
     are_others_left: bool = False
-    """Replicas that were healthy before still are there."""
+    """Replicas that were healthy before still exist."""
 
 
 class Dropped(NamedTuple):
-    """All that a router held; it has forgotten them."""
+    """All requests of a router, which has forgotten them."""
 
     waiting: Sequence[RequestKey]
     lost: Sequence[RequestKey]
 
 
 class Refusal(Enum):
-    """Why a replica did not begin a request that was sent to it."""
+    """Why a replica did not start a request that was sent to it."""
 
     BUSY = "busy"
     DRAINING = "draining"

@@ -1,4 +1,4 @@
-"""From a path to an endpoint, from an endpoint to a backend, and the newest snapshots that say both."""
+"""Maps a path to an endpoint and an endpoint to a backend, from the newest snapshots."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from serve_common.routing.replica_choice import stable_hash, weighted_score
 
 @final
 class RouteTable:
-    """Immutable once made; a change of an endpoint makes a new one."""
+    """Endpoints by route. Immutable; a change of an endpoint creates a new table."""
 
     __slots__ = ("_by_route", "_route_length_max")
 
     def __init__(self, endpoints: Iterable[EndpointSnapshot] = ()) -> None:
-        """Headless endpoints have no place here. Of two with the same route the later one in ``endpoints`` wins."""
+        """Headless endpoints are ignored. Of two with the same route the later one in ``endpoints`` wins."""
         self._by_route = {endpoint.route: endpoint for endpoint in endpoints if endpoint.route is not None}
         self._route_length_max = max(map(len, self._by_route), default=0)
 
@@ -40,7 +40,7 @@ class RouteTable:
         found = by_route.get(path)
         if found is not None:
             return found
-        # A prefix is followed by a slash, so nothing beyond the longest route plus one can be of interest; without
+        # A prefix is followed by a slash, so nothing beyond the longest route plus one is relevant; without
         # this limit a path of thousands of slashes would be cut thousands of times.
         end = path.rfind("/", 0, self._route_length_max + 1)
         while end > 0:
@@ -56,37 +56,37 @@ class RouteTable:
 
 
 class HttpChange(msgspec.Struct, frozen=True, kw_only=True):
-    """Other options for all requests."""
+    """Changed options for all requests."""
 
     options: HttpOptions | None
-    """None: nothing is said any more."""
+    """None: the options were removed."""
     snapshot_id: int
-    """Of the snapshot that says so; 0 when its key is gone."""
+    """Id of the snapshot; 0 when its key is gone."""
 
 
 class SnapshotChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update changed; None as a value means that it is gone."""
+    """The changes of an update; None as a value means removed."""
 
     endpoints: Mapping[EndpointTag, EndpointSnapshot | None]
     backends: Mapping[BackendTag, BackendSnapshot | None]
     http: HttpChange | None = None
-    """None: as before."""
+    """None: unchanged."""
     ignored: Sequence[tuple[str, str]] = ()
-    """Keys that were left out, with the reason."""
+    """Keys that were ignored, with the reason."""
 
 
 @final
 class SnapshotTable:
-    """Holds the content of the bucket as far as it was accepted."""
+    """The accepted content of the bucket."""
 
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
         self.is_filled = False
-        """True once everything that the bucket holds was read."""
+        """True once the whole bucket was read."""
         self._seen_id: int = 0
         self._void_below: int = 0
         self._unapplied: dict[str, int] = {}
-        """Keys that were handed out as changed and not confirmed, with the id of the first such change."""
+        """Keys that were returned as changed and not confirmed, with the id of the first such change."""
 
     @property
     def applied_snapshot_id(self) -> int:
@@ -96,59 +96,59 @@ class SnapshotTable:
         return min((self._seen_id, *(snapshot_id - 1 for snapshot_id in self._unapplied.values())))
 
     def confirm(self, key: str, snapshot_id: int | None = None) -> None:
-        """The change of ``key`` is in force: its newest one, or that of ``snapshot_id``.
+        """Record that the change of ``key`` is applied: its newest one, or that of ``snapshot_id``.
 
-        What is never confirmed, because applying it failed, is handed out again by the next whole view.
+        An unconfirmed change, because applying it failed, is returned again by the next whole view.
         """
-        held = self._snapshots.get(key)
+        current = self._snapshots.get(key)
         if (
             key not in self._unapplied
-            or held is None
+            or current is None
             or snapshot_id is None
-            or held.snapshot_id <= snapshot_id
+            or current.snapshot_id <= snapshot_id
         ):
             self._unapplied.pop(key, None)
         else:
-            self._unapplied[key] = held.snapshot_id
+            self._unapplied[key] = current.snapshot_id
 
     def endpoints(self) -> dict[EndpointTag, EndpointSnapshot]:
         """Every endpoint, those that changed last at the end."""
-        held = sorted(self._snapshots.values(), key=lambda snapshot: snapshot.snapshot_id)
-        contents = [snapshot.content for snapshot in held]
+        current = sorted(self._snapshots.values(), key=lambda snapshot: snapshot.snapshot_id)
+        contents = [snapshot.content for snapshot in current]
         return {
             content.endpoint_tag: content for content in contents if isinstance(content, EndpointSnapshot)
         }
 
     def is_gone(self, key: str) -> bool:
-        """True when a snapshot says that what ``key`` names is gone."""
-        held = self._snapshots.get(key)
-        return held is not None and held.content is None
+        """True when a tombstone marks ``key`` as removed."""
+        current = self._snapshots.get(key)
+        return current is not None and current.content is None
 
     def is_there(self, key: str) -> bool:
-        """True when a snapshot describes what ``key`` names."""
-        held = self._snapshots.get(key)
-        return held is not None and held.content is not None
+        """True when there is a snapshot with content for ``key``."""
+        current = self._snapshots.get(key)
+        return current is not None and current.content is not None
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
-        """Take over what is new; see `SnapshotListener`. Keys and values that do not belong together are left out.
+        """Accept new snapshots, as `SnapshotListener` gets them. Values that do not match their key are ignored.
 
-        The caller applies what is returned and then says so by `confirm`.
+        The caller applies the returned changes and then calls `confirm`.
 
-        A key that a whole view lacks stays as it is: the bucket was lost and is being refilled, and what is deleted in
-        earnest says so by a tombstone or a deletion.
+        A key that a whole view lacks stays as it is: the bucket was lost and is being refilled, and a real removal is
+        marked by a tombstone or a deletion.
         """
         endpoints: dict[EndpointTag, EndpointSnapshot | None] = {}
         backends: dict[BackendTag, BackendSnapshot | None] = {}
         http: HttpChange | None = None
         ignored: list[tuple[str, str]] = []
-        for key, snapshot in (*snapshots.items(), *self._voided(snapshots)):
+        for key, snapshot in (*snapshots.items(), *self._voided_keys(snapshots)):
             try:
                 kind, tag = parse_key(key)
                 _check_content(kind, tag, snapshot)
             except BadField as error:
                 ignored.append((key[:200], error.reason))
                 continue
-            if not self._take_over(key, snapshot):
+            if not self._accept(key, snapshot):
                 continue
             content = None if snapshot is None else snapshot.content
             if kind == ENDPOINTS:
@@ -166,8 +166,8 @@ class SnapshotTable:
         self.is_filled = self.is_filled or whole
         return SnapshotChanges(endpoints=endpoints, backends=backends, http=http, ignored=ignored)
 
-    def _voided(self, snapshots: Mapping[str, Snapshot | None]) -> list[tuple[str, None]]:
-        """What is held and gone because one of these says so; see `Snapshot.voids_below`."""
+    def _voided_keys(self, snapshots: Mapping[str, Snapshot | None]) -> list[tuple[str, None]]:
+        """Keys that are voided by `Snapshot.voids_below` of one of these."""
         below = max((s.voids_below for s in snapshots.values() if s is not None), default=0)
         if below <= self._void_below:
             return []
@@ -175,34 +175,34 @@ class SnapshotTable:
         newest = {**self._snapshots, **{key: s for key, s in snapshots.items() if s is not None}}
         return [(key, None) for key in self._snapshots if newest[key].snapshot_id < below]
 
-    def _take_over(self, key: str, snapshot: Snapshot | None) -> bool:
-        """Hold ``snapshot`` if it is new; True when somebody must hear of it."""
-        held = self._snapshots.get(key)
+    def _accept(self, key: str, snapshot: Snapshot | None) -> bool:
+        """Store ``snapshot`` if it is new; True when it must be reported as a change."""
+        current = self._snapshots.get(key)
         if snapshot is None:
             self._snapshots.pop(key, None)
             self._unapplied.pop(key, None)
-            return held is not None
+            return current is not None
         self._seen_id = max(self._seen_id, snapshot.snapshot_id)
         if snapshot.snapshot_id < self._void_below:
             return False
-        if held is not None and not self._is_news(key, held, snapshot):
+        if current is not None and not self._is_newer(key, current, snapshot):
             return False
         self._snapshots[key] = snapshot
-        if held is None and snapshot.content is None:
+        if current is None and snapshot.content is None:
             self._unapplied.pop(key, None)
             return False
         self._unapplied.setdefault(key, snapshot.snapshot_id)
         return True
 
-    def _is_news(self, key: str, held: Snapshot, snapshot: Snapshot) -> bool:
+    def _is_newer(self, key: str, current: Snapshot, snapshot: Snapshot) -> bool:
         if key in self._unapplied:
-            return snapshot.snapshot_id >= held.snapshot_id
-        return snapshot.snapshot_id > held.snapshot_id
+            return snapshot.snapshot_id >= current.snapshot_id
+        return snapshot.snapshot_id > current.snapshot_id
 
 
 _HTTP_TAG: Final = parse_key(HTTP_KEY)[1]
 
-_CONTENT_OF: Final[Mapping[str, type[SnapshotContent]]] = {
+_CONTENT_TYPES: Final[Mapping[str, type[SnapshotContent]]] = {
     ENDPOINTS: EndpointSnapshot,
     BACKENDS: BackendSnapshot,
     HTTP: HttpSnapshot,
@@ -215,7 +215,7 @@ def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
     content = None if snapshot is None else snapshot.content
     if content is None:
         return
-    if not isinstance(content, _CONTENT_OF[kind]):
+    if not isinstance(content, _CONTENT_TYPES[kind]):
         raise BadField("content", f"is of another kind than {kind}")
     match content:
         case EndpointSnapshot():
@@ -230,7 +230,7 @@ def _check_content(kind: str, tag: str, snapshot: Snapshot | None) -> None:
 
 @final
 class TrafficSplit:
-    """The weights of one endpoint, ready to choose by."""
+    """The weights of one endpoint, prepared for choices."""
 
     __slots__ = ("_bounds", "_hashes", "_weighted", "backend_tags", "sole")
 
@@ -240,12 +240,12 @@ class TrafficSplit:
         self._weighted = weighted
         self.backend_tags = tuple(weighted)
         self.sole = self.backend_tags[0] if len(weighted) == 1 else None
-        """The only backend with weight, which needs no choice; None when there are more, or none."""
+        """The only backend with weight; None when there are more, or none."""
         self._bounds = list(accumulate(weighted.values()))
         self._hashes = {tag: stable_hash(tag) for tag in weighted}
 
     def choose(self, chance: float) -> BackendTag | None:
-        """The backend for ``chance`` in [0, 1), or None when no backend has weight."""
+        """The backend for the random number ``chance`` in [0, 1), or None when no backend has weight."""
         tags = self.backend_tags
         if len(tags) < 2:
             return tags[0] if tags else None

@@ -1,8 +1,8 @@
-"""One backend's router: which replica gets which request, who waits, and who has which slot.
+"""One backend's router: which replica gets which request, which requests wait, and which have a slot.
 
-Why one state machine without I/O: it must hold, for every order of submits, answers, refusals, cancels, deaths and
-snapshots, that every slot is given back exactly once, that no replica gets more than `max_concurrent_queries`, and that
-nobody waits while a replica could take a request. Each method returns what is to be sent now.
+Why one state machine without I/O: for every order of submits, responses, refusals, cancels, deaths and snapshots, every
+slot must be released exactly once, no replica may get more than `max_concurrent_queries`, and no request may wait while
+a replica could take one. Each method returns what is to be sent now.
 """
 
 from __future__ import annotations
@@ -31,54 +31,54 @@ from serve_common.routing.request_events import Applied, Dispatch, Dropped, Queu
 
 _NOTHING: Final[Sequence[Dispatch]] = ()
 _QUEUED: Final = Queued()
-_NOBODY: Final[frozenset[ReplicaTag]] = frozenset()
+_NO_REPLICAS: Final[frozenset[ReplicaTag]] = frozenset()
 
 
-class _Place(msgspec.Struct, gc=False):
-    """Where one request stands: in a replica's slot, or in the queue."""
+class _RequestState(msgspec.Struct, gc=False):
+    """State of one request: in a replica's slot, or in the queue."""
 
     deadline: float
     arrival: int
     is_spare: bool
     wish: Affinity | None
     slots: ReplicaSlots | None = None
-    avoid: frozenset[ReplicaTag] = _NOBODY
-    """Replicas that refused it: taken only when there is no other."""
+    avoid: frozenset[ReplicaTag] = _NO_REPLICAS
+    """Replicas that refused it: chosen only when there is no other."""
     is_suspect: bool = False
-    """See `Router.submit`."""
+    """As in `Router.submit`."""
 
 
 @final
 class Router:
-    """The replicas of one backend and the requests that are on them or wait for them.
+    """Assigns the requests of one backend to its replicas.
 
-    Times are seconds of one monotonic clock, given with each call that needs it.
+    Times are seconds of one monotonic clock, passed with each call that needs it.
     """
 
     def __init__(self, backend_tag: BackendTag, draw: Draw, now: Clock) -> None:
         """Before the first snapshot there are no replicas and the limits are the defaults.
 
-        ``now`` is asked only when a request begins or ends to wait, for `queued_seconds`: whoever gets a slot at once
-        should not pay for it.
+        ``now`` is read only when a request starts or stops waiting, for `queued_seconds`: requests that get a slot at
+        once should not pay for it.
         """
         self.backend_tag: Final = backend_tag
         self.protection = BackendProtection()
-        """As the newest snapshot has it."""
+        """Settings of the newest snapshot."""
         self.retries: Final = RetryBudget(self.protection.retry_budget_percent)
         self.circuit: Final = Circuit(self.protection.circuit_breaker)
-        """Whoever submits asks it first when it `is_open`; what waits already goes on."""
+        """Callers of `submit` check it first while it `is_open`; requests that wait already go on."""
         self.queue_refusals = 0
-        """Requests that were not taken because the queue was full."""
+        """Requests refused because the queue was full."""
         self.stopped_refusals = 0
-        """Requests that were not taken, or not kept, because no replica is wanted; see `is_stopped`."""
+        """Requests refused, or dropped from the queue, because the backend `is_stopped`."""
         self.lost_twice = 0
-        """Requests that were given up because two replicas died while they had them; whoever decides that counts."""
+        """Requests given up because two replicas died while they had them; counted by the caller that decides it."""
         self.is_asleep = False
-        """True when the backend was scaled to zero: what waits must wake it."""
+        """True when the backend was scaled to zero: waiting requests must wake it."""
         self.is_stopped = False
-        """True when a user wants no replica: nothing that waits will be answered."""
+        """True when a user set zero replicas: no waiting request will be answered."""
         self.alarm: Final = WakeSignal()
-        """Keeps what was said of that."""
+        """State of the wake messages while it is asleep."""
         self._draw = draw
         self._policy: ReplicaPolicy = policy_named(
             self.protection.replica_policy, self.protection.packing_num
@@ -87,31 +87,31 @@ class Router:
         self._pool = ReplicaPool()
         self._max_concurrent_queries = self._pool.requests_max
         self._open = self._pool.open
-        self._places: dict[RequestKey, _Place] = {}
+        self._places: dict[RequestKey, _RequestState] = {}
         self._queue = TieredQueue(now)
         self._arrivals = 0
         self._turns = 0
         self._unanswered = 0
-        """Requests that left in any other way than by an answer."""
+        """Requests that left without a response."""
 
-    # -- looking --
+    # -- state --
 
     @property
     def queue_depth(self) -> int:
-        """Requests that wait, spare ones left out."""
+        """Requests that wait, without shadow copies."""
         return self._queue.depth
 
     def queued_seconds(self, now: float) -> float:
         """Seconds that requests have waited so far, those that still wait included; callable from any thread.
 
-        ``now`` is of the clock that the router was given. Spare requests count, for they need as many replicas; but
-        not while the backend sleeps, or copies of requests would keep it awake.
+        ``now`` is of the router's clock. Shadow copies count, for they need as many replicas; but not while the backend
+        is asleep, or copies of requests would keep it awake.
         """
         return self._queue.seconds(now)
 
     @property
     def has_waiting(self) -> bool:
-        """True when anything waits, so that `expire` may have something to do at a later time."""
+        """True when requests wait, so that `expire` may have something to do later."""
         return len(self._queue) > 0
 
     @property
@@ -121,26 +121,26 @@ class Router:
 
     @property
     def answered(self) -> int:
-        """Requests so far that a replica answered, well or not."""
+        """Requests so far that a replica answered, with or without success."""
         return self._arrivals - len(self._places) - self._unanswered
 
     @property
     def is_used(self) -> bool:
-        """True when it was ever given a request."""
+        """True when it ever got a request."""
         return self._arrivals > 0
 
     @property
     def has_aside(self) -> bool:
-        """True when `reopen` may have something to do at a later time."""
+        """True when `reopen` may have something to do later."""
         return self._pool.has_aside
 
     @property
     def ejections(self) -> int:
-        """How often a replica was left out for its failures."""
+        """How often a replica was ejected."""
         return self._pool.outliers.ejections
 
     def requests_at(self, replica: ReplicaTag) -> frozenset[RequestKey]:
-        """What is in flight on one replica."""
+        """Requests in flight on one replica."""
         slots = self._pool.replicas.get(replica)
         return frozenset() if slots is None else frozenset(slots.requests)
 
@@ -162,87 +162,87 @@ class Router:
     ) -> SendTo | Queued | QueueFull:
         """Take a new request.
 
-        ``is_admitted``: it was taken once, so no limit may refuse it now. ``is_spare``: it waits behind all that are
-        not, takes no place of theirs in the queue, and its number is the caller's to limit. ``is_suspect``: a replica
-        died while it had this one, which may be why; it never gets the only healthy one.
+        ``is_admitted``: it was admitted before, so no limit may refuse it now. ``is_spare``: a shadow copy, which waits
+        behind all others, does not count towards the queue's limit, and is limited by the caller. ``is_suspect``: a
+        replica died while it had this request, which may be the cause; it never gets the only healthy replica.
         """
-        places = self._places
-        assert request not in places, f"{request} is here already"
+        states = self._places
+        assert request not in states, f"{request} is here already"
         if not self._open and not is_admitted and not is_spare:
             limit = self._max_queued_requests
             if 0 <= limit <= self._queue.depth:
                 self.queue_refusals += 1
                 return QueueFull(limit)
         self._arrivals = arrival = self._arrivals + 1
-        place = places[request] = _Place(deadline, arrival, is_spare, wish)
+        state = states[request] = _RequestState(deadline, arrival, is_spare, wish)
         if is_suspect:
-            place.is_suspect = True
+            state.is_suspect = True
         if self._open and not (is_suspect and not self._may_risk_one()):
-            return self._seat(request, place).send_to
+            return self._assign(request, state).send_to
         self._queue.push(request, deadline, arrival, is_spare=is_spare, is_suspect=is_suspect)
         return _QUEUED
 
     def answer_began(self, request: RequestKey) -> None:
-        """``request``'s replica is there, which an open circuit waits for; the slot stays taken."""
+        """``request``'s replica has responded, which an open circuit waits for; the slot stays taken."""
         self.circuit.ended(request, None, self.answered)
 
     def finished(self, request: RequestKey) -> Sequence[Dispatch]:
-        """The replica has answered ``request`` well, to its end. Unknown requests are ignored."""
-        place = self._places.pop(request, None)
-        if place is None:
+        """The replica has answered ``request`` completely. Unknown requests are ignored."""
+        state = self._places.pop(request, None)
+        if state is None:
             return _NOTHING
         if self.circuit.is_open:
             self.circuit.ended(request, None, self.answered)
-        slots = place.slots
-        if slots is None:  # it was sent, lost, and waits to be sent again: the late answer is as good
+        slots = state.slots
+        if slots is None:  # it was sent, lost, and waits for a retry: the late response is as good
             self._queue.discard(request)
             return _NOTHING
         slots.requests.discard(request)
         if slots.has_failed:
             slots.succeed()
-            return self._refill(slots)  # it counts as healthy again, which suspects wait for
-        # Nobody waits while a replica is open; so one that is open already has nothing to give.
+            return self._refill(slots)  # it is healthy again, which suspects wait for
+        # No request waits while a replica is open; so one that is open already has nothing to give.
         return _NOTHING if slots.position >= 0 else self._refill(slots)
 
     def failed(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
-        """The replica has answered ``request`` with a failure of its own. Unknown requests are ignored."""
-        place = self._places.get(request)
-        if place is not None and place.slots is not None:
-            place.slots.prove_alive()
-            self._pool.count_failures(place.slots, now)
+        """The replica has answered ``request`` with a failure. Unknown requests are ignored."""
+        state = self._places.get(request)
+        if state is not None and state.slots is not None:
+            state.slots.prove_alive()
+            self._pool.count_failures(state.slots, now)
         return self._leave(request, now=None)
 
     def unanswered(self, request: RequestKey, now: float) -> Sequence[Dispatch]:
-        """The replica lost ``request``, or has given no sign of life until its deadline.
+        """The replica lost ``request``, or was unresponsive until its deadline.
 
         Unknown requests are ignored.
         """
-        place = self._places.get(request)
-        if place is None or place.slots is None:
+        state = self._places.get(request)
+        if state is None or state.slots is None:
             return self.cancelled(request)
-        self._pool.count_failures(place.slots, now)
+        self._pool.count_failures(state.slots, now)
         return self._leave(request, now=now)
 
     def cancelled(self, request: RequestKey) -> Sequence[Dispatch]:
-        """Nobody waits for ``request`` any more, wherever it stands. Unknown requests are ignored."""
-        place = self._places.pop(request, None)
-        if place is None:
+        """Remove ``request``, whose caller no longer waits, in any state. Unknown requests are ignored."""
+        state = self._places.pop(request, None)
+        if state is None:
             return _NOTHING
         self._unanswered += 1
         self.circuit.withdrew(request)
-        return self._free(request, place)
+        return self._free(request, state)
 
     def refused(
         self, request: RequestKey, replica: ReplicaTag, reason: Refusal, now: float
     ) -> Sequence[Dispatch]:
-        """``replica`` did not begin ``request``, which keeps its place in the order and tries elsewhere.
+        """``replica`` did not start ``request``, which keeps its order and is sent to another one.
 
         Ignored when the request is not on that replica (any more).
         """
-        place = self._places.get(request)
-        if place is None or place.slots is None or place.slots.tag != replica:
+        state = self._places.get(request)
+        if state is None or state.slots is None or state.slots.tag != replica:
             return _NOTHING
-        slots = place.slots
+        slots = state.slots
         slots.requests.discard(request)
         match reason:
             case Refusal.BUSY:
@@ -252,10 +252,10 @@ class Router:
             case Refusal.NO_RESPONDERS:
                 slots.put_aside(now)
         self._pool.block(slots)
-        place.slots = None
-        place.avoid |= {replica}
+        state.slots = None
+        state.avoid |= {replica}
         self._queue.push(
-            request, place.deadline, place.arrival, is_spare=place.is_spare, is_suspect=place.is_suspect
+            request, state.deadline, state.arrival, is_spare=state.is_spare, is_suspect=state.is_suspect
         )
         return self._dispatch_waiting()
 
@@ -264,36 +264,36 @@ class Router:
         return not any(slots.tag != replica for slots in self._pool.open)
 
     def has_healthy(self) -> bool:
-        """Whether any replica is there and well, as far as is known."""
+        """Whether any replica is healthy, as far as is known."""
         return any(slots.is_healthy for slots in self._pool.replicas.values())
 
     def is_draining(self, replica: ReplicaTag) -> bool:
-        """Whether ``replica`` takes nothing new by order."""
+        """Whether ``replica`` drains."""
         slots = self._pool.replicas.get(replica)
         return slots is not None and (slots.is_draining or slots.block is Block.RESTING)
 
     def is_dead(self, replica: ReplicaTag) -> bool:
-        """Whether ``replica`` is gone, or counts as dead and has answered nothing since."""
+        """Whether ``replica`` is gone, or counts as dead and has not responded since."""
         slots = self._pool.replicas.get(replica)
         return slots is None or slots.is_dead
 
     def may_send_again(self, now: float) -> bool:
-        """Whether the retry budget allows a second sending of a request that was lost; it then counts as made."""
+        """Whether the retry budget allows a retry of a request that was lost; it then counts as made."""
         return self.retries.take(now, self._arrivals)
 
     # -- replicas --
 
     def put_aside(self, replica: ReplicaTag, now: float) -> None:
-        """Do not choose ``replica`` for a while: it seems not to answer. What is in flight there stays."""
+        """Block ``replica`` for a while: it seems unresponsive. Requests in flight there stay."""
         slots = self._pool.replicas.get(replica)
         if slots is not None:
             slots.put_aside(now)
             self._pool.block(slots)
 
     def replica_gone(self, replica: ReplicaTag, now: float) -> Sequence[RequestKey]:
-        """``replica`` is dead. Returns what was in flight there, which the router has forgotten.
+        """Mark ``replica`` as dead. Returns the requests in flight there, which the router has forgotten.
 
-        It is put aside rather than removed: only a snapshot says for certain that it will not come back.
+        It is blocked rather than removed: only a snapshot is certain that it will not come back.
         """
         slots = self._pool.replicas.get(replica)
         if slots is None:
@@ -309,7 +309,7 @@ class Router:
         return replica in self._pool.replicas
 
     def hold(self, replica: ReplicaTag, models: frozenset[str]) -> bool:
-        """``replica`` holds these multiplexed models; False when there is no such replica."""
+        """Set the multiplexed models that ``replica`` has loaded; False when there is no such replica."""
         slots = self._pool.replicas.get(replica)
         if slots is None:
             return False
@@ -317,7 +317,7 @@ class Router:
         return True
 
     def apply(self, snapshot: BackendSnapshot, now: float) -> Applied:
-        """Take over replicas, limits and protection; a replica that is named anew is put aside no more."""
+        """Apply replicas, limits and protection; replicas in the snapshot are unblocked."""
         self._max_queued_requests = snapshot.max_queued_requests
         self._protect(snapshot.protection)
         known = {slots.tag for slots in self._pool.replicas.values() if slots.is_healthy}
@@ -351,19 +351,19 @@ class Router:
     # -- time --
 
     def look(self, now: float) -> None:
-        """Note how much has come and gone, for what looks at the last seconds; to be called often."""
+        """Record counts of requests for the sliding windows; to be called often."""
         self.retries.look(now, self._arrivals)
         self.circuit.look(now, self.answered)
 
     def reopen(self, now: float) -> Sequence[Dispatch]:
-        """Choose again among the replicas whose time aside is over."""
+        """Make replicas available again whose block or ejection is over."""
         if not self._pool.has_aside:
             return _NOTHING
         self._pool.reopen(now)
         return self._dispatch_waiting()
 
     def forgive(self, since: float) -> Sequence[Dispatch]:
-        """Take back what was concluded about replicas and backend from ``since`` on: the bus did not answer."""
+        """Undo conclusions about replicas and backend from ``since`` on: the bus did not respond."""
         self.circuit.forgive(since, self.answered)
         self._pool.forgive(since)
         return self._dispatch_waiting()
@@ -383,11 +383,11 @@ class Router:
 
     # -- slots --
 
-    def _seat(self, request: RequestKey, place: _Place) -> ReplicaSlots:
+    def _assign(self, request: RequestKey, state: _RequestState) -> ReplicaSlots:
         replicas: Sequence[ReplicaSlots] = self._open
-        if place.avoid:
-            replicas = [slots for slots in replicas if slots.tag not in place.avoid] or replicas
-        wish, limit = place.wish, self._max_concurrent_queries
+        if state.avoid:
+            replicas = [slots for slots in replicas if slots.tag not in state.avoid] or replicas
+        wish, limit = state.wish, self._max_concurrent_queries
         if wish is None:
             slots = self._policy.choose(replicas, self._draw)
         else:
@@ -395,24 +395,24 @@ class Router:
         slots.turn = self._turns = self._turns + 1
         requests = slots.requests
         requests.add(request)
-        place.slots = slots
+        state.slots = slots
         if len(requests) >= limit:
             self._pool.close(slots)
         return slots
 
     def _leave(self, request: RequestKey, now: float | None) -> Sequence[Dispatch]:
-        """``request`` leaves: without an answer at ``now``, or, when that is None, with one that is a failure."""
-        place = self._places.pop(request, None)
-        if place is None:
+        """Remove ``request``: without a response at ``now``, or, when that is None, with one that is a failure."""
+        state = self._places.pop(request, None)
+        if state is None:
             return _NOTHING
         if now is not None:
             self._unanswered += 1
             self.circuit.fail(now, 1, self.answered)
         self.circuit.ended(request, now, self.answered)
-        return self._free(request, place)
+        return self._free(request, state)
 
-    def _free(self, request: RequestKey, place: _Place) -> Sequence[Dispatch]:
-        slots = place.slots
+    def _free(self, request: RequestKey, state: _RequestState) -> Sequence[Dispatch]:
+        slots = state.slots
         if slots is None:
             self._queue.discard(request)
             return _NOTHING
@@ -422,7 +422,7 @@ class Router:
         return self._refill(slots)
 
     def _refill(self, slots: ReplicaSlots) -> Sequence[Dispatch]:
-        """A slot was given back by a replica that was not open, or has answered for the first time after a failure."""
+        """Reuse a slot of a replica that was not open, or has responded for the first time after a failure."""
         if slots.block is Block.BUSY:
             slots.block = None
         self._pool.refresh((slots,))
@@ -450,7 +450,7 @@ class Router:
             request = self._queue.pop(with_suspects=with_suspects)
             if request is None:
                 break
-            dispatches.append(Dispatch(request, self._seat(request, self._places[request]).tag))
+            dispatches.append(Dispatch(request, self._assign(request, self._places[request]).tag))
         return dispatches
 
     def _may_risk_one(self) -> bool:
@@ -460,7 +460,7 @@ class Router:
 
     def _set_asleep(self, *, is_asleep: bool) -> None:
         if is_asleep and not self.is_asleep:
-            # Of all who come first, an open circuit would let one wake the backend and refuse the others meanwhile.
+            # An open circuit would let only one of the first requests wake the backend and refuse the others.
             self.circuit.begin_anew(self.answered)
         self.is_asleep = is_asleep
         self._queue.count_spare(is_wanted=not is_asleep)
@@ -468,8 +468,11 @@ class Router:
             self.alarm.rest()
 
     def _protect(self, protection: BackendProtection) -> None:
-        held, self.protection = self.protection, protection
-        if (protection.replica_policy, protection.packing_num) != (held.replica_policy, held.packing_num):
+        previous, self.protection = self.protection, protection
+        if (protection.replica_policy, protection.packing_num) != (
+            previous.replica_policy,
+            previous.packing_num,
+        ):
             self._policy = policy_named(protection.replica_policy, protection.packing_num)
         self.retries.percent = protection.retry_budget_percent
         self.circuit.configure(protection.circuit_breaker, self.answered)

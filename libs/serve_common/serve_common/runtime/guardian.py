@@ -1,13 +1,13 @@
-"""Stands between a parent and one process that it starts, so that nothing of that process ever outlives it.
+"""Runs between a parent and one process that it starts, so that nothing of that process ever outlives it.
 
 The embedded stack's supervisor has one for each of its processes, and a replica host one for its Ray runtime.
 
-Why a process of its own: only a parent is told at once that a process died, and only a "subreaper" inherits what a
-dead process leaves behind (Ray's raylet, workers and agents; Postgres' backends). With one guardian for each process
+Why a process of its own: only a parent is notified at once that a process died, and only a "subreaper" inherits what
+a dead process leaves behind (Ray's raylet, workers and agents; Postgres' backends). With one guardian for each process
 it is certain whose leftovers they are, however they rename themselves, and the cleaning happens also when the
 parent itself is killed with ``kill -9``: the kernel then signals the guardian (PR_SET_PDEATHSIG). It does not when the
-parent is another user without the right to signal the guardian's; the guarded process must then see by itself that it
-is alone.
+parent is another user without the right to signal the guardian's; the guarded process must then detect by itself that
+it was orphaned.
 
 Run as a file by ``python -I -S`` with nothing but the standard library, so that it starts in about 20 ms.
 The signals it obeys: SIGTERM, SIGINT, SIGHUP: stop in order; SIGQUIT: kill everything now.
@@ -25,13 +25,13 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-_STOPPERS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-_HEARD = {*_STOPPERS, signal.SIGQUIT, signal.SIGCHLD}
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_HANDLED_SIGNALS = {*_STOP_SIGNALS, signal.SIGQUIT, signal.SIGCHLD}
 _LEFTOVERS_DEADLINE_S = 3.0
 
 
 def prctl(option: int, value: int) -> None:
-    """Ask the kernel; does nothing where there is no such call (the guarantees then depend on orderly stops)."""
+    """Call prctl; does nothing where it does not exist (the guarantees then depend on orderly stops)."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -40,19 +40,19 @@ def prctl(option: int, value: int) -> None:
 
 
 def exit_code_of(status: int) -> int:
-    """What a shell would report for a wait status: the code, or 128 + signal."""
+    """The exit code of a wait status as a shell reports it: the code, or 128 + signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def start(argv: list[str], stop_signal: int) -> int:
-    """Start the guarded process; its pid. It exits with 127 when it cannot be executed."""
+    """Start the guarded process and return its pid. It exits with 127 when it cannot be executed."""
     guardian = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         prctl(PR_SET_PDEATHSIG, stop_signal)
@@ -65,7 +65,7 @@ def start(argv: list[str], stop_signal: int) -> int:
 
 
 def reap(main_pid: int) -> int | None:
-    """Take note of every child that ended; the status of the main one when it is among them."""
+    """Reap every child that ended; return the status of the main one when it is among them."""
     status = None
     while True:
         try:
@@ -79,7 +79,7 @@ def reap(main_pid: int) -> int | None:
 
 
 def children() -> list[int]:
-    """Our children. Pids are safe to signal: none can be used again before we have reaped it."""
+    """Pids of our children. They are safe to signal: none can be reused before we have reaped it."""
     own = os.getpid()
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
@@ -94,9 +94,9 @@ def children() -> list[int]:
 
 
 def kill_leftovers() -> None:
-    """Kill whatever the main process left behind. What a killed one leaves becomes our child, so go on until none."""
-    give_up_at = time.monotonic() + _LEFTOVERS_DEADLINE_S
-    while time.monotonic() < give_up_at:
+    """Kill all processes left behind by the main one. Their children become ours, so repeat until none is left."""
+    deadline = time.monotonic() + _LEFTOVERS_DEADLINE_S
+    while time.monotonic() < deadline:
         for pid in children():
             _send(pid, signal.SIGKILL)
         try:
@@ -116,18 +116,18 @@ def _send(pid: int, number: int) -> None:
 
 
 def guard(main_pid: int, stop_signal: int, stop_timeout_s: float) -> int:
-    """Wait until the main process ends, by itself or because we were told to stop it; its exit code."""
+    """Wait until the main process ends, by itself or because a signal asked to stop it; return its exit code."""
     kill_at: float | None = None
     while True:
         wait_s = 3600.0 if kill_at is None else max(0.0, kill_at - time.monotonic())
-        heard = signal.sigtimedwait(_HEARD, wait_s)
+        received = signal.sigtimedwait(_HANDLED_SIGNALS, wait_s)
         status = reap(main_pid)
         if status is not None:
             return exit_code_of(status)
-        if heard is not None and heard.si_signo in _STOPPERS and kill_at is None:
+        if received is not None and received.si_signo in _STOP_SIGNALS and kill_at is None:
             _send(main_pid, stop_signal)
             kill_at = time.monotonic() + stop_timeout_s
-        elif (heard is not None and heard.si_signo == signal.SIGQUIT) or (
+        elif (received is not None and received.si_signo == signal.SIGQUIT) or (
             kill_at is not None and time.monotonic() >= kill_at
         ):
             _send(main_pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def guard(main_pid: int, stop_signal: int, stop_timeout_s: float) -> int:
 
 
 def main() -> int:
-    """Guard one process as the command line says."""
+    """Guard one process, configured by the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="pid of the process that starts this one")
     parser.add_argument("--report-fd", type=int, help="where the process' pid is written")
@@ -144,11 +144,11 @@ def main() -> int:
     parser.add_argument("argv", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED_SIGNALS)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != options.parent:
-        return 0  # the parent died before the kernel knew that we want to hear of it
+        return 0  # the parent died before PR_SET_PDEATHSIG was set
     if options.report_fd is not None:
         os.set_inheritable(options.report_fd, False)  # noqa: FBT003 - positional only
     pid = start(argv, options.stop_signal)

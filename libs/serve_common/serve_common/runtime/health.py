@@ -1,4 +1,4 @@
-"""Whether this process works: its loop turns, and how late; and the bus answers it."""
+"""Health of this process: its event loop runs, and how late; and the bus responds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ EVERY_S: Final = 0.25
 
 @final
 class LoopLag:
-    """Measures the loop on which `run` runs."""
+    """Measures the lag of the loop on which `run` runs."""
 
     def __init__(self) -> None:
         self.observations: Final = Observations(LOOP_LAG.buckets)
         """Seconds; read by other threads, which may miss the newest one."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         now = asyncio.get_running_loop().time
         while True:
             due_at = now() + EVERY_S
@@ -34,7 +34,7 @@ class LoopLag:
 
 @final
 class OtherLoopsLag:
-    """Measures a loop that runs in another thread, and costs it one callback each time."""
+    """Measures the lag of a loop in another thread, at one callback per measurement."""
 
     def __init__(
         self,
@@ -46,57 +46,57 @@ class OtherLoopsLag:
         self._loop = loop
         self._observe = observe
         self._now = now
-        self._asked_at: float | None = None
+        self._scheduled_at: float | None = None
 
     def ask(self) -> None:
-        """Measure, unless the last measuring has not come to its end. Raises RuntimeError when the loop is closed."""
-        if self._asked_at is None:
-            self._asked_at = self._now()
-            self._loop.call_soon_threadsafe(self._answer)
+        """Measure, unless a measurement is in progress. Raises RuntimeError when the loop is closed."""
+        if self._scheduled_at is None:
+            self._scheduled_at = self._now()
+            self._loop.call_soon_threadsafe(self._record)
 
-    def _answer(self) -> None:
-        asked_at, self._asked_at = self._asked_at, None
-        if asked_at is not None:
-            self._observe(self._now() - asked_at)
+    def _record(self) -> None:
+        scheduled_at, self._scheduled_at = self._scheduled_at, None
+        if scheduled_at is not None:
+            self._observe(self._now() - scheduled_at)
 
 
 WhyNot = Callable[[], str | None]
-"""None when all is well, otherwise why not. Asked by another thread than the loop's, so it only reads."""
+"""Returns None when healthy, otherwise the reason. Called on another thread than the loop's, so it only reads."""
 
-_BEATS: Final = 8
-"""How often within the time after which something counts as dead it is looked at."""
-_BEAT_MAX_S: Final = 2.0
+_CHECKS: Final = 8
+"""Checks within the time after which something counts as dead."""
+_CHECK_INTERVAL_MAX_S: Final = 2.0
 
 
 @final
 class Heartbeat:
-    """Notes again and again that the loop on which `run` runs turns."""
+    """Records periodically that the loop on which `run` runs is not stuck."""
 
     def __init__(self, stuck_after_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """After ``stuck_after_s`` seconds without a turn the loop counts as stuck."""
         self._stuck_after_s = stuck_after_s
         self._now = now
-        self._turned_at = now()
+        self._last_run_at = now()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        every_s = min(self._stuck_after_s / _BEATS, _BEAT_MAX_S)
+        """Run until cancelled."""
+        every_s = min(self._stuck_after_s / _CHECKS, _CHECK_INTERVAL_MAX_S)
         while True:
-            self._turned_at = self._now()
+            self._last_run_at = self._now()
             await asyncio.sleep(every_s)
 
     def why_not_healthy(self) -> str | None:
-        """Callable from any thread."""
-        still_s = self._now() - self._turned_at
-        return f"the loop has not turned for {still_s:.1f} s" if still_s >= self._stuck_after_s else None
+        """The reason why not, or None; callable from any thread."""
+        stuck_s = self._now() - self._last_run_at
+        return f"the loop has not turned for {stuck_s:.1f} s" if stuck_s >= self._stuck_after_s else None
 
 
 @final
 class BusPulse:
-    """Pings one connection to NATS, beside the pings of its own, and notes when no answer comes.
+    """Pings one connection to NATS, in addition to its own pings, and records when no response comes.
 
-    The connection's own pings end a silent connection sooner than this complains. So this speaks only when that
-    machinery itself is broken, such as a reader that has ended while the connection counts as connected.
+    The connection's own pings end a silent connection sooner than this reports it. So this reports only when that
+    mechanism itself is broken, such as a reader that has ended while the connection counts as connected.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class BusPulse:
         is_closed: Callable[[], bool] = lambda: False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``ping`` returns when NATS has answered and raises `BusUnavailable` after as many seconds as it is told.
+        """``ping`` returns when NATS has responded, and raises `BusUnavailable` after as many seconds as its argument.
 
-        ``is_closed``: the connection never comes back by itself.
+        ``is_closed`` returns true when the connection will not reconnect by itself.
         """
         self._name = name
         self._is_connected = is_connected
@@ -122,15 +122,15 @@ class BusPulse:
         self._unanswered_since: float | None = None
 
     async def run(self) -> None:
-        """Until cancelled."""
-        every_s = min(self._silent_after_s / _BEATS, _BEAT_MAX_S)
+        """Run until cancelled."""
+        every_s = min(self._silent_after_s / _CHECKS, _CHECK_INTERVAL_MAX_S)
         while True:
-            await self._look(every_s)
+            await self._check(every_s)
             raise_if_cancelled()
             await asyncio.sleep(every_s)
 
     def why_not_healthy(self) -> str | None:
-        """Callable from any thread."""
+        """The reason why not, or None; callable from any thread."""
         if self._is_closed():
             return f"{self._name}: the connection to NATS is closed for good"
         since = self._unanswered_since
@@ -139,24 +139,24 @@ class BusPulse:
             return None
         return f"{self._name}: connected to NATS, which has not answered a ping for {silent_s:.1f} s"
 
-    async def _look(self, within_s: float) -> None:
+    async def _check(self, within_s: float) -> None:
         if not self._is_connected():
             self._unanswered_since = None
             return
-        begun_at = self._now()
+        started_at = self._now()
         try:
             await self._ping(within_s)
         except BusUnavailable:
             if not self._is_connected():
                 self._unanswered_since = None
             elif self._unanswered_since is None:
-                self._unanswered_since = begun_at
+                self._unanswered_since = started_at
         else:
             self._unanswered_since = None
 
 
 def first_reason(*whys: WhyNot) -> WhyNot:
-    """One that gives the first reason that any of ``whys`` gives."""
+    """Combine checks: the first reason that any of ``whys`` returns."""
 
     def why_not() -> str | None:
         return next((reason for why in whys if (reason := why()) is not None), None)

@@ -48,8 +48,8 @@ _WILDCARDS: Final = frozenset({"", "*", "0.0.0.0", "::", "0:0:0:0:0:0:0:0"})  # 
 def metrics_url(settings: OperationsSettings, port: int, local_host: str | None) -> str:
     """The URL of the page; empty while the address is not known.
 
-    Its host is what was configured, else the address that is bound to, else ``local_host``: this side's address of
-    a connection to NATS, on which the controller is found too. ``port`` is the one really listened on.
+    Its host is the configured one, else the bound address, else ``local_host``: the local address of a connection to
+    NATS, which the controller can reach too. ``port`` is the bound one.
     """
     host, advertised_port = split_advertised(settings.advertise)
     if not host:
@@ -60,7 +60,7 @@ def metrics_url(settings: OperationsSettings, port: int, local_host: str | None)
 
 
 def advertised_for_children(settings: OperationsSettings, port: int) -> str:
-    """What children of this process must be told, so that they tell of its page instead of their own."""
+    """The address that children of this process must advertise, so that they report its page instead of their own."""
     host, advertised_port = split_advertised(settings.advertise)
     if not host and _is_one_address(settings.host):
         host = settings.host
@@ -83,11 +83,11 @@ def split_advertised(text: str) -> tuple[str, int | None]:
 
 
 def local_host_of(client: Client | None) -> str | None:
-    """This side's address of the connection; None while there is none."""
+    """The local address of the connection; None while it is not connected."""
     if client is None or not client.is_connected:
         return None
-    # The library has no way to it.
-    writer = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - see above
+    # The library has no public access to it.
+    writer = getattr(client._transport, "_io_writer", None)  # noqa: SLF001 - no other way
     name = None if writer is None else writer.get_extra_info("sockname")
     return str(name[0]) if isinstance(name, tuple) and name else None
 
@@ -95,27 +95,27 @@ def local_host_of(client: Client | None) -> str | None:
 _log = structlog.get_logger(__name__)
 
 NAMES_PARAMETER: Final = "name[]"
-"""As in prometheus_client's own server: only samples of these names are wanted."""
+"""Query parameter that selects samples by name, as in prometheus_client's own server."""
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class OperationsPages(Protocol):
-    """What an operations port shows. All methods run on the port's own loop."""
+    """The pages of an operations port. All methods run on the port's own loop."""
 
     async def metrics(self, names: Collection[str]) -> bytes:
-        """In Prometheus' text format; only samples with one of ``names``, or all when there are none."""
+        """Metrics in Prometheus' text format; only samples with one of ``names``, or all when there are none."""
         ...
 
     async def why_not_healthy(self) -> str | None:
-        """None unless a restart of the process would help."""
+        """The reason why the process should be restarted; None when it is healthy."""
         ...
 
     async def why_not_ready(self) -> str | None:
-        """None when traffic may come."""
+        """The reason why the process cannot take traffic; None when it is ready."""
         ...
 
     async def close(self) -> None:
-        """The port is closed."""
+        """Called when the port is closed."""
         ...
 
 
@@ -124,9 +124,9 @@ class OperationsSite:
     """Serves the three paths, on a thread of its own, until closed."""
 
     def __init__(self, settings: OperationsSettings, pages: OperationsPages) -> None:
-        """Starts nothing."""
+        """``pages`` are served on the port's own thread after `start`."""
         self.port = settings.port
-        """Where it listens; after `start` the real one."""
+        """Port to listen on; after `start` the bound one."""
         self._settings = settings
         self._pages = pages
         self._thread: LoopThread | None = None
@@ -179,10 +179,10 @@ class OperationsSite:
         return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def _healthz(self, _request: web.Request) -> web.Response:
-        return _answer(await self._pages.why_not_healthy())
+        return _health_response(await self._pages.why_not_healthy())
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        return _answer(await self._pages.why_not_ready())
+        return _health_response(await self._pages.why_not_ready())
 
 
 @final
@@ -197,9 +197,9 @@ class OperationsServer:
         why_not_ready: WhyNot,
         why_not_healthy: WhyNot = lambda: None,
     ) -> None:
-        """``why_not_healthy`` should be non-None only where a restart of the process would help.
+        """``why_not_healthy`` should return a reason only when a restart of the process would help.
 
-        That the loop turns on which `start` is called is looked at anyway.
+        The loop on which `start` is called is checked anyway.
         """
         self._heartbeat = Heartbeat(settings.unhealthy_after_s)
         pages = _ProcessPages(registry, self._heartbeat, why_not_ready, why_not_healthy)
@@ -208,11 +208,11 @@ class OperationsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; after `start` the real one."""
+        """Port to listen on; after `start` the bound one."""
         return self._site.port
 
     async def start(self) -> None:
-        """Listen; raises OSError when the port is taken. ``port`` then tells the real port (0 picks a free one)."""
+        """Listen; raises OSError when the port is taken. ``port`` is then the bound one (0 picks a free one)."""
         self._tasks.start(self._heartbeat.run(), "heartbeat")
         await self._site.start()
 
@@ -237,7 +237,7 @@ class _ProcessPages:
         self._why_not_healthy = why_not_healthy
 
     async def metrics(self, names: Collection[str]) -> bytes:
-        # In a thread: the multiprocess collector reads files, which must not hold up a probe.
+        # In a thread: the multiprocess collector reads files, which must not delay a probe.
         return await asyncio.to_thread(metrics_page, self._registry, names)
 
     async def why_not_healthy(self) -> str | None:
@@ -247,11 +247,11 @@ class _ProcessPages:
         return self._heartbeat.why_not_healthy() or self._why_not_ready()
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def metrics_page(registry: Collector, names: Collection[str]) -> bytes:
-    """All samples with one of ``names`` in Prometheus' text format; all that there are when there are no names.
+    """Samples with one of ``names`` in Prometheus' text format; all samples when there are no names.
 
     A registry's own restriction knows only collectors that describe themselves, which few of ours can.
     """
@@ -269,13 +269,13 @@ class _Restricted(CollectorRegistry):
         for family in self._whole.collect():
             samples = [sample for sample in family.samples if sample.name in self._wanted]
             if samples:
-                kept = Metric(family.name, family.documentation, family.type, family.unit)
-                kept.samples = samples
-                yield kept
+                selected = Metric(family.name, family.documentation, family.type, family.unit)
+                selected.samples = samples
+                yield selected
 
 
 async def _own_addresses(host: str) -> list[str]:
-    """Those addresses of ``host`` that this process can listen at; raises OSError when there are none.
+    """Addresses of ``host`` that this process can listen on; raises OSError when there are none.
 
     A name that containers of a scaled service share has all their addresses, and one is this container's.
     """
@@ -297,7 +297,7 @@ async def _own_addresses(host: str) -> list[str]:
     return own
 
 
-def _answer(reason: str | None) -> web.Response:
+def _health_response(reason: str | None) -> web.Response:
     return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
 
@@ -307,8 +307,8 @@ def register_process_metrics(
     connections: Mapping[str, Callable[[], bool]],
     refused: RefusedMessages,
 ) -> None:
-    """Make ``registry`` show them; ``connections`` tell whether they are up, by the label's value."""
-    # Those are one more series for each counter, which says when it began and nothing else.
+    """Export process metrics by ``registry``; ``connections`` return whether they are up, by the label's value."""
+    # Those are one more series per counter, with nothing but its creation time.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry.register(_ProcessCollector(lag, connections, refused))
     ProcessCollector(registry=registry)
@@ -316,7 +316,7 @@ def register_process_metrics(
 
 
 def family_of(spec: MetricSpec) -> CounterMetricFamily | GaugeMetricFamily:
-    """An empty family of a counter or gauge, to be shown at this scrape."""
+    """An empty family of a counter or gauge, for this scrape."""
     make = CounterMetricFamily if spec.kind is MetricKind.COUNTER else GaugeMetricFamily
     return make(spec.family, spec.text, labels=spec.labels)
 
@@ -333,7 +333,7 @@ def add_observations(
     counts: list[int],
     total: float,
 ) -> None:
-    """One series of a histogram; ``counts`` are not cumulative and have one more than there are ``buckets``."""
+    """Add one series to a histogram; ``counts`` are not cumulative and one longer than ``buckets``."""
     bounds = [*(str(float(bound)) for bound in buckets), "+Inf"]
     family.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
 
@@ -373,7 +373,7 @@ def _lag_family(observations: Observations) -> Metric:
 
 
 def register_trace_metrics(registry: CollectorRegistry, tracing: OpenTracing | None) -> None:
-    """Make ``registry`` show them; nothing when tracing is off."""
+    """Export metrics of spans by ``registry``; does nothing when tracing is off."""
     if tracing is not None:
         registry.register(_SpansCollector(tracing.counts))
 

@@ -1,7 +1,7 @@
-"""A directory of this user alone, whatever stood in its place before.
+"""A directory of this user alone, whatever was in its place before.
 
-Why nothing there may stop a start: user code runs as the same user, and others may write into what lies above. What
-they leave under a name that is ours is moved aside, and removed as far as that is possible.
+Why existing files must not block a start: user code runs as the same user, and others may write into the parent.
+What they leave under our name is moved aside, and removed as far as possible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = structlog.get_logger(__name__)
 
 
 def make_own_directory(path: Path) -> None:
-    """Make ``path`` a directory of mode 0700 that belongs to this user; what is another thing is moved aside.
+    """Make ``path`` a directory of mode 0700 that belongs to this user; anything else there is moved aside.
 
     Raises OSError where that is not possible, such as for another user's directory below a sticky one.
     """
@@ -36,7 +36,7 @@ def make_own_directory(path: Path) -> None:
 
 
 def move_aside(path: Path) -> None:
-    """Give the name ``path`` free. Raises OSError; what cannot be removed stays beside it, under another name."""
+    """Free the name ``path``. Raises OSError; what cannot be removed stays beside it, under another name."""
     aside = path.with_name(f".{path.name}.aside-{secrets.token_hex(4)}")
     path.rename(aside)
     _log.warning("moved_aside", path=str(path), reason="it is not what was made there")

@@ -1,4 +1,4 @@
-"""Which replica this process is and which request its user code works on; what is cancelled when the caller leaves."""
+"""The current replica and request of user code, and what is cancelled when a request's caller disconnects."""
 
 from __future__ import annotations
 
@@ -15,123 +15,124 @@ from serve_common.runtime.settings import BusSettings
 from serve_common.telemetry.spans import trace_id_of
 
 LEFT_MAX: Final = 5_000
-"""Callers that are remembered to have left: a thread may go on after the task of its request has ended."""
+"""Disconnected requests that are remembered: a thread may go on after the task of its request has ended."""
 
 
 class Cancellable(Protocol):
-    """Something that is under way."""
+    """An operation in progress."""
 
     def cancel(self) -> None:
-        """Nobody wants it any more; may be called by any thread, and when it has ended."""
+        """Cancel it; may be called by any thread, and after it has ended."""
 
 
 @final
 class DisconnectPropagation:
-    """Of all requests of this process, by `RequestContext.key`; callable from any thread."""
+    """Operations of this process' requests, by `RequestContext.key`; callable from any thread."""
 
     def __init__(self) -> None:
-        # Entered again when what is collected inside of it ends something.
+        # Reentrant: garbage collection with the lock held may end an operation.
         self._lock = threading.RLock()
-        self._begun: dict[bytes, set[Cancellable]] = {}
-        self._left: dict[bytes, None] = {}
+        self._operations: dict[bytes, set[Cancellable]] = {}
+        self._disconnected: dict[bytes, None] = {}
 
     def __len__(self) -> int:
-        """Requests that something is under way for."""
-        return len(self._begun)
+        """Number of requests with operations in progress."""
+        return len(self._operations)
 
-    def watch(self, key: bytes, begun: Cancellable) -> None:
-        """Until `forget`, cancel ``begun`` when that request's caller leaves; at once when it has left."""
+    def watch(self, key: bytes, operation: Cancellable) -> None:
+        """Until `forget`, cancel ``operation`` when that request's caller disconnects; at once when it already has."""
         with self._lock:
-            has_left = key in self._left
-            if not has_left:
-                self._begun.setdefault(key, set()).add(begun)
-        if has_left:
-            begun.cancel()
+            is_disconnected = key in self._disconnected
+            if not is_disconnected:
+                self._operations.setdefault(key, set()).add(operation)
+        if is_disconnected:
+            operation.cancel()
 
-    def forget(self, key: bytes, begun: Cancellable) -> None:
-        """``begun`` has ended."""
+    def forget(self, key: bytes, operation: Cancellable) -> None:
+        """Remove ``operation``, which has ended."""
         with self._lock:
-            others = self._begun.get(key)
+            others = self._operations.get(key)
             if others is not None:
-                others.discard(begun)
+                others.discard(operation)
                 if not others:
-                    del self._begun[key]
+                    del self._operations[key]
 
     def leave(self, key: bytes) -> None:
-        """The caller of that request has left; what its threads begin later is cancelled too."""
+        """The caller of that request has disconnected; operations that its threads start later are cancelled too."""
         with self._lock:
-            self._left[key] = None
-            if len(self._left) > LEFT_MAX:
-                del self._left[next(iter(self._left))]
-            begun = self._begun.pop(key, ())
-        for one in begun:
-            one.cancel()
+            self._disconnected[key] = None
+            if len(self._disconnected) > LEFT_MAX:
+                del self._disconnected[next(iter(self._disconnected))]
+            operations = self._operations.pop(key, ())
+        for operation in operations:
+            operation.cancel()
 
 
 departures: Final = DisconnectPropagation()
 
 
 class HandleQueue(msgspec.Struct, frozen=True):
-    """What waits in the calls that this process makes to one backend."""
+    """Queueing of the calls that this process makes to one backend."""
 
     seconds: float
-    """That calls have waited so far, those that still wait included; begins at 0 when handles are connected anew."""
+    """Seconds that calls have waited so far, those that still wait included; restarts at 0 when handles reconnect."""
     depth: int
-    """Calls that wait now."""
+    """Calls that are waiting."""
 
 
 class CurrentReplica(msgspec.Struct, kw_only=True):
-    """A running replica as its own code sees it."""
+    """The running replica, for its own code."""
 
     replica_tag: ReplicaTag
     backend_tag: BackendTag
     bus: BusSettings
-    """The replica's own: handles connect with these."""
+    """The replica's own settings, with which handles connect."""
     login: Login | None = None
-    """As whom handles log in, now and from then on; None for a plain user."""
+    """Login of handles, renewed by itself; None for a plain user."""
     may_call: tuple[str, ...] | None = None
     """As in `BackendConfig`; a reconfigure may renew it."""
     code_version: int
     companions: dict[BackendTag, int]
-    """See `ReplicaGoal.companions`; a reconfigure may renew it."""
+    """As in `ReplicaGoal`; a reconfigure may renew it."""
     servable_object: object = None
     """The user's constructed object; None until the constructor has returned."""
     publish_models: Callable[[Sequence[str]], None] | None = None
-    """Tells routers which multiplexed models this replica holds now; callable from any thread."""
+    """Publishes to routers which multiplexed models this replica has loaded; callable from any thread."""
     handle_queues: Callable[[], Mapping[BackendTag, HandleQueue]] | None = None
-    """Of every backend that a handle of this process has called; callable from any thread. Set by the first call."""
+    """Queues of every backend that a handle of this process has called; callable from any thread. Set by the first
+    call."""
 
 
 _current: CurrentReplica | None = None
 
 
 def set_replica_context(context: CurrentReplica | None) -> None:
-    """For the replica process, once at its start."""
-    global _current  # noqa: PLW0603 - see the module's text
+    """Set the process' replica; called once at its start."""
+    global _current  # noqa: PLW0603 - one for the process
     _current = context
 
 
 def current_replica() -> CurrentReplica | None:
-    """None when this process is no replica."""
+    """The replica that this process is, or None."""
     return _current
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What belongs to one request on its way through all replicas that work on it."""
+    """Context of one request, propagated through all replicas that work on it."""
 
     request_id: str = ""
     traceparent: str = ""
-    """Of the span that calls made for this request belong below; W3C's form."""
+    """The parent span of calls made for this request; W3C's form."""
     tracestate: str = ""
-    """W3C's, for requests that are traced; empty for all others."""
+    """W3C's tracestate of requests that are traced; empty for all others."""
     endpoint_tag: str = ""
     route: str = ""
     deadline: float | None = None
-    """By `time.monotonic` of this process; what is called for this request must be answered by then."""
+    """By `time.monotonic` of this process; calls made for this request must be answered by then."""
     model_id: str = ""
     """The multiplexed model that the request is for; empty for none."""
     key: bytes = b""
-    """Of this one request in this process, for `departures`; empty where nobody tells when its caller leaves."""
+    """Identifies this request in `departures`; empty where a disconnect of its caller is not detected."""
 
     @property
     def trace_id(self) -> str:

@@ -40,7 +40,7 @@ class Environment:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """All of them, for what others define."""
+        """All variables, for those that other modules define."""
         return self._variables
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -102,13 +102,13 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     servers: list[str]
     """``nats://host:port`` or ``tls://host:port``, several for a cluster."""
     user: str
-    """A plain user's name, or, with ``credentials``, what messages call their user."""
+    """A plain user's name, or, with ``credentials``, the user's name in messages."""
     password: str = ""
-    """A plain user's."""
+    """A plain user's password."""
     credentials: Credentials | None = None
-    """In place of a plain user and password."""
+    """Used instead of a plain user and password."""
     inbox_prefix: str
-    """Private to the role, so that no other role can read its answers."""
+    """Private to the role, so that no other role can read its replies."""
     subject_prefix: str
     tls_ca_file: str | None = None
 
@@ -125,12 +125,12 @@ class OperationsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where `/metrics`, `/healthz` and `/readyz` are served."""
 
     host: str
-    """Where to listen: names or addresses, with commas between; of a name, its addresses that are this machine's."""
+    """Addresses to listen on: names or addresses, separated by commas; of a name, the addresses of this machine."""
     port: int
     advertise: str = ""
-    """How others reach it: ``host``, ``host:port`` or ``:port``. What is left out is found out, see `metrics_url`."""
+    """How others reach it: ``host``, ``host:port`` or ``:port``. Missing parts are detected (`metrics_url`)."""
     unhealthy_after_s: float = 20.0
-    """How long the loop may stand still, or NATS leave a ping unanswered, before a restart would help."""
+    """Seconds that the loop may be stuck, or a NATS ping unanswered, before the process counts as unhealthy."""
 
 
 def read_bus_settings(
@@ -138,9 +138,9 @@ def read_bus_settings(
 ) -> BusSettings:
     """The bus settings of ``role``, and of the user ``name`` where users of that role bear names.
 
-    A plain user where a password is given, else by a file of signing keys or of credentials. ``prefix`` tells whose
-    password: a replica host has its own (``MUSTER_NATS``) and its replicas' (``MUSTER_REPLICA_NATS``). Raises
-    `BadField` naming the variable.
+    A plain user where a password is given, else by a file of signing keys or of credentials. ``prefix`` is that of the
+    password's variable: a replica host has its own (``MUSTER_NATS``) and its replicas' (``MUSTER_REPLICA_NATS``).
+    Raises `BadField` naming the variable.
     """
     urls = environment.text("MUSTER_NATS_URL", "nats://127.0.0.1:4222")
     servers = [url.strip() for url in urls.split(",") if url.strip()]
@@ -163,7 +163,7 @@ def read_bus_settings(
 
 
 def read_credentials(environment: Environment, role: Role, name: str) -> Credentials:
-    """What ``MUSTER_NATS_KEYS_FILE`` or ``MUSTER_NATS_CREDS_FILE`` names; raises `BadField`."""
+    """Read the file named by ``MUSTER_NATS_KEYS_FILE`` or ``MUSTER_NATS_CREDS_FILE``; raises `BadField`."""
     keys, file = environment.optional("MUSTER_NATS_KEYS_FILE"), environment.optional("MUSTER_NATS_CREDS_FILE")
     if keys is not None:
         text = _read(keys, "MUSTER_NATS_KEYS_FILE")
@@ -198,7 +198,7 @@ def _read(path: str, field: str) -> str:
 
 
 def read_operations_settings(environment: Environment, port_default: int) -> OperationsSettings:
-    """Where this process serves its operations port."""
+    """Read the settings of this process' operations port."""
     return OperationsSettings(
         host=environment.text("MUSTER_OPS_HOST", "127.0.0.1"),
         port=environment.integer("MUSTER_OPS_PORT", port_default, 0, 65_535),

@@ -1,7 +1,7 @@
-"""The one place that starts tasks: every task has an owner that holds it, reports its failure and ends it.
+"""The only place that starts tasks: every task has an owner that references it, reports its failure and ends it.
 
-Why: asyncio keeps only a weak reference to a task and says nothing when one dies; a task that nobody owns can
-vanish, or fail unseen.
+Why: asyncio keeps only a weak reference to a task and reports nothing when one dies; a task without an owner can
+vanish, or fail silently.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _log = structlog.get_logger(__name__)
 
 
 def cancellations() -> int:
-    """How often the running task was told to end so far, to be handed to `raise_if_cancelled` later."""
+    """How often the running task was cancelled so far, to be passed to `raise_if_cancelled` later."""
     task = asyncio.current_task()
     return 0 if task is None else task.cancelling()
 
 
 def raise_if_cancelled(since: int = 0) -> None:
-    """Raise the cancellation that something on the way has swallowed; for loops that must end when they are told to.
+    """Raise a cancellation that was swallowed meanwhile; for loops that must end when they are cancelled.
 
     Until Python 3.12, ``asyncio.wait_for`` loses a cancellation that comes in the same moment as the result, and
     nats-py waits in it for nearly everything. ``since``: the `cancellations` that the caller's caller knew of, for
@@ -34,7 +34,7 @@ def raise_if_cancelled(since: int = 0) -> None:
 
 @final
 class OwnedTask:
-    """What a caller may do with a task that a TaskOwner holds. Not awaitable, so it may be ignored."""
+    """A caller's handle of a task that a TaskOwner owns. Not awaitable, so it may be ignored."""
 
     __slots__ = ("_task",)
 
@@ -53,7 +53,7 @@ class OwnedTask:
 
 @final
 class TaskOwner:
-    """Starts tasks, keeps them alive, and reports those that die of an exception.
+    """Starts tasks, keeps them alive, and reports those that end with an exception.
 
     A failure is logged as `task_failed`; `on_failure(task name, exception)` is called after that, for owners
     that cannot go on without the task. Other tasks of the same owner are left alone.
@@ -86,7 +86,7 @@ class TaskOwner:
         """Cancel all tasks and wait at most `timeout_s` until they ended; none can be started afterwards.
 
         Called from one of its own tasks, it leaves that one running. Tasks that outlive the time-out are logged
-        as `tasks_did_not_stop` and stay held until they end.
+        as `tasks_did_not_stop` and stay owned until they end.
         """
         self._is_closed = True
         others = self._tasks - {asyncio.current_task()}

@@ -1,4 +1,4 @@
-"""Event loops in threads of their own, and what one thread hands to the loop of another."""
+"""Event loops in threads of their own, and queues from one thread to the loop of another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LoopThread:
     """Runs a loop of its own from construction on. The thread never keeps the process alive."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is shown by debuggers; log context of the calling thread is taken over."""
+        """``name`` is shown by debuggers; the calling thread's log context is inherited."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         self._stopped = self.loop.create_future()
         context = contextvars.copy_context()
@@ -45,8 +45,8 @@ class LoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self._turn_until(self._stopped)
-            self._turn_until(self.loop.create_task(_end_tasks()))
+            self._run_until(self._stopped)
+            self._run_until(self.loop.create_task(_end_tasks()))
         finally:
             self.loop.close()
 
@@ -54,26 +54,26 @@ class LoopThread:
         if not self._stopped.done():
             self._stopped.set_result(None)
 
-    def _turn_until(self, end: asyncio.Future[None]) -> None:
+    def _run_until(self, end: asyncio.Future[None]) -> None:
         """Run the loop until ``end``, whatever else would stop it."""
         while not end.done():
             try:
                 self.loop.run_until_complete(end)
             except (SystemExit, KeyboardInterrupt) as error:
                 _log.exception("loop_exit_ignored", error=repr(error))
-            except RuntimeError:  # somebody called `stop` of the loop itself
+            except RuntimeError:  # the loop's own `stop` was called
                 if end.done() or self.loop.is_closed():
                     raise
 
 
 async def _end_tasks() -> None:
-    """What libraries started and did not end must not outlive its loop."""
+    """Cancel tasks that libraries left running: they must not outlive their loop."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_END_TASKS_S)
-    await asyncio.sleep(0)  # transports that were closed are let go by the next turn
+    await asyncio.sleep(0)  # closed transports are released by the next iteration
 
 
 _HAS_EVENTFD: Final = hasattr(os, "eventfd")  # on Linux
@@ -81,9 +81,9 @@ _HAS_EVENTFD: Final = hasattr(os, "eventfd")  # on Linux
 
 @final
 class Mailbox(Generic[T]):
-    """Values put in by any thread come out, in order, in ``take`` on the loop's thread.
+    """A queue: values put by any thread are passed, in order, to ``take`` on the loop's thread.
 
-    Its length is bounded by its users: each holds at most a few values for each request in flight.
+    Its length is bounded by its users: each puts at most a few values per request in flight.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
@@ -100,12 +100,12 @@ class Mailbox(Generic[T]):
             weakref.finalize(self, os.close, descriptor)
             self._wake = lambda: os.eventfd_write(descriptor, 1)
             # Only its own thread may add to a loop. What is put meanwhile waits in the descriptor.
-            loop.call_soon_threadsafe(loop.add_reader, descriptor, self._hear)
+            loop.call_soon_threadsafe(loop.add_reader, descriptor, self._on_readable)
 
     def put(self, value: T) -> bool:
-        """Hand ``value`` over; False when the loop is closed, and nobody will ever take it."""
+        """Queue ``value``; False when the loop is closed, so that it will never be taken."""
         self._values.append(value)
-        # Appended before the flag is read, and the loop clears the flag before it looks: nothing is left behind.
+        # Appended before the flag is read, and the loop clears the flag before it reads: nothing is left behind.
         # Two threads that both see it cleared only wake the loop twice.
         if not self._is_waking and not self._gathers:
             if self.loop.is_closed():
@@ -116,7 +116,7 @@ class Mailbox(Generic[T]):
         return True
 
     def put_quietly(self, value: T) -> None:
-        """Hand ``value`` over without waking the loop: it comes with the next value, by `wake`, or by `empty`."""
+        """Queue ``value`` without waking the loop: it is taken with the next value, by `wake`, or by `empty`."""
         self._values.append(value)
 
     def gather(self) -> None:
@@ -139,7 +139,7 @@ class Mailbox(Generic[T]):
         return len(self._values)
 
     def close(self) -> None:
-        """Take nothing any more; on the loop's thread, once nothing is put any more."""
+        """Stop taking; on the loop's thread, once nothing is put any more."""
         if self._descriptor >= 0:
             self.loop.remove_reader(self._descriptor)
 
@@ -149,14 +149,14 @@ class Mailbox(Generic[T]):
         except RuntimeError:  # the loop is closed: the process ends
             self._values.clear()
 
-    def _hear(self) -> None:
+    def _on_readable(self) -> None:
         os.eventfd_read(self._descriptor)
         self._empty()
 
     def _empty(self) -> None:
         self._is_waking = False
         values = self._values
-        # Only what is there now: values that come without end must not keep the loop from everything else.
+        # Only the current values: an endless stream of values must not starve the loop.
         for _ in range(len(values)):
             self._take(values.popleft())
         if values and not self._is_waking:

@@ -1,4 +1,4 @@
-"""A process' log lines, taken from any thread, carried out by a thread of their own, and published over NATS."""
+"""Forwards a process' log lines, from any thread, on a thread of its own: to a stream, and over NATS."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from serve_common.protocol.subjects import Subjects
 from serve_common.telemetry.log_lines import TOO_MANY, RateLimitedLogger, dropped_line, dropped_lines
 
 WAITING_BYTES_MAX: Final = 4 * 1024 * 1024
-"""Lines that the thread has not taken yet."""
+"""Limit of lines that the forwarder's thread has not taken yet."""
 UNSENT_LINES_MAX: Final = 1_000
-"""Lines that wait for the bus."""
+"""Limit of lines that wait for the bus."""
 RECENT_BYTES_MAX: Final = 512 * 1024
 PIECE_BYTES_MAX: Final = 64 * 1024
-"""What leaves at once: far below what NATS carries in a message, and what a datagram holds."""
+"""Largest piece published at once: far below NATS' message limit, and the size of a datagram."""
 GATHER_S: Final = 0.02
-"""After each round, so that a burst leaves in large pieces."""
-_AWAY_S: Final = 0.5
-"""How often an outlet that takes nothing is tried."""
+"""Seconds between rounds, so that a burst leaves in large pieces."""
+_RETRY_S: Final = 0.5
+"""Seconds between attempts while the outlet takes nothing."""
 _FLUSH_WAIT_S: Final = 1.0
-"""At the end of a process: for how long a round is waited for that nobody takes the lines of."""
+"""Seconds that the last flush of a process waits for a round that is blocked."""
 
 
 class LogOutlet(Protocol):
-    """Where lines leave the machine. Called on the relay's thread."""
+    """Where lines leave the machine. Called on the forwarder's thread."""
 
     def publish(self, piece: bytes, lines: int) -> bool:
         """Take whole lines; False when that is not possible now, and nothing was taken."""
@@ -47,7 +47,7 @@ class LogOutlet(Protocol):
 
 
 class PublishedRate:
-    """How many lines may be published: ``rate_per_s``, and ``burst`` after a quiet time."""
+    """A token bucket for published lines: ``rate_per_s`` lines per second, and bursts of ``burst``."""
 
     def __init__(self, rate_per_s: float = 500.0, burst: float = 1_000.0) -> None:
         self._rate_per_s = rate_per_s
@@ -56,7 +56,7 @@ class PublishedRate:
         self._at = 0.0
 
     def take(self, now: float) -> bool:
-        """Whether one more may be."""
+        """Take a token; False when there is none."""
         self._tokens = min(self._burst, self._tokens + max(0.0, now - self._at) * self._rate_per_s)
         self._at = now
         if self._tokens < 1:
@@ -75,9 +75,9 @@ class LogForwarder:
         ids: Mapping[str, str],
         clock: Clock,
     ) -> None:
-        """``write`` gets whole lines, in pieces, on the relay's thread, and must not raise; None where others write.
+        """``write`` gets whole lines, in pieces, on the forwarder's thread; must not raise. None where others write.
 
-        ``ids``: what the relay's own lines bear.
+        ``ids`` are fields of the forwarder's own lines.
         """
         self._write = write
         self._ids = ids
@@ -96,7 +96,7 @@ class LogForwarder:
         self._dropped = 0
         self._unpublished = 0
         self._is_child = False
-        os.register_at_fork(after_in_child=self._begin_in_child)
+        os.register_at_fork(after_in_child=self._reset_in_child)
 
     def offer(self, line: bytes) -> None:
         """Take one line, which ends with a newline; never waits."""
@@ -114,12 +114,12 @@ class LogForwarder:
             self._wake.set()
 
     def use(self, outlet: LogOutlet | None) -> None:
-        """Publish by ``outlet`` from now on, beginning with what waits for one."""
+        """Publish to ``outlet`` from now on, starting with the lines that wait."""
         self._outlet = outlet
         self._wake.set()
 
     def count_lost(self, lines: int) -> None:
-        """So many will not be published, such as those that an outlet took and could not send."""
+        """Count lines that will not be published, such as those that an outlet took and could not send."""
         with self._lock:
             self._unpublished += lines
 
@@ -129,25 +129,25 @@ class LogForwarder:
             return list(self._recent)
 
     def write_through(self, lines: bytes) -> None:
-        """Write whole lines of others where this relay's go, on the calling thread; they are neither kept nor sent."""
+        """Write whole lines of others to the same stream, on the calling thread; they are neither kept nor sent."""
         if self._write is not None:
             self._write(lines)
 
     def flush(self) -> None:
-        """Carry out what waits now, on the calling thread. For the end of a process."""
+        """Write and publish what waits now, on the calling thread. For the end of a process."""
         if self._round.acquire(timeout=_FLUSH_WAIT_S):
             try:
-                self._carry()
+                self._run_round()
             finally:
                 self._round.release()
 
     @property
     def is_in_forked_child(self) -> bool:
-        """Whether this process is a copy of the one that made the relay: its end may come without warning."""
+        """Whether this process was forked from the one that made the forwarder: it may end without warning."""
         return self._is_child
 
-    def _begin_in_child(self) -> None:
-        """A fork copies neither the thread nor whoever held a lock, and the bus and the lines are the parent's."""
+    def _reset_in_child(self) -> None:
+        """Reset after a fork: it copies neither the thread nor a lock's owner, and bus and lines are the parent's."""
         self._lock, self._round, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._thread = self._outlet = None
         self._waiting, self._unsent = deque(), deque()
@@ -156,22 +156,22 @@ class LogForwarder:
 
     def _run(self) -> None:
         while True:
-            # What could not be published yet is tried again without new lines.
-            is_owing = self._outlet is not None and (self._unsent or self._unpublished)
-            self._wake.wait(_AWAY_S if is_owing else None)
+            # Retry without new lines what could not be published yet.
+            has_unsent = self._outlet is not None and (self._unsent or self._unpublished)
+            self._wake.wait(_RETRY_S if has_unsent else None)
             self._wake.clear()
             with self._round:
-                self._carry()
+                self._run_round()
             time.sleep(GATHER_S)
 
-    def _carry(self) -> None:
+    def _run_round(self) -> None:
         with self._lock:
             lines, self._waiting, self._waiting_bytes = self._waiting, deque(), 0
             dropped, self._dropped = self._dropped, 0
         queued = sum(self._queue(line) for line in lines)
         self.count_lost(len(lines) - queued + dropped)
         if dropped:
-            lines.append(self._told_of(dropped, "they came faster than they could be written"))
+            lines.append(self._dropped_line(dropped, "they came faster than they could be written"))
         if self._write is not None:
             for piece, _ in pieces(lines):
                 self._write(piece)
@@ -180,7 +180,7 @@ class LogForwarder:
                 self._remember(line)
         self._publish()
 
-    def _told_of(self, count: int, why: str) -> bytes:
+    def _dropped_line(self, count: int, why: str) -> bytes:
         return dropped_line(self._clock.now(), self._ids, count, why)
 
     def _remember(self, line: bytes) -> None:
@@ -192,7 +192,7 @@ class LogForwarder:
             self._recent_bytes -= len(self._recent.popleft())
 
     def _queue(self, line: bytes) -> bool:
-        """False when a line is left out for it: this one, or the one that waits for the bus longest."""
+        """False when a line is dropped: this one over the rate, or the oldest that waits for the bus."""
         if not self._rate.take(self._clock.now()):
             return False
         has_room = len(self._unsent) < UNSENT_LINES_MAX
@@ -213,13 +213,13 @@ class LogForwarder:
         if self._unpublished and self._rate.take(self._clock.now()):
             with self._lock:
                 left_out, self._unpublished = self._unpublished, 0
-            line = self._told_of(left_out, "more than the bus is given; they are in the log itself")
+            line = self._dropped_line(left_out, "more than the bus is given; they are in the log itself")
             if not outlet.publish(line, 1):
                 self.count_lost(left_out)
 
 
 def pieces(lines: Sequence[bytes]) -> list[tuple[bytes, int]]:
-    """Whole lines joined to as few pieces of `PIECE_BYTES_MAX` as there can be, each with its number of lines."""
+    """Join whole lines into as few pieces of `PIECE_BYTES_MAX` as possible, each with its number of lines."""
     joined: list[tuple[bytes, int]] = []
     piece: list[bytes] = []
     size = 0
@@ -237,16 +237,18 @@ def pieces(lines: Sequence[bytes]) -> list[tuple[bytes, int]]:
 def recalled(
     payload: bytes, kind: str, recent: Sequence[bytes], subjects: Subjects
 ) -> Iterator[tuple[str, bytes]]:
-    """Subjects and payloads to publish in answer to a `RecallLogs`. Raises `BadField` for what is none."""
+    """Subjects and payloads to publish in response to a `RecallLogs`. Raises `BadField` when it is malformed."""
     try:
-        asked = msgspec.json.decode(payload, type=RecallLogs)
+        request = msgspec.json.decode(payload, type=RecallLogs)
     except UNREADABLE as error:
         raise BadField("recall", str(error)) from error
-    subject = subjects.recalled_log(check_name(asked.token, "token"), kind)
+    subject = subjects.recalled_log(check_name(request.token, "token"), kind)
     read = [(line, read_line(line)) for line in recent]
-    wanted = [(line, fields) for line, fields in read if asked.filter.matches(kind_of(fields, kind), fields)]
+    wanted = [
+        (line, fields) for line, fields in read if request.filter.matches(kind_of(fields, kind), fields)
+    ]
     wanted.sort(key=lambda each: str(each[1].get("timestamp", "")))
-    for piece, _ in pieces([line for line, _ in wanted[-asked.limit :]] if asked.limit > 0 else []):
+    for piece, _ in pieces([line for line, _ in wanted[-request.limit :]] if request.limit > 0 else []):
         yield subject, piece
 
 
@@ -256,24 +258,23 @@ _NOT_SENT = (NotConnected, OutboundFull, PayloadTooLarge)
 
 @final
 class NatsLogSink:
-    """A `LogOutlet` on the loop of a `BusConnection`."""
+    """A `LogOutlet` that publishes on the loop of a `BusConnection`."""
 
     def __init__(
         self, relay: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
     ) -> None:
-        """To be called on the connection's loop; publishes from now on."""
-        self._relay = relay
+        """Must be called on the connection's loop; publishes from now on."""
+        self._forwarder = relay
         self._bus = bus
         self._subjects = subjects
         self._kind = kind
         self._subject = subjects.log(kind, process_id)
         self._loop = asyncio.get_running_loop()
         self._refused = RateLimitedLogger(_log.warning)
-        bus.subscribe(subjects.log_recall, self._recall)
+        bus.subscribe(subjects.log_recall, self._replay_recent)
         relay.use(self)
 
     def publish(self, piece: bytes, lines: int) -> bool:
-        """See `LogOutlet`."""
         if not self._bus.is_connected or self._loop.is_closed():
             return False
         try:
@@ -283,20 +284,20 @@ class NatsLogSink:
         return True
 
     async def close(self) -> None:
-        """Publish what waits, and nothing after that; the connection may be closed then."""
-        self._relay.flush()
-        self._relay.use(None)
-        await asyncio.sleep(0)  # what was just handed over is sent
+        """Publish the lines that wait, and none after that; the connection may be closed then."""
+        self._forwarder.flush()
+        self._forwarder.use(None)
+        await asyncio.sleep(0)  # send what was just scheduled
 
     def _send(self, piece: bytes, lines: int) -> None:
         try:
             self._bus.publish(self._subject, piece)
         except _NOT_SENT:
-            self._relay.count_lost(lines)
+            self._forwarder.count_lost(lines)
 
-    def _recall(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
+    def _replay_recent(self, _subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
         try:
-            for subject, piece in recalled(payload, self._kind, self._relay.recent(), self._subjects):
+            for subject, piece in recalled(payload, self._kind, self._forwarder.recent(), self._subjects):
                 self._bus.publish(subject, piece)
         except (BadField, *_NOT_SENT) as error:
             self._refused.log(time.monotonic(), "logs_not_recalled", reason=str(error))

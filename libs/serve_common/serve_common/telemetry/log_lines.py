@@ -18,7 +18,7 @@ import structlog
 from serve_common.ports import Clock
 
 TEXT_LENGTH_MAX: Final = 16 * 1024
-"""Characters of one message or one traceback."""
+"""Longest message or traceback, in characters."""
 _FIELD_LENGTH_MAX: Final = 2 * 1024
 _FIELDS_MAX: Final = 64
 _LINE_BYTES_MAX: Final = 60 * 1024
@@ -30,16 +30,16 @@ def timestamp(at: float) -> str:
 
 
 def cut(text: str, length_max: int = TEXT_LENGTH_MAX) -> str:
-    """At most so many characters, and how many are missing."""
+    """Cut ``text`` to ``length_max`` characters, and append how many are missing."""
     if len(text) <= length_max:
         return text
     return f"{text[:length_max]}… ({len(text) - length_max} more characters)"
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:
-    """``fields`` as a line; what JSON does not know is told by its ``str``."""
+    """``fields`` as a line; values that JSON cannot represent are encoded as their ``str``."""
     try:
-        line = msgspec.json.encode(fields, enc_hook=_told)
+        line = msgspec.json.encode(fields, enc_hook=_to_text)
     except Exception:  # noqa: BLE001 - a value's own methods ran, or text was no text
         line = _encode_hard(fields)
     if len(line) > _LINE_BYTES_MAX:
@@ -48,7 +48,7 @@ def encode_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def whole_or_short(text: str) -> bytes:
-    """A finished line as bytes; of one that is too long for a message, what it begins with."""
+    """A finished line as bytes; one that is too long for a message is replaced by its first characters."""
     line = text.encode(errors="backslashreplace")
     if len(line) <= _LINE_BYTES_MAX:
         return line
@@ -56,7 +56,7 @@ def whole_or_short(text: str) -> bytes:
 
 
 def user_fields(extra: Mapping[str, Any], taken: Container[str]) -> dict[str, Any]:
-    """A log call's own fields, beside the ones that are ``taken`` already."""
+    """A log call's own fields, renamed where their names are ``taken`` already."""
     fields: dict[str, Any] = {}
     for name, value in extra.items():
         if len(fields) >= _FIELDS_MAX:
@@ -67,7 +67,7 @@ def user_fields(extra: Mapping[str, Any], taken: Container[str]) -> dict[str, An
 
 
 def dropped_line(at: float, ids: Mapping[str, str], count: int, why: str) -> bytes:
-    """The line that stands for those that were left out until ``at``, in seconds since 1970."""
+    """The line that reports ``count`` dropped lines until ``at``, in seconds since 1970."""
     return encode_line(
         {
             "event": "log_lines_dropped",
@@ -80,22 +80,22 @@ def dropped_line(at: float, ids: Mapping[str, str], count: int, why: str) -> byt
     )
 
 
-def _told(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return cut(str(value), _FIELD_LENGTH_MAX)
 
 
 def _encode_hard(fields: Mapping[str, Any]) -> bytes:
-    """Every value as short text, none of which can be refused; the whole never exceeds a line's length by much."""
-    told: dict[str, str] = {}
+    """Encode every value as short text, which cannot fail; the whole never exceeds a line's length by much."""
+    texts: dict[str, str] = {}
     left = _LINE_BYTES_MAX // 6  # what a character can become when it is escaped
     for name, value in fields.items():
         try:
             text = value if isinstance(value, str) else repr(value)
         except Exception as error:  # noqa: BLE001 - the user's __repr__
             text = f"<{type(value).__name__} that cannot be told: {type(error).__name__}>"
-        told[str(name)] = text = cut(text, min(_FIELD_LENGTH_MAX, max(left, 0)))
+        texts[str(name)] = text = cut(text, min(_FIELD_LENGTH_MAX, max(left, 0)))
         left -= len(text)
-    return json.dumps(told).encode()
+    return json.dumps(texts).encode()
 
 
 DISK_FULL: Final = "disk_full"
@@ -103,70 +103,70 @@ NOT_WRITTEN: Final = "not_written"
 TOO_MANY: Final = "too_many"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _WAIT_MS: Final = 1000
-"""How long a stream that takes nothing is waited for, when it is one that does not block."""
+"""Milliseconds to wait for a non-blocking stream that takes nothing."""
 
 
 @final
 class DroppedLines:
-    """How many lines of this process reached no log, by why. Any thread may count."""
+    """Counts lines of this process that reached no log, by reason. Any thread may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter({DISK_FULL: 0, NOT_WRITTEN: 0, TOO_MANY: 0})
 
     def count(self, reason: str, lines: int) -> None:
-        """So many more."""
+        """Count ``lines`` more."""
         with self._lock:
             self._counts[reason] += lines
 
     def by_reason(self) -> dict[str, int]:
-        """So far; every reason is there."""
+        """Counts so far; every reason is present."""
         with self._lock:
             return dict(self._counts)
 
 
 dropped_lines: Final = DroppedLines()
-"""Of this process."""
+"""The counts of this process."""
 
 
 @final
 class StandardError:
-    """Takes whole lines from any thread; one that is not read makes the calling thread wait."""
+    """Writes whole lines from any thread; blocks the calling thread while the stream is not read."""
 
     def __init__(self, ids: Mapping[str, str], clock: Clock, descriptor: int = 2) -> None:
-        """``ids``: what the lines about dropped ones bear."""
+        """``ids`` are fields of the lines that report dropped ones."""
         self._ids = ids
         self._clock = clock
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._is_torn = False
-        """The last line that was written has no end."""
-        self._untold = 0
-        self._why = ""
+        """The last line was written in part only."""
+        self._unreported = 0
+        self._reason = ""
 
     def write(self, lines: bytes) -> None:
-        """Write ``lines``; what cannot be written is counted, and told by a line once there is room."""
+        """Write ``lines``; those that cannot be written are counted, and reported by a line as soon as possible."""
         with self._lock:
-            told = self._untold
-            head = dropped_line(self._clock.now(), self._ids, told, self._why) if told else b""
+            reported = self._unreported
+            head = dropped_line(self._clock.now(), self._ids, reported, self._reason) if reported else b""
             written, failure = self._put(head + lines)
             if written >= len(head):
-                self._untold -= told
+                self._unreported -= reported
             if failure is not None:
                 missing = lines[max(0, written - len(head)) :].count(b"\n")
-                self._untold += missing
-                self._why = failure.strerror or str(failure)
+                self._unreported += missing
+                self._reason = failure.strerror or str(failure)
                 dropped_lines.count(DISK_FULL if failure.errno in _FULL else NOT_WRITTEN, missing)
 
     def put(self, lines: bytes) -> None:
-        """Write ``lines``. Raises OSError, for those who count by themselves; of the last line a part may be there."""
+        """Write ``lines``, without counting. Raises OSError; a part of the last line may have been written."""
         with self._lock:
             _, failure = self._put(lines)
         if failure is not None:
             raise failure
 
     def _put(self, lines: bytes) -> tuple[int, OSError | None]:
-        """How much of ``lines`` was written, and what kept the rest from it."""
+        """How many bytes of ``lines`` were written, and the error that prevented the rest."""
         left = memoryview(lines)
         try:
             if self._is_torn:
@@ -216,13 +216,13 @@ class RateLimitedLogger:
 _log = structlog.get_logger(__name__)
 
 KINDS: Final = ("host_report", "proxy_report", "leader_notice", "wake", "host_goal", "snapshot", "identity")
-"""Of messages, as the metric names them; ``identity`` is a report in the name of another that lives."""
+"""Kinds of messages, as the metric names them; ``identity`` is a report in the name of another live process."""
 _ERROR_LENGTH_MAX: Final = 500
 
 
 @final
 class RefusedMessages:
-    """Counts them by kind, and logs one a second of each."""
+    """Counts refused messages by kind, and logs one per second of each."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         """``now`` gives monotonic seconds."""
@@ -231,7 +231,7 @@ class RefusedMessages:
         self._logs = {kind: RateLimitedLogger(_log.error) for kind in KINDS}
 
     def refuse(self, kind: str, sender: str, error: Exception) -> None:
-        """Note a message of one of `KINDS`; ``sender`` is the subject or name that it came by."""
+        """Count a message of one of `KINDS`; ``sender`` is the subject or name that it came by."""
         self.counts[kind] += 1
         text = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH_MAX]
         self._logs[kind].log(

@@ -1,8 +1,8 @@
 """Logs: one JSON event a line, with the same ids as metrics and spans; to standard error, and to the bus.
 
-Why standard error: whoever runs a process keeps it already. What goes over the bus (`publish_by`) is for those who
-follow along, and may have gaps. Both are written by the relay's thread, so that whoever logs waits for neither; a
-process that is killed loses the lines of its last hundredths of a second.
+Why standard error: process managers keep it already. What goes over the bus is for live views, and may have gaps.
+Both are written by the forwarder's thread, so that logging blocks on neither; a process that is killed loses the
+lines of its last hundredths of a second.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _LEVELS: Final = {
 
 
 def log_level() -> int:
-    """What MUSTER_LOG_LEVEL says; INFO when it says nothing that is known."""
+    """The level in MUSTER_LOG_LEVEL; INFO when it is unset or unknown."""
     return _LEVELS.get(os.environ.get("MUSTER_LOG_LEVEL", "").upper(), logging.INFO)
 
 
 def configure_logs(service: str, **ids: str) -> LogForwarder:
     """Send all logs to standard error as JSON lines that bear ``service`` and ``ids``.
 
-    What it returns is given an outlet once there is a bus.
+    The returned forwarder gets an outlet once there is a bus.
     """
     lines_ids, clock = {"service": service, **ids}, SystemClock()
     relay = LogForwarder(StandardError(lines_ids, clock).write, lines_ids, clock)
@@ -48,7 +48,7 @@ def configure_logs(service: str, **ids: str) -> LogForwarder:
 
 
 def configure_replica_logs(relay: LogForwarder, **ids: str) -> None:
-    """Send this process' own logs to ``relay`` alone; the user's come there by other ways."""
+    """Send this process' own logs to ``relay`` only; the user's get there by other means."""
     _configure(relay, "replica", ids)
 
 
@@ -80,12 +80,12 @@ def _configure(relay: LogForwarder, service: str, ids: dict[str, str]) -> None:
         structlog.processors.format_exc_info,
     ]
     level = log_level()
-    # It has what is used of a file.
+    # It has the methods of a file that are used.
     file = cast("TextIO", _RelayFile(relay))
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        # In one write a line: processes that share the stream would else mix theirs.
+        # One write per line: otherwise processes that share the stream would mix theirs.
         logger_factory=structlog.WriteLoggerFactory(file=file),
         cache_logger_on_first_use=True,
     )
@@ -108,11 +108,11 @@ class _RelayFile:
     """Where finished lines are written to; never waits and never raises."""
 
     def __init__(self, relay: LogForwarder) -> None:
-        self._relay = relay
+        self._forwarder = relay
 
     def write(self, text: str) -> int:
-        self._relay.offer(whole_or_short(text))
+        self._forwarder.offer(whole_or_short(text))
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: the relay's thread is on its way."""
+        """Do nothing: the forwarder's thread writes soon."""

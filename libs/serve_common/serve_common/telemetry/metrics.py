@@ -1,10 +1,10 @@
-"""What code inside a replica counts, as plain numbers, until the process writes them out.
+"""Metrics of code inside a replica, as plain numbers, until the process exports them.
 
 Why not a metrics library's own objects: each of their updates writes into a shared file and takes microseconds; they
-decide at import where they write to, which is before a replica knows; and code that counts must also run where there is
-no replica at all, as in its author's tests.
+decide at import where they write to, before a replica can know; and instrumented code must also run without a
+replica, as in its author's tests.
 
-What is written out is drained: pending counts are handed over once, so nothing here grows but by its limits.
+An export drains: pending counts are handed over once, so nothing here grows beyond its limits.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from serve_common.telemetry.catalogue import MetricKind, MetricSpec
 _log = structlog.get_logger(__name__)
 
 SERIES_MAX: Final = 1_000
-"""Sets of label values of one measure."""
+"""Limit of sets of label values of one metric."""
 OTHER: Final = "other"
-"""In place of each label value beyond that."""
+"""Replaces each label value beyond that limit."""
 
 LabelValues = tuple[str, ...]
-"""In the order of the measure's labels."""
+"""Values in the order of the metric's labels."""
 
 
 class Aggregate(Enum):
-    """What becomes of the same gauge of several replicas."""
+    """How the values of one gauge in several replicas are combined."""
 
     SUM = "sum"
     MAX = "max"
     MIN = "min"
     LATEST = "latest"
-    """The one that was set last."""
+    """The value that was set last."""
 
 
 class MeasureConflict(ValueError):
-    """A name is taken by something else."""
+    """The name belongs to another metric."""
 
 
 class Observations:
@@ -52,15 +52,15 @@ class Observations:
     __slots__ = ("buckets", "counts", "total")
 
     def __init__(self, buckets: tuple[float, ...]) -> None:
-        """``buckets`` are upper bounds, rising."""
+        """``buckets`` are upper bounds in ascending order."""
         self.buckets = buckets
         self.counts = [0] * (len(buckets) + 1)
-        """Not cumulative; the last one is beyond all bounds."""
+        """Counts per bucket, not cumulative; the last is of values above all bounds."""
         self.total = 0.0
-        """Of the values."""
+        """Sum of the values."""
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Count one value."""
         self.counts[bisect_left(self.buckets, value)] += 1
         self.total += value
 
@@ -69,7 +69,7 @@ class Measure(ABC):
     """One metric of this process. Methods of its kinds may be called from any thread."""
 
     def __init__(self, spec: MetricSpec, labels: LabelValues, series_max: int, lock: threading.Lock) -> None:
-        """``labels`` are the names of those that callers give values for; ``lock`` is of the registry."""
+        """``labels`` are the names of labels that callers give values for; ``lock`` guards this metric's values."""
         self.spec: Final = spec
         self.labels: Final = labels
         self.aggregate = Aggregate.SUM
@@ -82,7 +82,7 @@ class Measure(ABC):
     def _has_pending(self) -> bool: ...
 
     def _known(self, key: LabelValues) -> LabelValues:
-        """Under the lock: ``key``, or where there are too many already what stands for all others."""
+        """With the lock held: ``key``, or the key for all others where there are too many already."""
         if key in self._seen:
             return key
         if len(self._seen) < self._series_max:
@@ -105,7 +105,7 @@ class LocalCounter(Measure):
         self._pending: dict[LabelValues, float] = {}
 
     def add(self, value: float, key: LabelValues = ()) -> None:
-        """``value`` is at least 0; with 0 the series begins to exist."""
+        """Add ``value``, at least 0; adding 0 creates the series."""
         with self.lock:
             pending = self._pending
             if key not in self._seen:
@@ -113,7 +113,7 @@ class LocalCounter(Measure):
             pending[key] = pending.get(key, 0.0) + value
 
     def drain(self) -> dict[LabelValues, float]:
-        """What was added since the last time."""
+        """Sums added since the last drain."""
         with self.lock:
             pending, self._pending = self._pending, {}
         return pending
@@ -132,7 +132,7 @@ class LocalGauge(Measure):
         self._changed: set[LabelValues] = set()
 
     def set(self, value: float, key: LabelValues = ()) -> None:
-        """It is so from now on."""
+        """Set the value of the series ``key``."""
         with self.lock:
             if key not in self._seen:
                 key = self._known(key)
@@ -140,7 +140,7 @@ class LocalGauge(Measure):
             self._changed.add(key)
 
     def drain(self) -> dict[LabelValues, float]:
-        """The values that were set since the last time."""
+        """The values that were set since the last drain."""
         with self.lock:
             changed, self._changed = self._changed, set()
             return {key: self._values[key] for key in changed}
@@ -158,7 +158,7 @@ class LocalHistogram(Measure):
         self._pending: dict[LabelValues, Observations] = {}
 
     def observe(self, value: float, key: LabelValues = ()) -> None:
-        """One more value."""
+        """Count one value of the series ``key``."""
         with self.lock:
             if key not in self._seen:
                 key = self._known(key)
@@ -168,7 +168,7 @@ class LocalHistogram(Measure):
             observations.observe(value)
 
     def drain(self) -> dict[LabelValues, Observations]:
-        """What was observed since the last time."""
+        """Observations since the last drain."""
         with self.lock:
             pending, self._pending = self._pending, {}
         return pending
@@ -183,22 +183,22 @@ _OWN_LABEL: Final = "backend_tag"
 
 
 class Measures:
-    """The measures of a process, by name."""
+    """The registry of a process' metrics, by name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._measures: dict[str, AnyMeasure] = {}
         self._names: dict[str, str] = {}
-        """Whose each name of a sample or of a family is."""
+        """The metric that owns each name of a sample or family."""
 
     def __len__(self) -> int:
         return len(self._measures)
 
     def total(self, spec: MetricSpec, series_max: int = SERIES_MAX) -> LocalCounter:
-        """The counter of that specification, made when there is none.
+        """The counter of that specification, created when it does not exist.
 
-        The label ``backend_tag`` is not the callers': it is added when the measure is written out. Raises
-        `MeasureConflict` when the name is taken by another one.
+        The label ``backend_tag`` is not set by callers: it is added at export. Raises `MeasureConflict` when the name
+        belongs to another metric.
         """
         return self._declare(LocalCounter, spec, series_max)
 
@@ -218,13 +218,13 @@ class Measures:
         return self._declare(LocalHistogram, spec, series_max)
 
     def pending(self) -> Iterator[AnyMeasure]:
-        """Those that have something to drain."""
+        """Metrics that have something to drain."""
         for measure in list(self._measures.values()):
             if measure._has_pending():  # noqa: SLF001 - it is this module's
                 yield measure
 
     def renew_locks(self) -> None:
-        """In a forked child, where another thread's lock would stay locked for ever."""
+        """Replace the locks in a forked child, where another thread's lock would stay locked for ever."""
         self._lock = threading.Lock()
         for measure in self._measures.values():
             measure.lock = threading.Lock()
@@ -268,6 +268,6 @@ class Measures:
 
 
 measures: Final = Measures()
-"""Of this process."""
+"""The metrics of this process."""
 
 os.register_at_fork(after_in_child=measures.renew_locks)

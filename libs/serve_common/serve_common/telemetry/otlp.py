@@ -1,4 +1,4 @@
-"""Opens and closes tracing for a process; where it is off, nothing of OpenTelemetry is ever imported.
+"""Opens and closes tracing for a process; while it is off, OpenTelemetry is never imported.
 
 Why a module of its own: the library takes a third of a second and some megabytes to import.
 """
@@ -12,44 +12,44 @@ from typing import Final, Protocol
 from serve_common.telemetry.tracer import Tracer, TracingSettings, set_process_tracer
 
 DROPPED_AT_QUEUE: Final = "queue"
-"""Too many waited to be sent."""
+"""Dropped because too many spans waited to be sent."""
 DROPPED_AT_RECEIVER: Final = "receiver"
-"""It could not be reached, or did not take them."""
+"""Dropped because the receiver could not be reached, or refused them."""
 
 
 class SpanCounts(Protocol):
-    """What became of spans so far."""
+    """Counts of exported and dropped spans so far."""
 
     @property
     def exported(self) -> int:
-        """Taken by the receiver."""
+        """Spans accepted by the receiver."""
         ...
 
     @property
     def dropped_by_reason(self) -> Mapping[str, int]:
-        """What was lost: every reason that there is, also those that nothing was lost for."""
+        """Dropped spans by reason; every reason is present."""
         ...
 
 
 class OpenTracing(Protocol):
-    """Tracing that is on."""
+    """Active tracing of a process."""
 
     @property
     def tracer(self) -> Tracer:
-        """Makes this process' spans."""
+        """Creates this process' spans."""
         ...
 
     @property
     def counts(self) -> SpanCounts:
-        """For metrics."""
+        """Counts of spans, for metrics."""
         ...
 
     def serve_user_code(self) -> None:
-        """Let user code that uses OpenTelemetry's API without an SDK of its own be traced along."""
+        """Trace user code that uses OpenTelemetry's API without an SDK of its own."""
         ...
 
     def close(self, timeout_s: float) -> None:
-        """Send what waits, in at most so many seconds; blocks meanwhile."""
+        """Send pending spans, in at most ``timeout_s`` seconds; blocks meanwhile."""
         ...
 
 
@@ -59,7 +59,7 @@ def open_tracing(
     instance_id: str,
     attributes: Mapping[str, str] | None = None,
 ) -> OpenTracing | None:
-    """Begin to export spans as ``service`` (``service.name``, unless the environment names another); None when off.
+    """Start exporting spans as ``service`` (``service.name``, unless the environment names another); None when off.
 
     ``attributes`` are the resource's. From then on the tracer is `process_tracer`.
     """
@@ -68,7 +68,7 @@ def open_tracing(
     for name, value in settings.variables.items():
         if not os.environ.get(name):
             os.environ[name] = value  # the exporter reads them there
-    from serve_common.telemetry.otlp_export import OtlpTracing  # noqa: PLC0415 - see the module's text
+    from serve_common.telemetry.otlp_export import OtlpTracing  # noqa: PLC0415 - slow import
 
     opened = OtlpTracing(settings, service, instance_id, attributes or {})
     set_process_tracer(opened.tracer)
@@ -76,6 +76,6 @@ def open_tracing(
 
 
 def import_ahead(settings: TracingSettings | None) -> None:
-    """Import what `open_tracing` will need, if it will."""
+    """Import what `open_tracing` will need, when tracing is on."""
     if settings is not None:
-        from serve_common.telemetry import otlp_export  # noqa: F401, PLC0415 - see the module's text
+        from serve_common.telemetry import otlp_export  # noqa: F401, PLC0415 - slow import

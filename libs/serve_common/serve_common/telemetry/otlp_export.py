@@ -1,4 +1,4 @@
-"""Spans on their way out: as OpenTelemetry's, over OTLP, from a thread of its SDK."""
+"""Exports spans as OpenTelemetry's, over OTLP, from a thread of its SDK."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from serve_common.telemetry.tracer import Sampler as OurSampler
 from serve_common.telemetry.tracer import Tracer, TracingSettings, process_tracer, set_process_tracer
 
 ATTRIBUTES_MAX: Final = 128
-"""That user code may add to a span of ours; OpenTelemetry's own default."""
+"""Attributes that user code may add to a span of ours; OpenTelemetry's own default."""
 EVENTS_MAX: Final = 128
 _SCOPE: Final = InstrumentationScope("muster")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
@@ -52,7 +52,7 @@ _UNSET: Final = Status(StatusCode.UNSET)
 
 
 def context_of(ref: SpanRef, *, is_remote: bool) -> SpanContext:
-    """The same as the library names it."""
+    """The library's context of ``ref``."""
     return SpanContext(
         int(ref.trace_id, 16),
         int(ref.span_id, 16),
@@ -63,7 +63,7 @@ def context_of(ref: SpanRef, *, is_remote: bool) -> SpanContext:
 
 
 def readable(span: Span, resource: Resource) -> ReadableSpan:
-    """A span that has ended, as exporters take it."""
+    """A finished span in the form that exporters take."""
     own = span.ref
     parent = None
     if span.parent_id:
@@ -86,18 +86,18 @@ def readable(span: Span, resource: Resource) -> ReadableSpan:
 
 
 def enter(span: Span, tracer: Tracer) -> None:
-    """Make ``span`` the current one of the running task; whoever does that has the task's context to itself."""
+    """Make ``span`` the current one of the running task; the caller must own the task's context."""
     otel_context.attach(trace.set_span_in_context(SeenSpan(span, tracer)))
 
 
 def enter_unsampled(ref: SpanRef) -> None:
-    """As `enter`, for a request that nobody wants to see."""
+    """As `enter`, for a request that is not sampled."""
     seen = trace.NonRecordingSpan(context_of(ref, is_remote=True))
     otel_context.attach(trace.set_span_in_context(seen))
 
 
 def entered() -> SpanRef | None:
-    """The current span, which user code may have begun; None when there is none."""
+    """The current span, which user code may have started; None when there is none."""
     context = trace.get_current_span().get_span_context()
     if not context.is_valid:
         return None
@@ -111,7 +111,7 @@ def entered() -> SpanRef | None:
 
 @final
 class SeenSpan(trace.Span):
-    """A span of ours as user code sees it: it may add to it, and not end it."""
+    """A span of ours as exposed to user code, which may add to it but not end it."""
 
     def __init__(self, span: Span, tracer: Tracer) -> None:
         self._span = span
@@ -119,40 +119,33 @@ class SeenSpan(trace.Span):
         self._context = context_of(span.ref, is_remote=False)
 
     def get_span_context(self) -> SpanContext:
-        """See `trace.Span`."""
         return self._context
 
     def is_recording(self) -> bool:
-        """See `trace.Span`."""
         return not self._span.ended_ns
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
-        """See `trace.Span`."""
-        held = self._span.attributes
-        if self.is_recording() and (key in held or len(held) < ATTRIBUTES_MAX):
-            held[key] = value if isinstance(value, bool | int | float) else cut(str(value))
+        attributes = self._span.attributes
+        if self.is_recording() and (key in attributes or len(attributes) < ATTRIBUTES_MAX):
+            attributes[key] = value if isinstance(value, bool | int | float) else cut(str(value))
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:
-        """See `trace.Span`."""
         for key, value in attributes.items():
             self.set_attribute(key, value)
 
     def add_event(
         self, name: str, attributes: Mapping[str, AttributeValue] | None = None, timestamp: int | None = None
     ) -> None:
-        """See `trace.Span`."""
         if not self.is_recording() or len(self._span.events) >= EVENTS_MAX:
             return
         plain = {key: cut(str(value)) for key, value in (attributes or {}).items()}
         self._span.events.append(Event(cut(name), timestamp or self._tracer.now_ns(), dict(plain)))
 
     def update_name(self, name: str) -> None:
-        """See `trace.Span`."""
         if self.is_recording():
             self._span.name = cut(name)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """See `trace.Span`."""
         code = status.status_code if isinstance(status, Status) else status
         text = status.description if isinstance(status, Status) else description
         if self.is_recording() and code is StatusCode.ERROR:
@@ -165,22 +158,21 @@ class SeenSpan(trace.Span):
         timestamp: int | None = None,
         escaped: bool = False,  # noqa: FBT001, FBT002 - the library's
     ) -> None:
-        """See `trace.Span`."""
-        known = {
+        standard = {
             "exception.type": type(exception).__qualname__,
             "exception.message": str(exception),
             "exception.escaped": str(escaped),
         }
-        self.add_event("exception", {**known, **(attributes or {})}, timestamp)
+        self.add_event("exception", {**standard, **(attributes or {})}, timestamp)
 
     def end(self, end_time: int | None = None) -> None:
-        """It ends when the request's work does."""
+        """Do nothing: the span ends with the request's work."""
 
 
 @final
 class UserSampler(Sampler):
-    """For spans that user code begins: below a span as that one was decided, and nothing in a request that is not
-    sampled, although no span is current there.
+    """Samples spans that user code starts: child spans follow their parent, and requests that are not sampled get
+    none, although no span is current there.
     """
 
     def __init__(self, ours: OurSampler) -> None:
@@ -190,7 +182,6 @@ class UserSampler(Sampler):
     def should_sample(
         self, parent_context: otel_context.Context | None, *args: Any, **kwargs: Any
     ) -> SamplingResult:
-        """See `Sampler`."""
         if not trace.get_current_span(parent_context).get_span_context().is_valid:
             request = request_context.get()
             if request is not None and request.traceparent:
@@ -198,35 +189,34 @@ class UserSampler(Sampler):
         return self._inner.should_sample(parent_context, *args, **kwargs)
 
     def get_description(self) -> str:
-        """See `Sampler`."""
         return f"Muster{{{self._inner.get_description()}}}"
 
 
 _log = structlog.get_logger(__name__)
 
 QUEUE_MAX_DEFAULT: Final = 2048
-"""Spans that wait; OTEL_BSP_MAX_QUEUE_SIZE's default."""
+"""Limit of pending spans; OTEL_BSP_MAX_QUEUE_SIZE's default."""
 LOG_INTERVAL_S: Final = 60.0
-_LOUD: Final = (
+_NOISY_LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.exporter.otlp.common.http",
     "opentelemetry.sdk.trace.export",
     "opentelemetry.sdk._shared_internal",
 )
-"""Loggers of the SDK that speak of every batch and every span that is lost."""
+"""Loggers of the SDK that log every lost batch and span."""
 _ANY_SAMPLED: Final = SpanContext(1, 1, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 @final
-class _Rarely(logging.Filter):
-    """Lets a line of each logger through now and then; they are not silenced, for user code may use them too."""
+class _LogRateFilter(logging.Filter):
+    """Passes one line per logger and `LOG_INTERVAL_S`; not silenced, for user code may use the loggers too."""
 
     def __init__(self) -> None:
         super().__init__()
         self._last_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """See `logging.Filter`."""
+        """True when the logger's interval is over."""
         now_s = time.monotonic()
         if now_s - self._last_s.get(record.name, float("-inf")) < LOG_INTERVAL_S:
             return False
@@ -234,18 +224,18 @@ class _Rarely(logging.Filter):
         return True
 
 
-_rarely: Final = _Rarely()
+_log_rate_filter: Final = _LogRateFilter()
 
 
 @final
 class OtlpTracing:
-    """An `OpenTracing`."""
+    """`OpenTracing` by OTLP."""
 
     def __init__(
         self, settings: TracingSettings, service: str, instance_id: str, attributes: Mapping[str, str]
     ) -> None:
-        for name in _LOUD:
-            logging.getLogger(name).addFilter(_rarely)
+        for name in _NOISY_LOGGERS:
+            logging.getLogger(name).addFilter(_log_rate_filter)
         for complaint in settings.complaints:
             _log.warning("tracing_setting_ignored", reason=complaint)
         self._settings = settings
@@ -253,14 +243,14 @@ class OtlpTracing:
         self._exporter = _Exporter(self._resource)
         self._processor = BatchSpanProcessor(self._exporter)
         self.counts: Final = self._exporter.counts
-        self._entrance = _Entrance(self._processor, self.counts)
-        chance = random.Random(random.SystemRandom().getrandbits(128))  # noqa: S311 - unique, not secret
+        self._span_queue = _SpanQueue(self._processor, self.counts)
+        rng = random.Random(random.SystemRandom().getrandbits(128))  # noqa: S311 - unique, not secret
         self.tracer: Final = Tracer(
             settings.sampler,
-            emit=self._entrance.take,
+            emit=self._span_queue.take,
             monotonic_ns=time.monotonic_ns,
             wall_ns=time.time_ns(),
-            draw_bits=chance.getrandbits,
+            draw_bits=rng.getrandbits,
             enter=lambda span: enter(span, self.tracer),
             entered=entered,
         )
@@ -268,26 +258,25 @@ class OtlpTracing:
         _log.info("tracing_on", service=service, ratio=settings.sampler.ratio)
 
     def serve_user_code(self) -> None:
-        """See `OpenTracing`; to be called after the user's code was imported, which may bring an SDK of its own."""
+        """Trace user code; to be called after its import, which may bring an SDK of its own."""
         if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
             sampler = UserSampler(self._settings.sampler)
             self._provider = TracerProvider(sampler, self._resource, shutdown_on_exit=False)
-            self._provider.add_span_processor(self._entrance)
+            self._provider.add_span_processor(self._span_queue)
             trace.set_tracer_provider(self._provider)
         elif self._provider is None:
-            # Its own sampler looks at the current span, and knows nothing of requests.
+            # Its own sampler checks the current span, and knows nothing of requests.
             self.tracer.enter_unsampled = enter_unsampled
 
     def close(self, timeout_s: float) -> None:
-        """See `OpenTracing`."""
         if process_tracer() is self.tracer:
             set_process_tracer(None)
-        # The SDK's own shutdown waits for half a minute when the receiver is dead; so it does that by itself.
+        # The SDK's own shutdown waits for half a minute when the receiver is dead, so it runs in a thread.
         closing = threading.Thread(target=self._close, name="tracing-close", daemon=True)
         closing.start()
         closing.join(timeout_s)
         if closing.is_alive():
-            self._exporter.shutdown()  # it then tries no more
+            self._exporter.shutdown()  # stops its retries
             _log.warning("spans_not_sent", waiting=self.counts.waiting)
 
     def _close(self) -> None:
@@ -296,7 +285,7 @@ class OtlpTracing:
 
 @final
 class Counts:
-    """A `SpanCounts`; changed under a lock, for spans come from several threads."""
+    """`SpanCounts`; changed under a lock, for spans come from several threads."""
 
     def __init__(self, waiting_max: int) -> None:
         self.exported = 0
@@ -307,11 +296,11 @@ class Counts:
 
     @property
     def dropped(self) -> int:
-        """All that was lost."""
+        """All dropped spans."""
         return sum(self.dropped_by_reason.values())
 
     def may_wait(self) -> bool:
-        """One more comes; False when it is too much."""
+        """Count one more pending span; False when the queue is full."""
         with self._lock:
             if self.waiting >= self._waiting_max:
                 self.dropped_by_reason[DROPPED_AT_QUEUE] += 1
@@ -320,12 +309,12 @@ class Counts:
             return True
 
     def leave(self, count: int) -> None:
-        """So many no longer wait."""
+        """Count ``count`` spans that are no longer pending."""
         with self._lock:
             self.waiting -= count
 
     def end(self, count: int, *, is_taken: bool) -> None:
-        """So many were sent, or lost."""
+        """Count ``count`` spans as exported or dropped."""
         with self._lock:
             if is_taken:
                 self.exported += count
@@ -334,45 +323,43 @@ class Counts:
 
 
 @final
-class _Late(ReadableSpan):
-    """A record in the SDK's queue."""
+class _QueuedSpan(ReadableSpan):
+    """A span in the SDK's queue, converted at export."""
 
     def __init__(self, span: Span) -> None:
         self.span = span
 
     @property
     def context(self) -> SpanContext:
-        """The processor asks whether it is sampled."""
+        """A sampled context, which the processor checks."""
         return _ANY_SAMPLED
 
 
 @final
-class _Entrance(SpanProcessor):
-    """Where all spans come in: ours, and those that user code makes by the SDK."""
+class _SpanQueue(SpanProcessor):
+    """Receives all spans: ours, and those that user code creates with the SDK."""
 
     def __init__(self, processor: BatchSpanProcessor, counts: Counts) -> None:
         self._processor = processor
         self._counts = counts
 
     def take(self, span: Span) -> None:
-        """One of ours has ended."""
+        """Queue a finished span of ours."""
         if self._counts.may_wait():
-            self._processor.on_end(_Late(span))
+            self._processor.on_end(_QueuedSpan(span))
 
     def on_start(self, span: SdkSpan, parent_context: otel_context.Context | None = None) -> None:
-        """See `SpanProcessor`."""
+        """Do nothing."""
 
     def on_end(self, span: ReadableSpan) -> None:
-        """See `SpanProcessor`."""
         context = span.get_span_context()
         if context is not None and context.trace_flags.sampled and self._counts.may_wait():
             self._processor.on_end(span)
 
     def shutdown(self) -> None:
-        """See `SpanProcessor`; whoever opened the way out closes it."""
+        """Do nothing: `OtlpTracing.close` shuts down the exporter."""
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """See `SpanProcessor`."""
         return self._processor.force_flush(timeout_millis)
 
 
@@ -388,13 +375,13 @@ class _Exporter(SpanExporter):
         self._is_closed = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See `SpanExporter`."""
         count = len(spans)
         self.counts.leave(count)
         result, reason = SpanExportResult.FAILURE, "the receiver did not take them"
         try:
             whole = [
-                readable(span.span, self._resource) if isinstance(span, _Late) else span for span in spans
+                readable(span.span, self._resource) if isinstance(span, _QueuedSpan) else span
+                for span in spans
             ]
             result = self._inner.export(whole)
         except Exception as error:  # noqa: BLE001 - the next ones must still be tried
@@ -409,18 +396,17 @@ class _Exporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """See `SpanExporter`; may be called twice, and by any thread."""
+        """Stop exporting; may be called twice, and by any thread."""
         if not self._is_closed:
             self._is_closed = True
             self._inner.shutdown()  # type: ignore[no-untyped-call]  # the library's
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """See `SpanExporter`."""
         return self._inner.force_flush(timeout_millis)
 
 
 def _queue_max() -> int:
-    """As the SDK reads it."""
+    """The queue's limit, read as the SDK reads it."""
     try:
         return max(1, int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", QUEUE_MAX_DEFAULT)))
     except ValueError:
@@ -428,6 +414,6 @@ def _queue_max() -> int:
 
 
 def _resource(service: str, instance_id: str, attributes: Mapping[str, str]) -> Resource:
-    """What the environment says wins."""
+    """The resource's attributes; the environment overrides them."""
     own = {"service.name": service, "service.instance.id": instance_id, **attributes}
     return Resource.create({**own, **OTELResourceDetector().detect().attributes})

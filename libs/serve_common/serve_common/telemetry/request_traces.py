@@ -1,4 +1,4 @@
-"""The spans of one request on its way through a router, of HTTP requests, and of what no request asked for."""
+"""The spans of one request in a router, of HTTP requests, and of operations outside of requests."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from serve_common.telemetry.tracer import Tracer, current_operation, process_tra
 
 
 class RequestObserver(Protocol):
-    """Of one request; `RequestTrace` is one."""
+    """Observes one request; `RequestTrace` is one."""
 
     def waits(self, why: str) -> None:
-        """It waits from now on: in the router's queue (``replica``), or for NATS to come back (``bus``)."""
+        """The request waits from now on: in the router's queue (``replica``), or for NATS to reconnect (``bus``)."""
         ...
 
     def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
-        """It is sent to ``replica``; returns the traceparent to send along."""
+        """The request is sent to ``replica``; returns the traceparent to send along."""
         ...
 
     def attempt_failed(self, kind: str, text: str) -> None:
-        """Why the sending that is under way brings no answer; it ends by `attempt_ended`."""
+        """The current attempt gets no response, and why; `attempt_ended` ends it."""
         ...
 
     def attempt_ended(self, status: int) -> None:
-        """The sending that is under way has ended; ``status`` of the answer, or 0 when there is none."""
+        """The current attempt has ended; ``status`` of the response, or 0 when there is none."""
         ...
 
 
 CHILDREN_MAX: Final = 64
-"""Spans below a request's own in one process: one that is refused again and again must not fill a trace."""
+"""Child spans of a request in one process: one that is refused again and again must not fill a trace."""
 
 
 class RequestTrace:
-    """Follows one request; a `RequestObserver`. Used by one thread at a time."""
+    """Traces one request; a `RequestObserver`. Used by one thread at a time."""
 
     __slots__ = ("_attempt", "_attempts", "_children", "_error", "_tracer", "_wait", "span")
 
     def __init__(self, tracer: Tracer, span: Span) -> None:
-        """``span`` is the request's own, begun."""
+        """``span`` is the request's own, already started."""
         self.span: Final = span
         self._tracer = tracer
         self._wait: Span | None = None
@@ -52,13 +52,13 @@ class RequestTrace:
         self._error: str | None = None
 
     def waits(self, why: str) -> None:
-        """It waits from now on: in the router's queue (``replica``), or for NATS to come back (``bus``)."""
+        """The request waits from now on: in the router's queue (``replica``), or for NATS to reconnect (``bus``)."""
         if self._wait is None and self._may_add():
             attributes: dict[str, Value] = {"muster.waits_for": why}
             self._wait = self._tracer.child(self.span, "queue", SpanKind.INTERNAL, attributes)
 
     def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
-        """It is sent to ``replica``; returns the traceparent to send along."""
+        """The request is sent to ``replica``; returns the traceparent to send along."""
         self._end_wait()
         self.attempt_ended(0)
         self._attempts += 1
@@ -76,15 +76,15 @@ class RequestTrace:
         return self._attempt.traceparent
 
     def attempt_failed(self, kind: str, text: str) -> None:
-        """Why the sending that is under way brings no answer; it ends by `attempt_ended`."""
+        """The current attempt gets no response, and why; `attempt_ended` ends it."""
         if self._attempt is not None:
             self._attempt.attributes["error.type"] = kind
             self._error = text
 
     def attempt_ended(self, status: int) -> None:
-        """The sending that is under way has ended; ``status`` of the answer, or 0 when there is none.
+        """The current attempt has ended; ``status`` of the response, or 0 when there is none.
 
-        Where nobody has said why there is none, nobody wants it any more.
+        Without a response and without a reason the attempt was cancelled.
         """
         attempt = self._attempt
         if attempt is None:
@@ -101,11 +101,11 @@ class RequestTrace:
         self._tracer.end(attempt, error)
 
     def note(self, name: str, value: Value) -> None:
-        """An attribute of the request's own span."""
+        """Set an attribute of the request's own span."""
         self.span.attributes[name] = cut(value) if isinstance(value, str) else value
 
     def end(self, error: str | None = None) -> None:
-        """The request has ended, by an ``error`` if one is given; does nothing when it had."""
+        """End the request's span, with ``error`` if one is given; does nothing when it has ended."""
         self._end_wait()
         self.attempt_ended(0)
         if self._attempts > 1:
@@ -128,7 +128,7 @@ _CLIENT_GONE: Final = 499
 
 
 def request_attributes(method: str, path: str, scheme: str, request_id: str) -> dict[str, Value]:
-    """Of the server's span, as far as known from the start."""
+    """Attributes of the server's span that are known from the start."""
     attributes: dict[str, Value] = {
         "http.request.method": method if method in _METHODS else _OTHER,
         "url.path": cut(path),
@@ -141,12 +141,12 @@ def request_attributes(method: str, path: str, scheme: str, request_id: str) -> 
 
 
 def name_of(method: str) -> str:
-    """Of the span, until its route is known."""
+    """The span's name until its route is known."""
     return method if method in _METHODS else "HTTP"
 
 
 def note_route(trace: RequestTrace, method: str, route: str, endpoint_tag: str) -> None:
-    """The endpoint was found."""
+    """Set the span's name and attributes once the endpoint is known."""
     trace.span.name = f"{name_of(method)} {route}" if route else name_of(method)
     if route:
         trace.span.attributes["http.route"] = route
@@ -154,10 +154,10 @@ def note_route(trace: RequestTrace, method: str, route: str, endpoint_tag: str) 
 
 
 def end_request(trace: RequestTrace, status: int, error_type: str = "", error: str = "") -> None:
-    """The request has ended with this status; 499 means that its client went away.
+    """End the request's span with this status; 499 means that its client disconnected.
 
-    ``error_type`` and ``error`` say more where this process itself has failed it. A status below 500 is no failure of
-    a server's span. Does nothing when it had ended.
+    ``error_type`` and ``error`` describe a failure of this process itself. A status below 500 is no failure of a
+    server's span. Does nothing when the span has ended.
     """
     if trace.span.ended_ns:
         return
@@ -185,9 +185,9 @@ def operation(
     after: SpanRef | None = None,
     seconds_ago: float = 0.0,
 ) -> Iterator[Span | None]:
-    """A span around the block: below the operation that is under way, or below what ``traceparent`` names, or below
-    ``after`` (an operation of this process that has led to this one), or the first of a new trace. None where nothing
-    is traced. It began ``seconds_ago``. An exception ends it as failed.
+    """A span around the block: a child of the current operation, or of the span in ``traceparent``, or of ``after``
+    (an operation of this process that caused this one), or the root of a new trace. None where nothing is traced.
+    Its start lies ``seconds_ago``. An exception ends it as failed.
     """
     tracer = process_tracer()
     span = None
@@ -195,7 +195,7 @@ def operation(
         parent, is_remote = after, False
         if after is None and traceparent:
             parent, is_remote = parse_traceparent(traceparent, tracestate), True
-        span = _begin(tracer, name, attributes or {}, kind, parent, is_remote=is_remote)
+        span = _start_span(tracer, name, attributes or {}, kind, parent, is_remote=is_remote)
     if tracer is None or span is None:
         yield None
         return
@@ -216,7 +216,7 @@ def operation(
 
 @contextmanager
 def part(name: str, attributes: dict[str, Value] | None = None) -> Iterator[Span | None]:
-    """A span around the block if an operation is under way; what belongs to none begins no trace."""
+    """A span around the block if there is a current operation; otherwise no trace is started."""
     if current_operation.get() is None:
         yield None
         return
@@ -225,19 +225,19 @@ def part(name: str, attributes: dict[str, Value] | None = None) -> Iterator[Span
 
 
 def note(name: str, value: Value) -> None:
-    """An attribute of the operation that is under way, if there is one."""
+    """Set an attribute of the current operation, if there is one."""
     span = current_operation.get()
     if span is not None:
         span.attributes[name] = cut(value) if isinstance(value, str) else value
 
 
 def current_ref() -> SpanRef | None:
-    """Names the operation that is under way, for one that it leads to; None when there is none."""
+    """The current operation's span, for an operation that it causes; None when there is none."""
     span = current_operation.get()
     return None if span is None else span.ref
 
 
-def _begin(
+def _start_span(
     tracer: Tracer,
     name: str,
     attributes: dict[str, Value],

@@ -1,4 +1,4 @@
-"""Spans as plain records, and their identities as they travel: W3C Trace Context."""
+"""Spans as plain records, and their propagation: W3C Trace Context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 """The headers' names, in HTTP and in NATS."""
 TRACESTATE_LENGTH_MAX: Final = 512
-"""What everybody must pass on (3.3.1.5); longer ones are left out."""
+"""Length that every participant must propagate (3.3.1.5); longer ones are dropped."""
 TRACESTATE_MEMBERS_MAX: Final = 32
 _MEMBER: Final = re.compile(
     r"[a-z0-9][a-z0-9_\-*/]{0,240}(?:@[a-z][a-z0-9_\-*/]{0,13})?="
@@ -28,7 +28,7 @@ _MEMBER: Final = re.compile(
 
 
 class SpanRef(msgspec.Struct, frozen=True, gc=False):
-    """Names one span, of this process or of another one."""
+    """Refers to one span, of this process or of another one."""
 
     trace_id: str
     """32 hexadecimal digits."""
@@ -39,7 +39,7 @@ class SpanRef(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def traceparent(self) -> str:
-        """As the header has it."""
+        """The value of the header ``traceparent``."""
         return format_traceparent(self.trace_id, self.span_id, is_sampled=self.is_sampled)
 
 
@@ -49,7 +49,7 @@ def format_traceparent(trace_id: str, span_id: str, *, is_sampled: bool) -> str:
 
 
 def parse_traceparent(text: str, tracestate: str = "") -> SpanRef | None:
-    """The span that ``text`` names; None for what is no traceparent, which then counts as none (3.2.2.3)."""
+    """The span that ``text`` refers to; None when it is invalid, which counts as no traceparent (3.2.2.3)."""
     found = _FORM.fullmatch(text.strip(" \t"))
     if found is None:
         return None
@@ -60,18 +60,18 @@ def parse_traceparent(text: str, tracestate: str = "") -> SpanRef | None:
 
 
 def may_be_sampled(traceparent: str) -> bool:
-    """False for no traceparent and for one that says no: what most requests have, found out without parsing."""
+    """False without a traceparent and for an unsampled one: most requests, decided without parsing."""
     return bool(traceparent) and not traceparent.endswith(_UNSAMPLED_END)
 
 
 def trace_id_of(traceparent: str) -> str:
-    """The trace's id; empty for what is no traceparent."""
+    """The trace's id; empty when ``traceparent`` is invalid."""
     ref = parse_traceparent(traceparent) if traceparent else None
     return "" if ref is None else ref.trace_id
 
 
 def usable_tracestate(text: str) -> str:
-    """``text`` without superfluous spaces when it can be passed on, otherwise an empty text (3.3.1)."""
+    """``text`` without superfluous spaces when it can be propagated, otherwise empty (3.3.1)."""
     members = [member.strip(" \t") for member in text.split(",")]
     members = [member for member in members if member]
     joined = ",".join(members)
@@ -84,7 +84,7 @@ def usable_tracestate(text: str) -> str:
 
 
 def headers_of_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What a program was told of the trace that it is run in, as headers; empty when it was told nothing usable.
+    """Headers for the trace that a program runs in, from its environment; empty when there is none.
 
     Source: OpenTelemetry's "Environment Variables as Context Propagation Carriers", which build servers follow.
     """
@@ -96,20 +96,20 @@ def headers_of_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def tracestate_of(headers: list[tuple[bytes, bytes]]) -> str:
-    """What the headers of a request, names in lower case, say; several are one list."""
+    """The tracestate in a request's headers (names in lower case); several headers form one list."""
     found = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
     return usable_tracestate(",".join(found)) if found else ""
 
 
 TEXT_LENGTH_MAX: Final = 500
-"""Of an attribute or an error; longer ones are cut."""
+"""Longest attribute or error text, in characters; longer ones are cut."""
 
 Value = str | int | float | bool
-"""Of an attribute."""
+"""Value of an attribute."""
 
 
 class SpanKind(Enum):
-    """OpenTelemetry's kinds, as far as they are used."""
+    """OpenTelemetry's span kinds that are used."""
 
     INTERNAL = "internal"
     SERVER = "server"
@@ -137,25 +137,25 @@ class Span(msgspec.Struct, kw_only=True, eq=False):
     tracestate: str = ""
     began_ns: int
     ended_ns: int = 0
-    """0 while it goes on."""
+    """0 until it ends."""
     attributes: dict[str, Value]
     events: list[Event] = []
     links: tuple[SpanRef, ...] = ()
-    """Spans of other requests that this one worked for as well."""
+    """Spans of other requests that this one served as well."""
     error: str | None = None
-    """None unless it failed; may be empty."""
+    """Error text, possibly empty; None unless the span failed."""
 
     @property
     def traceparent(self) -> str:
-        """For whatever this span calls."""
+        """The header for calls made in this span."""
         return format_traceparent(self.trace_id, self.span_id, is_sampled=True)
 
     @property
     def ref(self) -> SpanRef:
-        """Its name."""
+        """The span's reference."""
         return SpanRef(self.trace_id, self.span_id, True, self.tracestate)  # noqa: FBT003 - a field
 
 
 def cut(text: str) -> str:
-    """``text`` as an attribute may have it."""
+    """``text``, cut to `TEXT_LENGTH_MAX` characters."""
     return text if len(text) <= TEXT_LENGTH_MAX else text[: TEXT_LENGTH_MAX - 1] + "…"

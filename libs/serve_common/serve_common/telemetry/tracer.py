@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from serve_common.telemetry.spans import Span
 
 current_operation: Final[ContextVar[Span | None]] = ContextVar("muster_operation", default=None)
-"""The span of the work that the running task does for nobody's request; see `operations`."""
+"""The span of the running task's work outside of requests (`request_traces.operation`)."""
 
 
 def current_trace_id() -> str:
@@ -32,17 +32,17 @@ _RANGE: Final = 1 << 64
 
 
 class Sampler(msgspec.Struct, frozen=True):
-    """A rule for sampling."""
+    """Sampling settings."""
 
     ratio: float = 1.0
-    """Of the traces that begin here, from 0 to 1."""
+    """Share of the traces that start here, from 0 to 1."""
     respects_parent: bool = True
-    """A trace that began elsewhere is sampled as it was decided there."""
+    """Follow the sampling decision of a trace that started elsewhere."""
 
     def decide(self, parent: SpanRef | None, trace_id: str) -> bool:
-        """Whether a span of trace ``trace_id`` (32 hexadecimal digits, of which the last 16 are the draw) is sampled.
+        """Whether a span of trace ``trace_id`` (32 hexadecimal digits; the last 16 are the random value) is sampled.
 
-        The decision depends on the id alone, as in OpenTelemetry's SDKs: with the same ratio all agree about a trace.
+        The decision depends on the id alone, as in OpenTelemetry's SDKs: so processes with one ratio agree on a trace.
         """
         if parent is not None and self.respects_parent:
             return parent.is_sampled
@@ -63,7 +63,7 @@ SAMPLERS: Final = {
     "parentbased_always_off": Sampler(ratio=0.0),
     "parentbased_traceidratio": ALWAYS,
 }
-"""By the names of OTEL_TRACES_SAMPLER."""
+"""Samplers by the values of OTEL_TRACES_SAMPLER."""
 TAKES_RATIO: Final = frozenset({"traceidratio", "parentbased_traceidratio"})
 
 
@@ -74,7 +74,7 @@ _NS: Final = 1_000_000_000
 
 @final
 class Tracer:
-    """Of one process; callable from any thread."""
+    """Creates the spans of one process; callable from any thread."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Tracer:
         enter_unsampled: Callable[[SpanRef], None] | None = None,
         entered: Callable[[], SpanRef | None] = lambda: None,
     ) -> None:
-        """``wall_ns`` is since 1970, now; from then on time is ``monotonic_ns``'s, so no span ends before it begins.
+        """``wall_ns`` is now, since 1970; later times are taken from ``monotonic_ns``, so spans cannot end early.
 
         ``draw_bits`` gives that many random bits; ``emit`` takes spans that have ended, never waits and never raises.
-        ``enter`` makes a span the current one for user code of the running task, ``entered`` tells which span that is,
-        or one that the user's code has begun below it. ``enter_unsampled``: see `enter_unsampled`.
+        ``enter`` makes a span the current one for user code of the running task; ``entered`` returns that span, or a
+        child of it that user code has started. ``enter_unsampled`` marks a request as not sampled for user code.
         """
         self.sampler: Final = sampler
         self._emit = emit
@@ -101,23 +101,23 @@ class Tracer:
         self._draw_bits = draw_bits
         self.enter: Final = enter
         self.enter_unsampled = enter_unsampled
-        """Tells user code that its request is not sampled; None where it need not be told."""
+        """Marks the running task's request as not sampled for user code; None where that is not needed."""
         self.entered: Final = entered
 
     def now_ns(self) -> int:
-        """Since 1970."""
+        """The current time in nanoseconds since 1970."""
         return self._monotonic_ns() + self._offset_ns
 
     def at_ns(self, monotonic_s: float) -> int:
-        """The same of a moment by `time.monotonic`."""
+        """Nanoseconds since 1970 of ``monotonic_s``, a time of `time.monotonic`."""
         return int(monotonic_s * _NS) + self._offset_ns
 
     def new_trace_id(self) -> str:
-        """A random one."""
+        """A random trace id."""
         return f"{self._draw_bits(_TRACE_BITS) or 1:032x}"
 
     def new_span_id(self) -> str:
-        """A random one."""
+        """A random span id."""
         return f"{self._draw_bits(_SPAN_BITS) or 1:016x}"
 
     def begin_sampled(
@@ -132,8 +132,8 @@ class Tracer:
         is_parent_remote: bool = False,
         links: tuple[SpanRef, ...] = (),
     ) -> Span:
-        """A span that was decided to be sampled; without a ``parent`` the first one of trace ``trace_id``, or of a new
-        one. ``began_ns`` 0 means now.
+        """Start a sampled span; without a ``parent`` the root of trace ``trace_id``, or of a new one. ``began_ns``
+        0 means now.
         """
         return Span(
             name=name,
@@ -149,7 +149,7 @@ class Tracer:
         )
 
     def begin_root(self, name: str, kind: SpanKind, attributes: dict[str, Value]) -> Span | None:
-        """The first span of a new trace, if the sampler wants it."""
+        """Start the root span of a new trace; None when it is not sampled."""
         trace_id = self.new_trace_id()
         if not self.sampler.decide(None, trace_id):
             return None
@@ -158,7 +158,7 @@ class Tracer:
     def child(
         self, of: Span, name: str, kind: SpanKind, attributes: dict[str, Value], *, began_ns: int = 0
     ) -> Span:
-        """A span below one of this process."""
+        """Start a child of a span of this process."""
         return Span(
             name=name,
             kind=kind,
@@ -171,7 +171,7 @@ class Tracer:
         )
 
     def end(self, span: Span, error: str | None = None, *, ended_ns: int = 0) -> None:
-        """``span`` has ended, by an ``error`` if one is given; does nothing when it had ended."""
+        """End ``span``, with ``error`` if one is given; does nothing when it has ended."""
         if span.ended_ns:
             return
         span.ended_ns = max(ended_ns or self.now_ns(), span.began_ns)
@@ -184,60 +184,66 @@ _tracer: Tracer | None = None
 
 
 def set_process_tracer(tracer: Tracer | None) -> None:
-    """For whoever opens and closes tracing."""
-    global _tracer  # noqa: PLW0603 - see the module's text
+    """Set the process' tracer; called where tracing is opened and closed."""
+    global _tracer  # noqa: PLW0603 - one for the process
     _tracer = tracer
 
 
 def process_tracer() -> Tracer | None:
-    """None while nothing is traced."""
+    """The process' tracer; None while tracing is off."""
     return _tracer
 
 
 PREFIX: Final = "OTEL_"
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_SPOKEN: Final = "http/protobuf"
+_SUPPORTED_PROTOCOL: Final = "http/protobuf"
 
 
 class TracingSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Tracing is on."""
+    """Settings of tracing that is on."""
 
     sampler: Sampler = ALWAYS
     complaints: list[str] = []
-    """What was not understood and therefore left as it is by default, as the specification wants it."""
+    """Settings that were not understood and are therefore ignored, as the specification requires."""
     variables: dict[str, str] = {}
-    """All of the environment that begins with `PREFIX`, for processes that are started by this one elsewhere."""
+    """All environment variables with `PREFIX`, for processes that this one starts elsewhere."""
 
 
 def read_tracing_settings(variables: Mapping[str, str]) -> TracingSettings | None:
-    """None when nothing is to be traced: no endpoint is named, or tracing was switched off. Empty means unset."""
-    given = {name: value for name, value in variables.items() if name.startswith(PREFIX) and value.strip()}
-    if not any(name in given for name in _ENDPOINTS):
+    """Read the settings; None without an endpoint, or when tracing is disabled. An empty variable counts as unset."""
+    otel_vars = {
+        name: value for name, value in variables.items() if name.startswith(PREFIX) and value.strip()
+    }
+    if not any(name in otel_vars for name in _ENDPOINTS):
         return None
-    if given.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    if otel_vars.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
-    exporters = {name.strip() for name in given.get("OTEL_TRACES_EXPORTER", "otlp").lower().split(",")}
+    exporters = {name.strip() for name in otel_vars.get("OTEL_TRACES_EXPORTER", "otlp").lower().split(",")}
     if "otlp" not in exporters:
         return None
     complaints: list[str] = []
-    protocol = next((given[name].strip().lower() for name in _PROTOCOLS if name in given), _SPOKEN)
-    if protocol != _SPOKEN:
-        complaints.append(f"OTLP over {protocol[:40]!r} is not spoken here; {_SPOKEN} is used")
-    return TracingSettings(sampler=_sampler(given, complaints), complaints=complaints, variables=given)
+    protocol = next(
+        (otel_vars[name].strip().lower() for name in _PROTOCOLS if name in otel_vars), _SUPPORTED_PROTOCOL
+    )
+    if protocol != _SUPPORTED_PROTOCOL:
+        complaints.append(f"OTLP over {protocol[:40]!r} is not spoken here; {_SUPPORTED_PROTOCOL} is used")
+    return TracingSettings(
+        sampler=_sampler(otel_vars, complaints), complaints=complaints, variables=otel_vars
+    )
 
 
-def _sampler(given: Mapping[str, str], complaints: list[str]) -> Sampler:
-    name = given.get("OTEL_TRACES_SAMPLER", "parentbased_always_on").strip().lower()
+def _sampler(otel_vars: Mapping[str, str], complaints: list[str]) -> Sampler:
+    name = otel_vars.get("OTEL_TRACES_SAMPLER", "parentbased_always_on").strip().lower()
     sampler = SAMPLERS.get(name)
     if sampler is None:
         complaints.append(
             f"OTEL_TRACES_SAMPLER: {name[:40]!r} is not known here; parentbased_always_on is used"
         )
         return ALWAYS
-    if name not in TAKES_RATIO or "OTEL_TRACES_SAMPLER_ARG" not in given:
+    if name not in TAKES_RATIO or "OTEL_TRACES_SAMPLER_ARG" not in otel_vars:
         return sampler
-    text = given["OTEL_TRACES_SAMPLER_ARG"]
+    text = otel_vars["OTEL_TRACES_SAMPLER_ARG"]
     try:
         ratio = float(text)
     except ValueError:
