@@ -1,4 +1,4 @@
-"""Which endpoint a request is for, whether it takes it and may be sent again; and counts of requests. Pure."""
+"""The endpoint of a request, whether it is admitted and may be retried; and counts of requests. Pure."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ BUCKETS_S: Final = SECONDS_BUCKETS
 """Upper bounds of the histogram of request seconds."""
 OTHER_METHOD: Final = "other"
 OTHER_STATUS: Final = 0
-"""In the tallies, of an answer whose status is no HTTP status at all."""
+"""Counted in place of a response's status that is no HTTP status."""
 CLIENT_GONE: Final = 499
-"""Status in the tallies of a request whose client went away."""
+"""Counted as the status of a request whose client disconnected."""
 
 _METHODS: Final = frozenset(METHODS)
 
 
 class ShadowOutcome(Enum):
-    """What became of the copy of a request."""
+    """Result of a shadow copy of a request."""
 
     ANSWERED = "answered"
-    """With a status below 500."""
+    """The response had a status below 500."""
     ERROR = "error"
-    """The backend answered that it failed."""
+    """The backend responded with a failure."""
     FAILED = "failed"
-    """There was no (whole) answer in time."""
+    """There was no (complete) response in time."""
     SKIPPED = "skipped"
-    """It was not sent, for a limit or because its backend was scaled to zero."""
+    """It was not sent, because of a limit or because its backend was scaled to zero."""
 
 
 class RequestStats:
-    """Requests of one endpoint so far."""
+    """Counts of one endpoint's requests so far."""
 
     __slots__ = ("bucket_counts", "counts", "seconds_sum", "shadows")
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, int], int] = {}
-        """By method and status."""
+        """Requests by method and status."""
         self.bucket_counts = [0] * (len(BUCKETS_S) + 1)
-        """Not cumulative; the last one is beyond all bounds."""
+        """Requests per bucket, not cumulative; the last is above all bounds."""
         self.seconds_sum = 0.0
         self.shadows: dict[tuple[BackendTag, ShadowOutcome], int] = {}
-        """Copies of requests, by the backend that they were for."""
+        """Shadow copies, by backend and outcome."""
 
     def add_shadow(self, backend_tag: BackendTag, outcome: ShadowOutcome) -> None:
-        """Count one copy that has ended."""
+        """Count one shadow copy that has ended."""
         key = (backend_tag, outcome)
         self.shadows[key] = self.shadows.get(key, 0) + 1
 
@@ -73,17 +73,17 @@ class RequestStats:
 
 @final
 class NoTally(RequestStats):
-    """Counts no requests: for measuring what counting costs."""
+    """Counts nothing: for measuring what counting costs."""
 
     __slots__ = ()
 
     def add(self, method: str, status: int, seconds: float) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @final
 class Endpoint:
-    """One endpoint, ready to be asked for every request."""
+    """One endpoint, prepared for the checks of every request."""
 
     __slots__ = (
         "allow",
@@ -115,7 +115,7 @@ class Endpoint:
         """The backend that a request selects by the value of its `backend_header`; None without one.
 
         ``value`` is a tag, or a bare name of the default application. The backend may have weight 0. Raises `BadField`
-        when this endpoint has no such backend: weights must not decide where somebody chose.
+        when this endpoint has no such backend: weights must not override an explicit choice.
         """
         if not value:
             return None
@@ -126,7 +126,7 @@ class Endpoint:
         raise BadField(self.options.backend_header, f"{name[:130]!r} is no backend of endpoint {self.tag!r}")
 
     def takes(self, backend_tag: BackendTag, named: BackendTag | None) -> bool:
-        """True when a request that is at ``backend_tag`` may be there: by weight, or because it is ``named``."""
+        """True when a request may be at ``backend_tag``: by weight, or because it is ``named``."""
         if named is not None:
             return named == backend_tag and named in self.backend_tags
         return backend_tag in self.split.backend_tags
@@ -154,55 +154,55 @@ def admit_call(endpoints: dict[EndpointTag, Endpoint], tag: EndpointTag) -> Endp
 CONFIRM_DEATH_S: Final = 0.3
 RECONNECT_GRACE_S: Final = 2.0
 PROBE_SILENT_S: Final = 0.1
-"""How often a replica under suspicion is asked."""
+"""Seconds between probes of a suspected replica."""
 
 
 @final
 class FailureDetector:
-    """The replicas that nobody listened for when they were asked last."""
+    """Suspected replicas: those whose subject had no subscriber at the last publish."""
 
-    __slots__ = ("_asked_at", "_not_before", "_since")
+    __slots__ = ("_not_before", "_probed_at", "_since")
 
     def __init__(self) -> None:
         self._since: dict[ReplicaTag, float] = {}
-        self._asked_at: dict[ReplicaTag, float] = {}
+        self._probed_at: dict[ReplicaTag, float] = {}
         self._not_before = float("-inf")
 
     def __bool__(self) -> bool:
         return bool(self._since)
 
     def reconnected(self, now: float) -> None:
-        """This process was cut off from the bus until now."""
+        """Reset: this process was disconnected from the bus until now."""
         self._since.clear()
-        self._asked_at.clear()
+        self._probed_at.clear()
         self._not_before = now + RECONNECT_GRACE_S
 
     def heard(self, replica: ReplicaTag) -> None:
-        """Something came from ``replica``."""
+        """A message came from ``replica``, which ends the suspicion."""
         self._since.pop(replica, None)
-        self._asked_at.pop(replica, None)
+        self._probed_at.pop(replica, None)
 
     def no_responders(self, replica: ReplicaTag, now: float) -> bool:
-        """Nobody listens for ``replica``; True when that means that it is dead, which ends the suspicion."""
+        """``replica``'s subject has no subscriber; True when that confirms its death, which ends the suspicion."""
         since = self._since.setdefault(replica, now)
         if now - since < CONFIRM_DEATH_S or now < self._not_before:
-            self._asked_at.setdefault(replica, now)
+            self._probed_at.setdefault(replica, now)
             return False
         self.heard(replica)
         return True
 
     def due(self, now: float) -> list[ReplicaTag]:
-        """The suspects that are to be asked now."""
-        due = [replica for replica, at in self._asked_at.items() if now - at >= PROBE_SILENT_S]
+        """The suspected replicas that are to be probed now."""
+        due = [replica for replica, at in self._probed_at.items() if now - at >= PROBE_SILENT_S]
         for replica in due:
-            self._asked_at[replica] = now
+            self._probed_at[replica] = now
         return due
 
 
 LOSSES_MAX: Final = 10
-"""A request that was lost so often, for whatever reason, is given up."""
+"""A request that was lost so often, for any reason, is given up."""
 DEATHS_MAX: Final = 2
-"""A request that has met so many dying replicas is likely the cause of it."""
+"""A request whose replica died so often is likely the cause."""
 
 _IDEMPOTENT: Final = frozenset({"GET", "HEAD", "PUT", "DELETE", "OPTIONS"})
 
@@ -213,5 +213,5 @@ def can_repeat(method: str, *, has_idempotency_key: bool) -> bool:
 
 
 def may_send_again(*, is_repeatable: bool, has_answer_begun: bool, losses: int) -> bool:
-    """Whether a request whose replica died or lost it may be sent again; ``losses`` counts this one too."""
+    """Whether a request whose replica died or lost it may be retried; ``losses`` includes this loss."""
     return is_repeatable and not has_answer_begun and losses < LOSSES_MAX

@@ -1,4 +1,4 @@
-"""One request on its way: what was asked, where it stands, its response; and what dispatching needs from outside."""
+"""One request in dispatch: its specification, state and response; and the interfaces that dispatch needs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from serve_common.routing.router import Router
 from serve_common.telemetry.request_traces import RequestObserver
 
 HELD_FRAMES_MAX: Final = WINDOW_FRAMES + 1
-"""A replica that does not count its head's frame is one ahead; one that sends still more ignores the window."""
+"""Limit of unread frames: a replica that does not count its head's frame is one ahead; more violates the window."""
 
 
 @final
 class ResponseBody:
-    """The body of an answer that comes in pieces; it has one reader."""
+    """The body of a response that comes in pieces; it has one reader."""
 
     __slots__ = (
         "_failure",
@@ -48,27 +48,27 @@ class ResponseBody:
     )
 
     def __init__(self, first: memoryview, on_taken: Callable[[int], None]) -> None:
-        """``on_taken`` is told, now and then and while more is to come, how many pieces the reader is done with."""
+        """``on_taken`` gets, while more is to come, how many more pieces the reader has finished."""
         self._pieces: deque[memoryview] = deque((first,))
         self._on_taken: Callable[[int], None] | None = on_taken
         self._taken = 0
-        """Pieces that `on_taken` was not told of yet."""
+        """Finished pieces that were not reported to `on_taken` yet."""
         self._is_taken = False
         self._is_whole = False
         self._failure: Exception | None = None
         self._reader: asyncio.Future[None] | None = None
         self.next_sequence = 1
-        """Of the piece that must come next."""
+        """Sequence number of the piece that must come next."""
 
     @property
     def held_frames(self) -> int:
-        """Pieces that wait to be read."""
+        """Number of pieces that wait to be read."""
         return len(self._pieces)
 
     async def read(self) -> memoryview | None:
-        """The next piece, possibly empty; None at the end. The previous piece then counts as done with.
+        """The next piece, possibly empty; None at the end. The previous piece then counts as finished.
 
-        Raises what `fail` was given, after the pieces that came before it.
+        Raises the exception passed to `fail`, after the pieces that came before it.
         """
         if self._is_taken and self._on_taken is not None:
             self._taken += 1
@@ -90,7 +90,7 @@ class ResponseBody:
         return self._pieces.popleft()
 
     def add(self, piece: memoryview, *, last: bool) -> None:
-        """Append what came; nothing may be added after ``last``."""
+        """Append a piece; nothing may be added after ``last``."""
         self.next_sequence += 1
         self._pieces.append(piece)
         if last:
@@ -101,7 +101,7 @@ class ResponseBody:
         self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """There will be no more."""
+        """End the body with an error; does nothing when it is complete or has failed."""
         if not self._is_whole and self._failure is None:
             self._failure = failure
             self._on_taken = None
@@ -112,9 +112,9 @@ class ResponseBody:
             self._reader.set_result(None)
 
 
-# Seen by the garbage collector, as `Ask` is: a stream leads back to its call, and the call to what was asked.
+# Tracked by the garbage collector, as `RequestSpec` is: a stream references its call, and the call its request.
 class Response(msgspec.Struct, frozen=True):
-    """What a replica answered. ``stream`` is None when ``body`` is all there is; ``socket`` is that of a 101."""
+    """A replica's response. ``stream`` is None when ``body`` is complete; ``socket`` is that of a 101."""
 
     status: int
     headers: Headers
@@ -124,7 +124,7 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be asked of an endpoint."""
+    """A request to an endpoint, as the caller specifies it."""
 
     endpoint: Endpoint
     kind: RequestKind = RequestKind.HTTP
@@ -144,19 +144,20 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     scheme: str = "http"
     call: CallHead | None = None
     is_repeatable: bool
-    """Running it twice does no harm."""
+    """True when running it twice does no harm."""
     shard_key: str = ""
     """Requests with the same key go to the same backend and replica; empty pins nothing."""
     backend_tag: BackendTag | None = None
-    """The backend of the endpoint that was asked for by name; None lets the traffic policy choose."""
+    """The backend that the caller selected by name; None lets the traffic policy choose."""
     code_versions: Mapping[BackendTag, int] | None = None
-    """Code versions that are preferred, of whichever backends; see `ReplicaGoal.companions`."""
+    """Preferred code versions by backend, from `ReplicaGoal.companions`."""
     deadline: float
-    """By the loop's clock."""
+    """Seconds by the loop's clock."""
     shadow_backend: BackendTag | None = None
-    """Set for a copy: it goes to this backend only, after all real requests, and is not kept when it cannot be sent."""
+    """Set for a shadow copy: it goes to this backend only, after all real requests, and is dropped when it cannot be
+    sent."""
     trace: RequestObserver | None = None
-    """Of a request that is followed; ``traceparent`` names the request's own span when that is traced."""
+    """Observer of a traced or logged request; ``traceparent`` names the request's own span when it is traced."""
 
 
 @final
@@ -192,37 +193,37 @@ class Attempt:
             (body,) if len(body) <= FRAME_BODY_BYTES_MAX else split_body(body)
         )
         self.upload = ask.upload
-        """Instead of ``pieces``, when it is there."""
+        """Replaces ``pieces`` when it is set."""
         self.sent_pieces = 0
         self.taken_pieces = 0
-        """For which the replica has given credit."""
+        """Pieces for which the replica has given credit."""
         self.undelivered = 0
-        """Frames of the request that nobody was there to hear."""
+        """Frames of the request that had no subscriber."""
         self.credit = WINDOW_FRAMES
         self.sent_at = 0.0
         self.heard_at = 0.0
-        """When something came from the replica last; at first, when it was sent."""
+        """When the replica's last message came; initially, when the request was sent."""
         self.probed_at = 0.0
         self.has_asked = False
-        """More than pieces of the body was sent, or one was taken: "no responders" no longer means that it never
-        arrived."""
+        """True when frames other than body pieces were sent, or a piece was taken: "no responders" no longer means that
+        the request never arrived."""
 
     @property
     def is_body_sent(self) -> bool:
-        """True when the replica may have all it needs to begin."""
+        """True when the replica may have all it needs to start."""
         if self.upload is not None:
             return self.upload.is_last(self.sent_pieces - 1)
         return self.sent_pieces == len(self.pieces)
 
     @property
     def has_arrived(self) -> bool:
-        """False when all that was sent so far came back undelivered: then nothing was begun."""
+        """False when all frames sent so far were undeliverable: then nothing was started."""
         return self.has_asked or self.undelivered < self.sent_pieces
 
 
 @final
 class Call:
-    """A request from its admission to the end of its answer."""
+    """A request from its admission to the end of its response."""
 
     __slots__ = (
         "_on_no_responders",
@@ -257,26 +258,26 @@ class Call:
         self.key = key
         self.ask = ask
         self.on_answer: Final = on_answer
-        """Is told the head of the answer, once."""
+        """Called once with the head of the response."""
         self.on_error: Final = on_error
-        """Is told why there is no answer, once; a stream that breaks off tells its reader instead."""
+        """Called once with the reason why there is no response; a broken stream raises in its reader instead."""
         self.is_patient = False
-        """It was refused as one too many; see `RequestHead.patient`."""
+        """True when it may queue in the replica, after a refusal as busy (`RequestHead.patient`)."""
         self.status = 0
-        """Of the answer; 0 before it begins."""
+        """Status of the response; 0 before it begins."""
         self.router: Router | None = None
-        """Whose queue or slot it holds; None while it is parked."""
+        """The router in whose queue or slot it is; None while it waits for a reconnect."""
         self.attempt: Attempt | None = None
-        """None while it waits."""
+        """The current attempt; None while it waits."""
         self.answer: ResponseBody | ReplicaSocket | None = None
-        """Set once the client may have seen a part of the answer."""
+        """Set once the client may have received a part of the response."""
         self.credit_owed = 0
         self.losses = 0
-        """How often a replica had it and will not answer it."""
+        """How often a replica got it and lost it."""
         self.lost_with: tuple[ReplicaTag, ...] = ()
-        """The replicas that died while they had it."""
+        """Replicas that died while they had it."""
         self.is_suspect = False
-        """It may be what killed one of them, and others were left: see `Router.submit`."""
+        """True when it may have killed one of them, and healthy ones were left (`Router.submit`)."""
         self.parked_until = 0.0
         self.was_admitted = False
         self._on_reply = on_reply
@@ -284,9 +285,9 @@ class Call:
 
     @property
     def can_begin_anew(self) -> bool:
-        """True when a replica that may have begun it does no harm by that, and all of the request is still here.
+        """True when a second start does no harm, and the whole request is still in memory.
 
-        Only HTTP's bodies are worked on before they are whole.
+        Only HTTP bodies are processed before they are complete.
         """
         ask = self.ask
         return (
@@ -295,53 +296,53 @@ class Call:
 
     @property
     def is_whole(self) -> bool:
-        """True while all of the request that has come is still here."""
+        """True while everything received of the request is still in memory."""
         return self.ask.upload is None or self.ask.upload.is_from_start
 
     def take_reply(self, payload: bytes, _reply: bytes, _headers: bytes | None) -> None:
-        """A frame came to the reply subject of the current attempt."""
+        """Process a frame on the reply subject of the current attempt."""
         self._on_reply(self, payload)
 
     def take_no_responders(self) -> None:
-        """Nobody listens to the subject of the current attempt's replica."""
+        """The subject of the current attempt's replica has no subscriber."""
         self._on_no_responders(self)
 
 
 class Keeper(Protocol):
-    """Keeps the calls under way; the dispatcher."""
+    """Owns the active calls; the dispatcher."""
 
     @property
     def calls(self) -> Mapping[RequestKey, Call]:
-        """Those that have not ended."""
+        """Active calls by request."""
         ...
 
     def submit(self, call: Call) -> None:
-        """Choose for a call that has no router, and send it or let it wait."""
+        """Choose a router for a call that has none, and send it or let it wait."""
         ...
 
     def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
-        """Send what the router gave a slot."""
+        """Send the requests that the router gave a slot."""
         ...
 
     def leave_router(self, call: Call) -> bool:
-        """Give back the call's slot or its place in the queue; False when the call has ended by that."""
+        """Release the call's slot or its place in the queue; False when that ended the call."""
         ...
 
     def refused(self, call: Call, reason: Refusal) -> None:
-        """The replica did not begin the request."""
+        """The replica did not start the request."""
         ...
 
     def end_with(self, call: Call, error: ServeError) -> None:
-        """The call ends without a (whole) answer."""
+        """End the call without a (complete) response."""
         ...
 
     def fail(self, call: Call, error: ServeError) -> None:
-        """As `end_with`, and the replica is told."""
+        """As `end_with`, and notify the replica."""
         ...
 
 
 class DataPlaneBus(Protocol):
-    """The data plane's bus; `serve_common.nats.connection.BusConnection` is one."""
+    """The data plane's bus, such as `serve_common.nats.connection.BusConnection`."""
 
     @property
     def is_connected(self) -> bool:
@@ -350,25 +351,25 @@ class DataPlaneBus(Protocol):
 
     @property
     def answers(self) -> bool:
-        """False while it is not connected, or has not answered a ping for a while."""
+        """False while it is not connected, or has not responded to a ping for a while."""
         ...
 
     def publish(
         self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
     ) -> None:
-        """Send at most once; see `BusConnection.publish` for its errors."""
+        """Send at most once. Raises as `BusConnection.publish`."""
         ...
 
 
 class Replies(Protocol):
-    """Hands out reply subjects; `serve_common.nats.connection.Inbox` is one."""
+    """Provides reply subjects, such as `serve_common.nats.connection.Inbox`."""
 
     def new_reply(
         self, on_reply: Callable[[bytes, bytes, bytes | None], None], on_no_responders: Callable[[], None]
     ) -> tuple[bytes, bytes]:
-        """A token and its reply subject; see `Inbox.new_reply`."""
+        """Register a token; return it with its reply subject, as `Inbox.new_reply`."""
         ...
 
     def forget(self, token: bytes) -> None:
-        """Let go of a token."""
+        """Release a token."""
         ...

@@ -1,10 +1,9 @@
-"""Holds every request under way: joins what routers decide with what the bus brings.
+"""Owns every active request: connects the routers' decisions with the messages of the bus.
 
-Why callbacks and no task per request: an answer resolves the waiting handler right in the bus' read path, which is what
-keeps a request's cost near that of its two messages.
+Why callbacks and no task per request: a response resolves the waiting handler in the bus' read path, which keeps a
+request's cost near that of its two messages.
 
-A call ends in one place, `_remove`, where what it holds (a slot or a place in a queue, and a reply subject) is given
-back.
+A call ends in one place, `_remove`, where its slot or place in a queue and its reply subject are released.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Dispatcher:
     """All methods run on the loop; none of them waits, except `ask`."""
 
     def __init__(self, routes: Routes, outgoing: Outgoing, *, bus_wait_s: float) -> None:
-        """``bus_wait_s`` is how long a request waits for a bus that is away."""
+        """``bus_wait_s`` is how many seconds a request waits for the bus to reconnect."""
         self.calls: Final[dict[RequestKey, Call]] = {}
         self._routes = routes
         self._outgoing = outgoing
@@ -51,13 +50,13 @@ class Dispatcher:
         self._losses = LostRequests(self, outgoing)
         self.suspicions: Final = self._losses.suspicions
         self._changes = SnapshotUpdates(self, routes, self._losses)
-        self._incoming = ResponseReader(self, outgoing, self.suspicions)
+        self._response_reader = ResponseReader(self, outgoing, self.suspicions)
         self._parking = PendingReconnect(self, outgoing, self.suspicions, bus_wait_s=bus_wait_s)
         self._parked = self._parking.parked
         self._loop = asyncio.get_running_loop()
         self._last_key = 0
         # Bound once: a bound method is an object, and every call needs both.
-        self._take_reply = self._incoming.take
+        self._take_reply = self._response_reader.take
         self._take_no_responders = self._losses.take_no_responders
 
     # -- for handlers --
@@ -70,10 +69,10 @@ class Dispatcher:
     ) -> Call:
         """Send a request without a future and without a task: exactly one of the callbacks is called, once.
 
-        ``on_answer`` gets the head of the answer, in the bus' read path and after the slot was given back (if the
-        answer is whole); what has a stream must be read to its end or given up by `abandon`. ``on_error`` gets the
-        reason why there is no answer, possibly before `begin` returns. After `abandon` neither is called. Both may
-        begin and abandon other calls; neither may block or raise.
+        ``on_answer`` gets the head of the response, in the bus' read path and after the slot was released (if the
+        response is complete); a stream must be read to its end or given up by `abandon`. ``on_error`` gets the reason
+        why there is no response, possibly before `begin` returns. After `abandon` neither is called. Both may begin and
+        abandon other calls; neither may block or raise.
         """
         self._last_key += 1
         call = Call(
@@ -86,15 +85,15 @@ class Dispatcher:
         )
         self.calls[call.key] = call
         if ask.upload is not None:
-            ask.upload.on_more = lambda: self._incoming.send_more(call)
+            ask.upload.on_more = lambda: self._response_reader.send_more(call)
             ask.upload.on_failed = lambda error: self.fail(call, error)
         self.submit(call)
         return call
 
     async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
-        """`begin` for tasks: the answer of a replica; raises a `ServeError` when there is none.
+        """`begin` for tasks: return a replica's response; raises a `ServeError` when there is none.
 
-        When the answer has a stream, the caller must read it to its end or call `abandon`.
+        When the response has a stream, the caller must read it to its end or call `abandon`.
         """
         waiter: asyncio.Future[Response] = self._loop.create_future()
 
@@ -114,12 +113,12 @@ class Dispatcher:
             raise
 
     def takes_copies(self, backend_tag: BackendTag) -> bool:
-        """False while a backend is scaled to zero: a copy of a request must not wake it, so it would wait in vain."""
+        """False while a backend is scaled to zero: a shadow copy must not wake it, so it would wait in vain."""
         router = self._routes.routers.get(backend_tag)
         return router is None or not router.is_asleep
 
     def abandon(self, call: Call) -> None:
-        """Nobody wants the (rest of the) answer; does nothing when it has ended."""
+        """Cancel the call: its caller does not want the (rest of the) response. Does nothing when it has ended."""
         if call.key in self.calls:
             self._outgoing.cancel(call)
             router = self._remove(call)
@@ -127,35 +126,35 @@ class Dispatcher:
                 self.perform(router, router.cancelled(call.key))
 
     def close(self, why: str = "this process is shutting down") -> None:
-        """End everything that is under way with a `BusUnavailable` that says ``why``."""
+        """End all calls with a `BusUnavailable` whose message is ``why``."""
         for call in list(self.calls.values()):
             self.fail(call, BusUnavailable(why))
 
     # -- what changes around the calls --
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> HttpChange | None:
-        """Apply what the bucket says about routing, and return what it says about HTTP; see `SnapshotListener`.
+        """Apply the bucket's routing snapshots, and return the change of HTTP options; called as `SnapshotListener`.
 
-        What fails for one backend stops no other. Its snapshot then counts as not applied, and the failure is raised,
-        so that the watch begins anew and tells it again.
+        A failure of one backend does not affect others. Its snapshot then counts as not applied, and the failure is
+        raised, so that the watch restarts and reports it again.
         """
         return self._changes.update(snapshots, whole=whole)
 
     def bus_is_back(self) -> None:
-        """Send what was parked, and find out what became of what was under way."""
+        """After a reconnect: send calls that waited for it, and probe those that were in flight."""
         self._parking.bus_is_back()
 
     def bus_answers_again(self, since: float) -> None:
-        """The bus was away, or did not answer, from ``since`` until now: what was concluded from that is taken back.
+        """The bus was unresponsive from ``since`` until now: conclusions from that are undone.
 
-        To be called before what comes after it is read, and after `bus_is_back` where the connection was made anew.
+        To be called before later messages are read, and after `bus_is_back` where the connection was re-established.
         """
         self.suspicions.reconnected(self._loop.time())
         for router in list(self._routes.routers.values()):
             self.perform(router, router.forgive(since))
 
     def perform(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
-        """Send what the router gave a slot."""
+        """Send the requests that the router gave a slot."""
         todo = deque(dispatches)
         while todo:
             dispatch = todo.popleft()
@@ -163,10 +162,10 @@ class Dispatcher:
             if call is not None:
                 todo.extend(self._send(call, router, dispatch.replica))
 
-    # -- Outcomes: what an answer does to a call --
+    # -- Outcomes: effects of a replica's frames on a call --
 
     def answered(self, call: Call) -> None:
-        """See `Outcomes`."""
+        """Finish a call whose response is complete."""
         router = self._remove(call)
         if router is not None:
             freed = (
@@ -176,9 +175,9 @@ class Dispatcher:
                 self.perform(router, freed)
 
     def end_with(self, call: Call, error: ServeError) -> None:
-        """See `Outcomes`; also for a call that no replica has."""
+        """End the call without a (complete) response; also for a call that no replica has."""
         if call.key not in self.calls:
-            return  # whoever was told of another call's end has given this one up
+            return  # a callback of another call has abandoned this one
         if call.ask.trace is not None:
             call.ask.trace.attempt_failed(error_type_of(error), str(error))
         router = self._remove(call)
@@ -192,13 +191,13 @@ class Dispatcher:
             call.on_error(call, error)
 
     def fail(self, call: Call, error: ServeError) -> None:
-        """See `Outcomes`; the replica is told."""
+        """As `end_with`, and notify the replica."""
         if call.key in self.calls:
             self._outgoing.cancel(call)
             self.end_with(call, error)
 
     def refused(self, call: Call, reason: Refusal) -> None:
-        """See `Outcomes`."""
+        """Requeue a call that the replica did not start, or let it queue in the replica."""
         attempt, router = call.attempt, call.router
         assert attempt is not None
         assert router is not None
@@ -219,7 +218,7 @@ class Dispatcher:
         self.perform(router, router.refused(call.key, attempt.replica, reason, self._loop.time()))
 
     def never_begun(self, call: Call) -> None:
-        """See `Outcomes`: it was lost on its way there, so it is sent as if for the first time."""
+        """Send a call again that was lost on its way to the replica, as if for the first time."""
         if call.ask.trace is not None:
             call.ask.trace.attempt_failed("never_begun", "the request did not arrive")
         if call.answer is not None or not call.is_whole:
@@ -228,17 +227,17 @@ class Dispatcher:
             self.submit(call)
 
     def disowned(self, call: Call) -> None:
-        """See `Outcomes`: its answer was lost, or the process is not the one that was sent the request."""
+        """Handle a call that the replica does not know: its response was lost, or the process is another one."""
         self._losses.disowned(call)
 
     def held_up(self, call: Call) -> None:
-        """See `Outcomes`."""
+        """Handle a call whose body was being sent when the bus disconnected."""
         self._parking.held_up(call)
 
     # -- choosing and sending --
 
     def submit(self, call: Call) -> None:
-        """Find a place for a call that has no router; it is sent, or waits, or ends."""
+        """Choose a router for a call that has none; it is sent, or waits, or ends."""
         if not self._outgoing.is_connected:
             self._parking.park(call)
             return
@@ -255,13 +254,13 @@ class Dispatcher:
             call.ask.trace.waits("replica")
 
     def _send(self, call: Call, router: Router, replica: ReplicaTag) -> Sequence[Dispatch]:
-        """Begin an attempt. A call that cannot be sent gives its slot back; returned is who has it now."""
+        """Start an attempt. A call that cannot be sent releases its slot; returns the dispatches that this allows."""
         try:
             self._outgoing.begin(call, replica)
         except NotConnected:
             if call.ask.trace is not None:
                 call.ask.trace.attempt_failed(BusUnavailable.error_code, "NATS went away")
-            freed = self._give_back(call, router)
+            freed = self._release(call, router)
             self._parking.park(call)
             return freed
         except FrameUnreadable as error:
@@ -274,14 +273,14 @@ class Dispatcher:
         return ()
 
     def _end_unsent(self, call: Call, router: Router, error: ServeError) -> Sequence[Dispatch]:
-        freed = self._give_back(call, router)
+        freed = self._release(call, router)
         self.end_with(call, error)
         return freed
 
-    # -- giving back --
+    # -- release --
 
     def _remove(self, call: Call) -> Router | None:
-        """Forget the call; returned is the router that still holds a slot or a place in its queue for it."""
+        """Forget the call; return the router in which it still has a slot or a place in the queue."""
         if self.calls.pop(call.key, None) is None:
             return None
         if self._parked:
@@ -292,13 +291,13 @@ class Dispatcher:
         router, call.router = call.router, None
         return router
 
-    def _give_back(self, call: Call, router: Router) -> Sequence[Dispatch]:
+    def _release(self, call: Call, router: Router) -> Sequence[Dispatch]:
         self._outgoing.drop(call)
         call.router = None
         return router.cancelled(call.key)
 
     def leave_router(self, call: Call) -> bool:
-        """Give back the call's slot or its place in the queue; False when the call has ended by that."""
+        """Release the call's slot or its place in the queue; False when that ended the call."""
         self._outgoing.drop(call)
         router = call.router
         if router is not None:
@@ -308,10 +307,10 @@ class Dispatcher:
 
 
 def _leave(router: Router, call: Call, error: ServeError, now: float) -> Sequence[Dispatch]:
-    """Let ``call`` leave its router, which draws its conclusions about the replica from ``error``."""
+    """Remove ``call`` from its router, which updates the replica's state according to ``error``."""
     request = call.key
     if isinstance(error, ReplicaError):
-        # The replica itself says that the user's code took too long; or another deployment did, called by this one.
+        # The replica itself reports that the user's code, or a deployment that it called, took too long.
         if error.code == DeadlineExceeded.error_code and now >= call.ask.deadline:
             return router.cancelled(request)
         return router.failed(request, now) if error.status >= 500 else router.finished(request)

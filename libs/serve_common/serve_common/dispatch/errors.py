@@ -31,23 +31,23 @@ class MethodNotAllowed(BadField):
 
 
 class HeadersTooLarge(LimitReached):
-    """The headers are longer, or more, than is read, or do not fit into one frame."""
+    """The headers exceed the limits of size or number, or do not fit into one frame."""
 
     error_code = "headers_too_large"
     status_hint = 431
 
 
 class ResponseUnusable(RequestFailed):
-    """The replica's answer cannot be passed on."""
+    """The replica's response cannot be forwarded."""
 
     error_code = "answer_unusable"
 
 
 class ReplicaError(RequestFailed):
-    """The replica says that the request failed, with its own code and status."""
+    """The replica reports that the request failed, with its own code and status."""
 
     def __init__(self, error_code: str, status: int, message: str, raised: bytes = b"") -> None:
-        """``raised`` is what came with it: for a Python caller, the exception as the replica pickled it."""
+        """``raised`` is the error's body: for a Python caller, the exception as the replica pickled it."""
         super().__init__(message)
         self.code = error_code
         self.status = status if 400 <= status <= 599 else 500
@@ -61,12 +61,12 @@ class NoRoute(NotFound):
 
 
 class QueueIsFull(NoReplicaAvailable):
-    """As many requests wait for the backend as may."""
+    """The backend's queue is full."""
 
     error_code = "queue_full"
 
     def __init__(self, backend_tag: BackendTag, limit: int, protection: BackendProtection) -> None:
-        """``limit`` is how many wait; ``protection`` says how that is told."""
+        """``limit`` is the queue's limit; ``protection`` has the status and retry-after to respond with."""
         super().__init__(f"{limit} requests wait for backend {backend_tag!r} already")
         config = protection.backpressure_config
         self.status = config.status_code
@@ -86,27 +86,27 @@ class BackendStopped(NoReplicaAvailable):
 
 
 class LostTwice(ReplicaDied):
-    """Two replicas died while they had the request, which is likely why; it is sent to no third one."""
+    """Two replicas died while they had the request, which is likely the cause; it is not sent to a third one."""
 
     error_code = "lost_twice"
 
 
 class CircuitOpen(NoReplicaAvailable):
-    """The backend's replicas died or fell silent lately; nothing is sent there for a while."""
+    """The backend's replicas died or became unresponsive lately; nothing is sent there for a while."""
 
     error_code = "circuit_open"
 
     def __init__(self, backend_tag: BackendTag, retry_after_s: float) -> None:
-        """``retry_after_s`` is when it is worth trying again."""
+        """``retry_after_s`` is the number of seconds after which a retry may succeed."""
         super().__init__(f"the replicas of backend {backend_tag!r} fail; nothing is sent there for a while")
         self.status = 503
         self.retry_after_s = retry_after_s
 
 
 class ReplicaTimedOut(DeadlineExceeded):
-    """The replica did not answer in time, nor when it was asked whether it is still there."""
+    """The replica did not answer in time, nor respond to a probe."""
 
 
 def error_type_of(error: ServeError) -> str:
-    """The word for ``error`` in traces: the replica's own, where it said one."""
+    """The type of ``error`` in traces: the replica's own error code, where it sent one."""
     return error.code if isinstance(error, ReplicaError) else error.error_code

@@ -1,7 +1,7 @@
-"""What the proxy says to replicas: requests, the pieces of their bodies, credit, cancels and probes. And to the
-controller: that a backend without replicas is waited for.
+"""Frames from a router to replicas: requests, the pieces of their bodies, credit, cancels and probes. And wake
+messages to the controller, for a backend without replicas.
 
-Why apart: everything here may find the bus away, and says so; what to do then is decided elsewhere.
+Why apart: everything here may find the bus disconnected, and raises; the reaction is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serve_common.protocol.frames import (
 from serve_common.protocol.reports import Wake
 from serve_common.protocol.subjects import Subjects
 
-_SUBJECTS_HELD_MAX: Final = 10_000
+_SUBJECTS_CACHED_MAX: Final = 10_000
 _TIMEOUT_S_MIN: Final = 0.001
 
 
@@ -40,9 +40,9 @@ class Outgoing:
         self._replies = replies
         self._subjects = subjects
         self._loop = asyncio.get_running_loop()
-        self._subject_of: dict[ReplicaTag, bytes] = {}
+        self._subject_cache: dict[ReplicaTag, bytes] = {}
         self._credits = 0
-        """Given so far."""
+        """Credit frames sent so far."""
 
     @property
     def is_connected(self) -> bool:
@@ -51,14 +51,14 @@ class Outgoing:
 
     @property
     def bus_answers(self) -> bool:
-        """False while nothing can be concluded from anybody's silence."""
+        """False while silence of a replica proves nothing."""
         return self._bus.answers
 
     def begin(self, call: Call, replica: ReplicaTag) -> None:
         """Send the request to ``replica``: a new attempt.
 
-        Raises DeadlineExceeded, InboxFull, FrameUnreadable when the head is too large, and as `Bus.publish`; the caller
-        then drops the attempt.
+        Raises DeadlineExceeded, InboxFull, FrameUnreadable when the head is too large, and as `DataPlaneBus.publish`;
+        the caller then drops the attempt.
         """
         now = self._loop.time()
         ask = call.ask
@@ -96,7 +96,7 @@ class Outgoing:
             self.send_pieces(attempt)
 
     def send_pieces(self, attempt: Attempt) -> None:
-        """Send as much of the body as there is credit for; raises as `DataPlaneBus.publish`."""
+        """Send as much of the body as the credit allows; raises as `DataPlaneBus.publish`."""
         upload = attempt.upload
         while attempt.credit > 0 and not attempt.is_body_sent:
             at = attempt.sent_pieces
@@ -113,46 +113,46 @@ class Outgoing:
             attempt.credit -= 1
 
     def tell(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
-        """Send a frame to the call's replica; raises as `DataPlaneBus.publish`, nothing without an attempt."""
+        """Send a frame to the call's replica; raises as `DataPlaneBus.publish`. Does nothing without an attempt."""
         attempt = call.attempt
         if attempt is not None:
             self._bus.publish(attempt.subject, encode_frame(head, body), attempt.reply)
 
     def give_credit(self, call: Call, frames: int) -> None:
-        """Let the replica send so many frames more; what the bus does not take is owed until the next time."""
+        """Allow the replica ``frames`` more frames; credit that the bus does not take is sent with the next one."""
         call.credit_owed += frames
         attempt = call.attempt
         if attempt is None or not call.credit_owed:
             return
         self._credits += 1
-        if self._tell(attempt, CreditHead(call.credit_owed, self._credits)):
+        if self._try_publish(attempt, CreditHead(call.credit_owed, self._credits)):
             attempt.has_asked = True
             call.credit_owed = 0
 
     def probe(self, call: Call) -> None:
-        """Ask the call's replica whether it still knows it."""
+        """Probe whether the call's replica still knows it."""
         attempt = call.attempt
         if attempt is not None:
             now = attempt.probed_at = self._loop.time()
             attempt.has_asked = True
-            self._tell(attempt, ProbeHead(now - attempt.sent_at, wants_sign=True))
+            self._try_publish(attempt, ProbeHead(now - attempt.sent_at, wants_sign=True))
 
     def cancel(self, call: Call) -> None:
-        """Tell the call's replica that nobody wants its answer."""
+        """Notify the call's replica that its response is no longer wanted."""
         if call.attempt is not None:
-            self._tell(call.attempt, CancelHead())
+            self._try_publish(call.attempt, CancelHead())
 
     def wake(self, backend_tag: BackendTag, waiting: int) -> bool:
-        """Say that so many requests wait for a backend without replicas; False when the bus does not take it."""
-        said = msgspec.json.encode(Wake(backend_tag=backend_tag, waiting=waiting))
+        """Report that ``waiting`` requests wait for a backend without replicas; False when the bus does not take it."""
+        payload = msgspec.json.encode(Wake(backend_tag=backend_tag, waiting=waiting))
         try:
-            self._bus.publish(self._subjects.wake(backend_tag), said)
+            self._bus.publish(self._subjects.wake(backend_tag), payload)
         except (NotConnected, OutboundFull):
             return False
         return True
 
     def drop(self, call: Call) -> None:
-        """End the attempt on this side: what still comes for it is not heard."""
+        """End the attempt on this side: later replies to it are dropped."""
         if call.attempt is not None:
             self._replies.forget(call.attempt.token)
             if call.attempt.upload is not None:
@@ -161,8 +161,8 @@ class Outgoing:
             if call.ask.trace is not None:
                 call.ask.trace.attempt_ended(call.status)
 
-    def _tell(self, attempt: Attempt, head: Head) -> bool:
-        """False when the bus does not take it; what is told here can be told again or left out."""
+    def _try_publish(self, attempt: Attempt, head: Head) -> bool:
+        """Publish a frame that may be repeated or omitted; False when the bus does not take it."""
         try:
             self._bus.publish(attempt.subject, encode_frame(head), attempt.reply)
         except (NotConnected, OutboundFull):
@@ -170,9 +170,9 @@ class Outgoing:
         return True
 
     def _subject(self, replica: ReplicaTag) -> bytes:
-        subject = self._subject_of.get(replica)
+        subject = self._subject_cache.get(replica)
         if subject is None:
-            if len(self._subject_of) >= _SUBJECTS_HELD_MAX:
-                self._subject_of.clear()
-            subject = self._subject_of[replica] = self._subjects.replica(replica).encode()
+            if len(self._subject_cache) >= _SUBJECTS_CACHED_MAX:
+                self._subject_cache.clear()
+            subject = self._subject_cache[replica] = self._subjects.replica(replica).encode()
         return subject

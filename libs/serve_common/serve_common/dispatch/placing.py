@@ -1,4 +1,4 @@
-"""Finds a place for a request, and moves those that are under way when snapshots change what there is."""
+"""Places requests at routers, and moves active ones when snapshots change routes and backends."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from serve_common.routing.router import Router
 
 @final
 class SnapshotUpdates:
-    """Brings snapshots to the routers and to the calls."""
+    """Applies snapshots to the routers and to active calls."""
 
     def __init__(self, keeper: Keeper, routes: Routes, losses: LostRequests) -> None:
         self._keeper = keeper
         self._routes = routes
-        self._losses = losses
+        self._lost_requests = losses
         self._loop = asyncio.get_running_loop()
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> HttpChange | None:
-        """See `Dispatcher.update`."""
+        """Apply snapshots, as `Dispatcher.update`."""
         changes = self._routes.update(snapshots, whole=whole)
         failures: list[Exception] = []
         for tag, backend in changes.backends.items():
@@ -45,7 +45,7 @@ class SnapshotUpdates:
         if changes.endpoints:
             for tag in self._routes.orphans():
                 self._drop_router(self._routes.routers.pop(tag))
-            self._choose_anew(changes.endpoints)
+            self._place_again(changes.endpoints)
             for endpoint_tag in changes.endpoints:
                 self._routes.confirm(endpoint_key(endpoint_tag))
         if failures:
@@ -59,7 +59,7 @@ class SnapshotUpdates:
         router = self._routes.router(tag)
         applied = router.apply(backend, self._loop.time())
         self._keeper.perform(router, applied.dispatches)
-        self._losses.lose(
+        self._lost_requests.lose(
             applied.lost,
             router,
             "left the backend",
@@ -68,22 +68,22 @@ class SnapshotUpdates:
         )
 
     def _drop_router(self, router: Router | None) -> None:
-        """The backend is gone: what waits for it chooses anew or fails now, not at its deadline."""
+        """Drop a removed backend: requests that wait for it are placed again or fail now, not at their deadline."""
         if router is None:
             return
         dropped = router.drop()
         waiting = [self._keeper.calls[request] for request in dropped.waiting]
         for call in waiting:
             call.router = None
-        self._losses.lose(dropped.lost, router, "left with its backend")
+        self._lost_requests.lose(dropped.lost, router, "left with its backend")
         for call in waiting:
             if call.key in self._keeper.calls:
                 self._keeper.submit(call)
 
-    def _choose_anew(self, changed: Collection[EndpointTag]) -> None:
-        """What waits goes by the traffic policy of now; what a replica has is still answered.
+    def _place_again(self, changed: Collection[EndpointTag]) -> None:
+        """Place waiting requests by the current traffic policy; requests in flight are still answered.
 
-        Otherwise a request could wait for a backend that gets no replica any more because all traffic left it.
+        Otherwise a request could wait for a backend that gets no more replicas because all traffic left it.
         """
         for call in list(self._keeper.calls.values()):
             ask, router = call.ask, call.router
@@ -106,9 +106,9 @@ class SnapshotUpdates:
 
 
 def wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int = 0) -> None:
-    """Say it if ``router``'s backend sleeps, a request waits or ``refused`` ones could not, and it is time.
+    """Send a wake message if it is due: the backend is at zero replicas, and requests wait or were ``refused``.
 
-    Copies for a shadow do not count. While NATS is away nothing is said; it is then still due.
+    Shadow copies do not count. While NATS is disconnected nothing is sent; it is then still due.
     """
     waiting = router.queue_depth or refused
     if (
@@ -125,7 +125,7 @@ _MAY_HAVE_RUN: Final = "the request was lost and may have run"
 
 @final
 class RequestPlacement:
-    """Brings calls to routers."""
+    """Places calls at routers."""
 
     def __init__(self, routes: Routes, outgoing: Outgoing) -> None:
         self._routes = routes
@@ -133,9 +133,9 @@ class RequestPlacement:
         self._loop = asyncio.get_running_loop()
 
     def choose(self, call: Call) -> SendTo | Queued | ServeError:
-        """Give the call a router and a place there; when an error is returned, it has got neither."""
+        """Submit the call to a router; when an error is returned, it has none."""
         ask = call.ask
-        # A second sending goes by what holds now.
+        # A retry uses the current endpoint.
         endpoint = self._routes.endpoints.get(ask.endpoint.tag)
         if endpoint is None:
             return NotFound(f"endpoint {ask.endpoint.tag!r} is gone")
@@ -143,7 +143,7 @@ class RequestPlacement:
         shard_hash = stable_hash(ask.shard_key) if ask.shard_key else None
         if shadow is not None:
             router = self._routes.routers.get(shadow)
-        elif (stays_with := _backend_of_suspect(call, endpoint)) is not None:
+        elif (stays_with := _suspect_backend(call, endpoint)) is not None:
             router = self._routes.choose_router(endpoint, stays_with)
         else:
             router = self._routes.choose_router(endpoint, ask.backend_tag, shard_hash)
@@ -151,19 +151,19 @@ class RequestPlacement:
             wanted = "backend" if ask.backend_tag is None else f"backend {ask.backend_tag!r}"
             return NoReplicaAvailable(f"endpoint {endpoint.tag!r} has no {wanted}")
         if router.circuit.is_open or router.is_stopped:
-            kept_out = self._keep_out(call, router)
-            if kept_out is not None:
-                return kept_out
-        wish = None
+            refusal = self._check_refusal(call, router)
+            if refusal is not None:
+                return refusal
+        affinity = None
         if shard_hash is not None or ask.code_versions or (ask.call is not None and ask.call.model_id):
-            wish = _wish_of(ask, router.backend_tag, shard_hash)
+            affinity = _build_affinity(ask, router.backend_tag, shard_hash)
         outcome = router.submit(
             call.key,
             ask.deadline,
             is_admitted=call.was_admitted,
             is_spare=shadow is not None,
             is_suspect=call.is_suspect,
-            wish=wish,
+            wish=affinity,
         )
         if type(outcome) is not SendTo:
             if router.is_asleep:
@@ -175,7 +175,7 @@ class RequestPlacement:
         call.was_admitted = True
         return outcome
 
-    def _keep_out(self, call: Call, router: Router) -> ServeError | None:
+    def _check_refusal(self, call: Call, router: Router) -> ServeError | None:
         if router.is_stopped:
             router.stopped_refusals += 1
             if call.losses:
@@ -189,15 +189,15 @@ class RequestPlacement:
         return CircuitOpen(router.backend_tag, wait_s)
 
 
-def _backend_of_suspect(call: Call, endpoint: Endpoint) -> BackendTag | None:
-    """The backend whose replica died with the request, if it may stay there: no other one should lose any to it."""
+def _suspect_backend(call: Call, endpoint: Endpoint) -> BackendTag | None:
+    """The backend whose replica died with the request, if it may stay there: to protect other backends from it."""
     if not call.lost_with:
         return None
     backend_tag = backend_tag_of(call.lost_with[-1])
     return backend_tag if endpoint.takes(backend_tag, call.ask.backend_tag) else None
 
 
-def _wish_of(ask: RequestSpec, backend_tag: BackendTag, shard_hash: int | None) -> Affinity:
+def _build_affinity(ask: RequestSpec, backend_tag: BackendTag, shard_hash: int | None) -> Affinity:
     return Affinity(
         None if ask.code_versions is None else ask.code_versions.get(backend_tag),
         shard_hash,

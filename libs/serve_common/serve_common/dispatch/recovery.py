@@ -1,4 +1,4 @@
-"""What becomes of requests whose replica died or lost them, and of all of them while the bus is away."""
+"""Recovery of requests whose replica died or lost them, and of all requests after a disconnect of the bus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 @final
 class LostRequests:
-    """Decides about calls that a replica has and will not answer."""
+    """Retries or fails calls that a replica got and will not answer."""
 
     def __init__(self, keeper: Keeper, outgoing: Outgoing) -> None:
         self.suspicions: Final = FailureDetector()
@@ -31,7 +31,7 @@ class LostRequests:
         self._loop = asyncio.get_running_loop()
 
     def take_no_responders(self, call: Call) -> None:
-        """Nobody listens to the subject of the replica of the call's current attempt."""
+        """The subject of the replica of the call's current attempt has no subscriber."""
         attempt, router = call.attempt, call.router
         if attempt is None or router is None:
             return
@@ -47,8 +47,8 @@ class LostRequests:
             lost = router.replica_gone(attempt.replica, now)
             if lost:
                 _log.warning("replica_died", replica_tag=attempt.replica, lost_requests=len(lost))
-            was_told_to_stop = router.is_draining(attempt.replica)
-            died = () if was_told_to_stop else lost
+            was_draining = router.is_draining(attempt.replica)
+            died = () if was_draining else lost
             self.lose(lost, router, "died", died=died, are_others_left=router.has_healthy())
 
     def disowned(self, call: Call) -> None:
@@ -57,7 +57,7 @@ class LostRequests:
         if router is not None:
             call.router = None
             self._keeper.perform(router, router.unanswered(call.key, self._loop.time()))
-        self._lost(call, router, "does not know the request any more")
+        self._retry_or_fail(call, router, "does not know the request any more")
 
     def lose(
         self,
@@ -68,28 +68,28 @@ class LostRequests:
         died: Collection[RequestKey] = (),
         are_others_left: bool = False,
     ) -> None:
-        """These were on a replica that is gone; ``router`` has forgotten them.
+        """Handle ``requests``, which were on a replica that is gone; ``router`` has forgotten them.
 
-        ``died``: those of them whose replica was not told to stop, so that they may be what ended it;
-        ``are_others_left``: replicas that should be spared the same.
+        ``died``: those of them whose replica was not draining, so that they may be the cause of its death;
+        ``are_others_left``: other healthy replicas exist, which should be protected.
         """
-        held = self._keeper.calls
-        calls = [held[request] for request in requests if request in held]
+        active = self._keeper.calls
+        calls = [active[request] for request in requests if request in active]
         for call in calls:
             call.router = None
             self._outgoing.cancel(call)
         for call in calls:
             if call.key in died and call.attempt is not None:
-                # A replica that has answered since was only cut off.
+                # A replica that has responded since was only cut off.
                 dead = (tag for tag in call.lost_with if router.is_dead(tag))
                 call.lost_with = (*dead, call.attempt.replica)
                 call.is_suspect = call.is_suspect or are_others_left
-            self._lost(call, router, why)
+            self._retry_or_fail(call, router, why)
 
-    def _lost(self, call: Call, router: Router | None, why: str) -> None:
-        """The replica may have begun the request and will not answer it. The call has left ``router``."""
+    def _retry_or_fail(self, call: Call, router: Router | None, why: str) -> None:
+        """The replica may have started the request and will not answer it. The call has left ``router``."""
         if call.key not in self._keeper.calls:
-            return  # whoever was told of another call's end has given this one up
+            return  # a callback of another call has abandoned this one
         replica = "" if call.attempt is None else call.attempt.replica
         if call.ask.trace is not None:
             call.ask.trace.attempt_failed("lost", f"the replica {why}")
@@ -122,21 +122,21 @@ class LostRequests:
 
 
 PARKED_MAX: Final = 10_000
-"""Requests that wait for the bus to come back."""
+"""Limit of requests that wait for the bus to reconnect."""
 
 _CUT_OFF: Final = "NATS went away while the body was sent; the request may have run"
 
 
 @final
 class PendingReconnect:
-    """Holds the calls that wait for the bus."""
+    """Holds the calls that wait for the bus to reconnect."""
 
     def __init__(
         self, keeper: Keeper, outgoing: Outgoing, suspicions: FailureDetector, *, bus_wait_s: float
     ) -> None:
-        """``bus_wait_s`` is how long a request waits for a bus that is away."""
+        """``bus_wait_s`` is how many seconds a request waits for the bus to reconnect."""
         self.parked: Final[dict[RequestKey, Call]] = {}
-        """They have no router; whoever ends one takes it out."""
+        """Waiting calls; they have no router. The code that ends a call removes it."""
         self._keeper = keeper
         self._outgoing = outgoing
         self._suspicions = suspicions
@@ -144,7 +144,7 @@ class PendingReconnect:
         self._loop = asyncio.get_running_loop()
 
     def park(self, call: Call) -> None:
-        """Let a call that has no router wait for the bus, if it may."""
+        """Let a call that has no router wait for the bus, unless it is a shadow copy or too many wait."""
         if call.ask.shadow_backend is not None:
             self._keeper.end_with(call, BusUnavailable("NATS is away, and a copy does not wait for it"))
             return
@@ -157,7 +157,7 @@ class PendingReconnect:
         self.parked[call.key] = call
 
     def held_up(self, call: Call) -> None:
-        """The bus went away before the request was sent whole."""
+        """The bus disconnected before the request was completely sent."""
         if call.can_begin_anew:
             if self._keeper.leave_router(call):
                 self.park(call)
@@ -165,21 +165,21 @@ class PendingReconnect:
             self._keeper.end_with(call, ReplicaDied(_CUT_OFF))
 
     def bus_is_back(self) -> None:
-        """Send what was parked, and find out what became of what was under way."""
+        """After a reconnect: send calls that waited for it, and probe those that were in flight."""
         self._suspicions.reconnected(self._loop.time())
-        held = self._keeper.calls
-        for call in list(held.values()):
-            if call.attempt is not None and call.key in held:
-                self._look_after(call)
+        active = self._keeper.calls
+        for call in list(active.values()):
+            if call.attempt is not None and call.key in active:
+                self._recover(call)
         parked = list(self.parked.values())
         self.parked.clear()
         for call in parked:
             call.parked_until = 0.0
-            if call.key in held:
+            if call.key in active:
                 self._keeper.submit(call)
 
-    def _look_after(self, call: Call) -> None:
-        """``call`` was under way when the bus went away."""
+    def _recover(self, call: Call) -> None:
+        """Recover ``call``, which was in flight when the bus disconnected."""
         attempt = call.attempt
         assert attempt is not None
         if attempt.is_body_sent or call.answer is not None:

@@ -1,7 +1,7 @@
-"""The body of a request that is still arriving while it is sent on.
+"""The body of a request that is forwarded while it is still arriving.
 
-Why pieces and not a stream: what was sent must be there once more when a replica refuses the request, and no more than
-that may be kept, however large the body is and however many of them arrive at once.
+Why pieces and not a stream: what was sent must be available again when a replica refuses the request, and no more than
+that may be retained, however large the body is and however many arrive at once.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from serve_common.errors import ServeError
 from serve_common.protocol.frames import CREDIT_FRAMES, FRAME_BODY_BYTES_MAX, UNKNOWN_BYTES, WINDOW_FRAMES
 
 KEPT_BYTES_MAX: Final = WINDOW_FRAMES * FRAME_BODY_BYTES_MAX
-"""Of one body, from its beginning, so that it can be sent again; who is sent more has answered with credit."""
+"""Bytes retained from the start of one body, so that it can be sent again; a replica must give credit for more."""
 HELD_BYTES_MAX: Final = 2 * KEPT_BYTES_MAX
-"""Of one body, however much credit its replica gives."""
+"""Limit of one body's bytes in memory, however much credit its replica gives."""
 BODIES_BYTES_MAX: Final = 48 * 1024 * 1024
-"""What all bodies that are let in may need together, unless the process is told otherwise. What is beyond it is refused
-before it is read: a client that is told so at once is better off than one that shares too little with too many."""
+"""Default limit of what all admitted bodies may need together. Bodies beyond it are refused before they are read:
+failing fast serves a client better than sharing too little memory with too many."""
 UPLOADS_BYTES_MAX: Final = BODIES_BYTES_MAX // 2
-"""What uploads hold together when they are at their fastest. What is beyond it comes slower, and does not fail."""
+"""Limit of what uploads hold together at full speed. Beyond it they get slower, and do not fail."""
 UPLOAD_BYTES: Final = 1024 * 1024
-"""What one upload needs at least to get on: what was read of it ahead, and the frames until its replica's credit."""
+"""What one upload needs at least to make progress: read-ahead, and the frames until its replica's credit."""
 FAIR_BYTES: Final = 64 * 1024
-"""What each body may hold however many others there are: the one that has a replica must get on."""
+"""What each body may always hold: one that has a replica must make progress."""
 
 
 @final
 class UploadRoom:
-    """The memory that the bodies of all requests of a process share."""
+    """The memory budget that the bodies of all requests of a process share."""
 
     __slots__ = ("_admitted_bytes_max", "_bytes_max", "_waiting", "admitted_bytes", "held_bytes", "refused")
 
     def __init__(
         self, bytes_max: int = UPLOADS_BYTES_MAX, admitted_bytes_max: int = BODIES_BYTES_MAX
     ) -> None:
-        """``bytes_max`` is what uploads may hold, ``admitted_bytes_max`` what bodies that were let in may need."""
+        """``bytes_max`` limits what uploads hold, ``admitted_bytes_max`` what admitted bodies may need."""
         self.held_bytes = 0
         self.admitted_bytes = 0
-        """What the bodies that were let in may need."""
+        """What the admitted bodies may need, in bytes."""
         self.refused = 0
-        """Bodies that were not let in."""
+        """Bodies that were not admitted."""
         self._bytes_max = bytes_max
         self._admitted_bytes_max = admitted_bytes_max
         self._waiting: dict[RequestBody, None] = {}
 
     def admits(self, need_bytes: int) -> bool:
-        """True when a body that may need so much would be let in now.
+        """True when a body that may need ``need_bytes`` would be admitted now.
 
-        One body is let in whatever it needs, so that no request is refused for ever.
+        A single body is admitted whatever it needs, so that no request is refused for ever.
         """
         return not self.admitted_bytes or self.admitted_bytes + need_bytes <= self._admitted_bytes_max
 
     def admit(self, need_bytes: int) -> bool:
-        """Let a body in that may need so much, until `leave`; False when there is no room for it. Nobody waits."""
+        """Admit a body that may need ``need_bytes``, until `leave`; False when there is no capacity. Never waits."""
         if not self.admits(need_bytes):
             self.refused += 1
             return False
@@ -64,30 +64,30 @@ class UploadRoom:
         return True
 
     def leave(self, need_bytes: int) -> None:
-        """A body that was let in is no longer held."""
+        """Release an admitted body."""
         self.admitted_bytes -= need_bytes
 
     @property
     def is_full(self) -> bool:
-        """True when bodies must wait that have their fair share."""
+        """True when bodies that have their fair share must wait."""
         return self.held_bytes >= self._bytes_max
 
     @property
     def is_crowded(self) -> bool:
-        """True when bodies should grow by small steps: many that take much at once would hold more than they may."""
+        """True when bodies should grow in small steps: many large steps at once would exceed the limit."""
         return 2 * self.held_bytes >= self._bytes_max
 
     def change(self, change_bytes: int) -> None:
-        """So much more is held, or less."""
+        """Add ``change_bytes``, which may be negative, to what is held."""
         self.held_bytes += change_bytes
         if change_bytes < 0 and self._waiting and not self.is_full:
-            # All of them, although together they may add too much once more: one whose client says nothing would
-            # otherwise keep the place of one that could go on.
+            # All of them, although together they may exceed the limit again: one whose client sends nothing would
+            # otherwise block one that could go on.
             for body in list(self._waiting):
                 body.wake()
 
     def wait(self, body: RequestBody, *, waits: bool) -> None:
-        """``body`` waits for room, or does so no more."""
+        """Register that ``body`` waits for capacity, or no longer does."""
         if waits:
             self._waiting[body] = None
         else:
@@ -96,7 +96,7 @@ class UploadRoom:
 
 @final
 class RequestBody:
-    """What has come of a body and was not yet taken by a replica. It has one producer."""
+    """The part of a body that has arrived and was not yet taken by a replica. It has one producer."""
 
     __slots__ = (
         "_first",
@@ -104,33 +104,33 @@ class RequestBody:
         "_is_closed",
         "_is_ended",
         "_last_at",
-        "_loose",
-        "_loose_bytes",
         "_pieces",
         "_producer",
         "_received_bytes",
         "_room",
         "_taken",
+        "_unsplit",
+        "_unsplit_bytes",
         "body_bytes",
         "on_failed",
         "on_more",
     )
 
     def __init__(self, first: bytes, room: UploadRoom, body_bytes: int = UNKNOWN_BYTES) -> None:
-        """``first`` is the beginning of the body, not empty; ``body_bytes`` what was announced for all of it."""
+        """``first`` is the beginning of the body, not empty; ``body_bytes`` its announced size."""
         self.body_bytes = body_bytes
         self.on_more: Callable[[], None] | None = None
-        """Called when there is more to send; set by whoever sends."""
+        """Called when there is more to send; set by the sender."""
         self.on_failed: Callable[[ServeError], None] | None = None
-        """Called when there will be no more although the body is not whole."""
+        """Called when the body fails before it is complete."""
         self._room = room
         self._pieces: deque[bytes | memoryview] = deque()
-        """As they were sent, so that a second sending is cut in the same way; the first is number ``_first``."""
+        """Pieces as they were sent, so that a retry has the same ones; the first is number ``_first``."""
         self._first = 0
         self._taken = 0
-        """How many pieces the replica that they are sent to has given credit for."""
-        self._loose: deque[memoryview] = deque()
-        self._loose_bytes = 0
+        """How many pieces the current replica has given credit for."""
+        self._unsplit: deque[memoryview] = deque()
+        self._unsplit_bytes = 0
         self._held_bytes = 0
         self._received_bytes = 0
         self._is_ended = False
@@ -143,23 +143,23 @@ class RequestBody:
 
     @property
     def is_closed(self) -> bool:
-        """Nobody wants the rest."""
+        """True when the rest is not wanted."""
         return self._is_closed
 
     @property
     def received_bytes(self) -> int:
-        """What has come, whether or not it is still held."""
+        """Bytes that have arrived, whether or not they are still held."""
         return self._received_bytes
 
     def add(self, data: bytes) -> None:
-        """More has come; what is announced ends with the byte that was announced last."""
+        """Append data; a body of announced size is complete with its last announced byte."""
         if self._is_closed or self._is_ended or not data:
             return
         size = len(data)
         self._received_bytes += size
         self._held_bytes += size
-        self._loose.append(memoryview(data))
-        self._loose_bytes += size
+        self._unsplit.append(memoryview(data))
+        self._unsplit_bytes += size
         self._room.change(size)
         if self._received_bytes == self.body_bytes:
             self._is_ended = True
@@ -167,24 +167,24 @@ class RequestBody:
             self.on_more()
 
     def end(self) -> None:
-        """The body is whole."""
+        """Mark the body as complete."""
         if not self._is_ended:
             self._is_ended = True
             if self.on_more is not None:
                 self.on_more()
 
     def fail(self, error: ServeError) -> None:
-        """The rest will not come; the request fails."""
+        """Fail the request: the rest will not come."""
         if self.on_failed is not None:
             self.on_failed(error)
 
     async def wait_for_room(self) -> None:
-        """Wait until more may be added, or nobody wants it any more."""
+        """Wait until more may be added, or the body is closed."""
         while not self.has_room:
             if self._room.is_full and self._first < self._taken:
-                # Kept for a second sending while there was room. Bodies that all wait while they keep such pieces
-                # would fill the room for ever: who has sent less than `CREDIT_FRAMES` since gets no credit.
-                self._let_go_taken()
+                # Retained for a retry while there was capacity. Bodies that all wait while they retain such pieces
+                # would deadlock: one that has sent less than `CREDIT_FRAMES` since gets no credit.
+                self._release_taken()
                 continue
             self._room.wait(self, waits=True)
             self._producer = asyncio.get_running_loop().create_future()
@@ -196,53 +196,53 @@ class RequestBody:
 
     @property
     def has_room(self) -> bool:
-        """More may be added now, or nobody wants it any more."""
+        """True when more may be added now, or the body is closed."""
         if self._is_closed:
             return True
-        if self._loose_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= HELD_BYTES_MAX:
+        if self._unsplit_bytes >= FRAME_BODY_BYTES_MAX or self._held_bytes >= HELD_BYTES_MAX:
             return False
         if self._held_bytes < FAIR_BYTES or not self._room.is_full:
             return True
-        # All that came was sent, but too few frames for the replica to give credit: it would be waited for in vain.
-        return not self._loose and 0 < len(self._pieces) < CREDIT_FRAMES
+        # Everything was sent, but too few frames for the replica to give credit: waiting for it would deadlock.
+        return not self._unsplit and 0 < len(self._pieces) < CREDIT_FRAMES
 
     def wake(self) -> None:
-        """Let the producer go on if there is room."""
+        """Resume the producer if there is capacity."""
         if self._producer is not None and not self._producer.done() and self.has_room:
             self._producer.set_result(None)
 
-    # -- for whoever sends --
+    # -- for the sender --
 
     @property
     def is_from_start(self) -> bool:
-        """True while all that has come is held: it can be sent anew."""
+        """True while all that has arrived is held, so that it can be sent again."""
         return self._first == 0
 
     @property
     def announced_bytes(self) -> int:
-        """For the head of a request that is sent now."""
+        """The body's size for a request head that is sent now."""
         return self._received_bytes if self._is_ended else self.body_bytes
 
     def piece(self, at: int) -> bytes | memoryview | None:
-        """Piece number ``at``, which is the next one to send; None when it has not come yet."""
+        """Piece number ``at``, which is the next one to send; None when it has not arrived yet."""
         if at - self._first < len(self._pieces):
             return self._pieces[at - self._first]
-        if self._last_at is not None or not (self._loose or self._is_ended):
+        if self._last_at is not None or not (self._unsplit or self._is_ended):
             return None
         taken: list[memoryview] = []
         space = FRAME_BODY_BYTES_MAX
-        while self._loose and space > 0:
-            view = self._loose.popleft()
+        while self._unsplit and space > 0:
+            view = self._unsplit.popleft()
             if len(view) > space:
-                self._loose.appendleft(view[space:])
+                self._unsplit.appendleft(view[space:])
                 view = view[:space]
             taken.append(view)
             space -= len(view)
-        # One piece of one read is sent as it is; what was read with it lives as long, and is counted once.
+        # A piece of a single read is sent without a copy; the rest of that read lives as long, and is counted once.
         piece = taken[0] if len(taken) == 1 else b"".join(taken)
-        self._loose_bytes -= len(piece)
+        self._unsplit_bytes -= len(piece)
         self._pieces.append(piece)
-        if self._is_ended and not self._loose:
+        if self._is_ended and not self._unsplit:
             self._last_at = at
         self.wake()
         return piece
@@ -252,32 +252,32 @@ class RequestBody:
         return self._last_at is not None and at >= self._last_at
 
     def release(self, up_to: int) -> None:
-        """A replica has taken all pieces before number ``up_to``; they are kept only as far as that costs little."""
+        """A replica has taken all pieces before number ``up_to``; they are retained only while that is cheap."""
         self._taken = up_to
         if self._first == 0 and self._received_bytes <= KEPT_BYTES_MAX and not self._room.is_full:
             return
-        self._let_go_taken()
+        self._release_taken()
 
     def restart(self) -> None:
-        """Whoever was sent pieces will not answer: what is sent next may have to begin with the first of them."""
+        """The current replica will not answer: the next attempt may have to begin with the first piece."""
         self._taken = 0
 
-    def _let_go_taken(self) -> None:
+    def _release_taken(self) -> None:
         freed = 0
         while self._first < self._taken and self._pieces:
             freed += len(self._pieces.popleft())
             self._first += 1
-        self._let_go(freed)
+        self._free(freed)
 
     def close(self) -> None:
-        """Nobody wants the body any more: the request has ended."""
+        """Release everything: the request has ended."""
         self._is_closed = True
         self.on_more = self.on_failed = None
         self._pieces.clear()
-        self._loose.clear()
-        self._let_go(self._held_bytes)
+        self._unsplit.clear()
+        self._free(self._held_bytes)
 
-    def _let_go(self, freed_bytes: int) -> None:
+    def _free(self, freed_bytes: int) -> None:
         self._held_bytes -= freed_bytes
         self.wake()
         if freed_bytes:

@@ -1,4 +1,4 @@
-"""What replicas send to a router: each frame of a response and what it means for its request."""
+"""Frames from replicas to a router: decoding, and their effect on the request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 ACCEPTED: Final = 101
 """The status by which a replica accepts a WebSocket."""
 _CREDIT_MAX: Final = 1_000
-"""Of frames; more than any replica can mean."""
+"""Largest credit accepted, in frames; more than any replica can mean."""
 _REFUSALS: Final = {"busy": Refusal.BUSY, "draining": Refusal.DRAINING}
 
 
@@ -46,33 +46,33 @@ def _is_accepted(head: ResponseHead, call: Call) -> bool:
 
 
 class Outcomes(Protocol):
-    """What an answer can do to a call; the dispatcher."""
+    """Effects of a replica's frames on a call; the dispatcher."""
 
     def answered(self, call: Call) -> None:
-        """The replica has sent all of its answer."""
+        """The replica has sent its complete response."""
 
     def end_with(self, call: Call, error: ServeError) -> None:
-        """The replica has ended the call without a (whole) answer."""
+        """The replica has ended the call without a (complete) response."""
 
     def fail(self, call: Call, error: ServeError) -> None:
         """The call ends although the replica may still work on it."""
 
     def refused(self, call: Call, reason: Refusal) -> None:
-        """The replica did not begin the request."""
+        """The replica did not start the request."""
 
     def never_begun(self, call: Call) -> None:
-        """The replica is certain that it did not begin the request, and will not."""
+        """The replica is certain that it did not start the request, and will not."""
 
     def disowned(self, call: Call) -> None:
         """The replica does not know the request (any more)."""
 
     def held_up(self, call: Call) -> None:
-        """The bus went away before the request was sent whole."""
+        """The bus disconnected before the request was completely sent."""
 
 
 @final
-class _SocketOfCall:
-    """What a socket can do to its call; a `SocketBus`."""
+class _CallSocketBus:
+    """A `SocketBus` for the socket of one call."""
 
     __slots__ = ("_call", "_outcomes", "_outgoing")
 
@@ -82,7 +82,7 @@ class _SocketOfCall:
         self._outcomes = outcomes
 
     def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
-        """See `SocketBus`."""
+        """Send a frame to the replica; a failure also fails the call."""
         try:
             self._outgoing.tell(self._call, head, body)
         except (NotConnected, OutboundFull, PayloadTooLarge) as error:
@@ -90,17 +90,15 @@ class _SocketOfCall:
             raise
 
     def give_credit(self, frames: int) -> None:
-        """See `SocketBus`."""
         self._outgoing.give_credit(self._call, frames)
 
     def ended(self) -> None:
-        """See `SocketBus`."""
         self._outcomes.answered(self._call)
 
 
 @final
 class ResponseReader:
-    """Reads the frames that come for calls, in the bus' read path."""
+    """Processes the frames that replicas send for calls, in the bus' read path."""
 
     def __init__(self, outcomes: Outcomes, outgoing: Outgoing, suspicions: FailureDetector) -> None:
         self._outcomes = outcomes
@@ -110,28 +108,28 @@ class ResponseReader:
         self._bad_frames = RateLimitedLogger(_log.warning)
 
     def take(self, call: Call, payload: bytes) -> None:
-        """A frame came to the reply subject of the call's current attempt."""
+        """Process a frame on the reply subject of the call's current attempt."""
         attempt = call.attempt
         if attempt is None:
             return
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
-            self._complain("frame_unreadable", attempt, str(error))
+            self._log_bad_frame("frame_unreadable", attempt, str(error))
             self._outcomes.fail(call, ResponseUnusable("the replica's answer is not a frame"))
             return
         if self._suspicions:
             self._suspicions.heard(attempt.replica)
         if type(head) is ResponseHead and head.last and call.answer is None and not _is_accepted(head, call):
             call.status = head.status
-            # The slot first: whoever is told may send the next request at once.
+            # Release the slot first: the callback may send the next request at once.
             self._outcomes.answered(call)
             call.on_answer(call, Response(head.status, head.headers, body, None))
             return
         attempt.heard_at = self._loop.time()
         match head:
             case MessageHead() | CloseHead():
-                self._take_said(call, head, body)
+                self._take_socket_frame(call, head, body)
             case ResponseHead(status, headers):
                 self._open_stream(call, status, headers, body)
             case BodyHead(sequence, last):
@@ -145,10 +143,10 @@ class ResponseReader:
             case AliveHead():
                 self._prove_alive(call)
             case _:
-                self._complain("frame_unexpected", attempt, type(head).__name__)
+                self._log_bad_frame("frame_unexpected", attempt, type(head).__name__)
 
     def _prove_alive(self, call: Call) -> None:
-        """The replica is there: an open circuit waits for no more than that."""
+        """The replica responds, which is all that an open circuit waits for."""
         if call.router is not None and call.router.circuit.is_open:
             call.router.answer_began(call.key)
 
@@ -160,7 +158,7 @@ class ResponseReader:
         self._prove_alive(call)
         if status == ACCEPTED and call.ask.kind is RequestKind.WEBSOCKET:
             attempt = call.attempt
-            socket = call.answer = ReplicaSocket(_SocketOfCall(call, self._outgoing, self._outcomes))
+            socket = call.answer = ReplicaSocket(_CallSocketBus(call, self._outgoing, self._outcomes))
             if attempt is not None:
                 attempt.has_asked = True
             call.on_answer(call, Response(status, headers, body, None, socket))
@@ -171,7 +169,7 @@ class ResponseReader:
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
         answer = call.answer
         if not isinstance(answer, ResponseBody) or sequence != answer.next_sequence:
-            # The bus lost a frame, as it may when a server goes away.
+            # The bus lost a frame, as it may when a server stops.
             self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
         elif answer.held_frames >= HELD_FRAMES_MAX:
             self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
@@ -193,7 +191,7 @@ class ResponseReader:
         self._send_pieces(call, attempt)
 
     def send_more(self, call: Call) -> None:
-        """More of the request's body has come; it is sent as far as there is credit."""
+        """Send more of the request's body, as far as the credit allows."""
         attempt = call.attempt
         if attempt is not None and attempt.credit > 0:
             self._send_pieces(call, attempt)
@@ -206,7 +204,7 @@ class ResponseReader:
         except (OutboundFull, PayloadTooLarge) as error:
             self._outcomes.fail(call, error)
 
-    def _take_said(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
+    def _take_socket_frame(self, call: Call, head: MessageHead | CloseHead, piece: memoryview) -> None:
         socket = call.answer
         if not isinstance(socket, ReplicaSocket):
             self._outcomes.fail(
@@ -231,5 +229,5 @@ class ResponseReader:
         else:
             self._outcomes.refused(call, refusal)
 
-    def _complain(self, event: str, attempt: Attempt, reason: str) -> None:
+    def _log_bad_frame(self, event: str, attempt: Attempt, reason: str) -> None:
         self._bad_frames.log(self._loop.time(), event, replica_tag=attempt.replica, reason=reason)

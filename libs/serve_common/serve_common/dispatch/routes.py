@@ -1,4 +1,4 @@
-"""What this process routes by now, kept up with the bucket; and which replicas hold which models."""
+"""The routing state of this process, updated from the bucket; and which replicas have loaded which models."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Routes:
     def __init__(
         self, draw: Draw, now: Clock = time.monotonic, uncounted: Collection[str] = frozenset()
     ) -> None:
-        """``draw`` gives random numbers in [0, 1); ``now`` is the clock for `Router.queued_seconds`.
+        """``draw`` returns random numbers in [0, 1); ``now`` is the clock for `Router.queued_seconds`.
 
-        That clock is the process' own and not the loop's, which stands still while the loop works or sleeps: whoever
-        reads may be in another thread. Of the endpoints in ``uncounted`` no requests are counted.
+        That clock is the process' own and not the loop's, which stands still during an iteration: readers may be in
+        other threads. Requests of the endpoints in ``uncounted`` are not counted.
         """
         self.table = RouteTable()
         self.endpoints: dict[EndpointTag, Endpoint] = {}
         self.routers: dict[BackendTag, Router] = {}
         self.unmatched = RequestStats()
-        """Requests that no endpoint was found for."""
+        """Counts of requests without a matching endpoint."""
         self._snapshots = SnapshotTable()
         self._draw = draw
         self.now: Final = now
@@ -55,13 +55,13 @@ class Routes:
         return self._snapshots.is_filled
 
     def confirm(self, key: str, snapshot_id: int | None = None) -> None:
-        """What changed under ``key`` is in force; see `SnapshotTable.confirm`."""
+        """Record that the change of ``key`` is applied, as `SnapshotTable.confirm`."""
         self._snapshots.confirm(key, snapshot_id)
 
     def update(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> SnapshotChanges:
-        """Take over what the bucket holds, endpoints included.
+        """Accept snapshots of the bucket, and apply those of endpoints.
 
-        The caller brings backends to their routers, and calls `confirm` for each key that it has done so for.
+        The caller applies backends to their routers, and calls `confirm` for each applied key.
         """
         changes = self._snapshots.update(snapshots, whole=whole)
         for key, reason in changes.ignored:
@@ -76,8 +76,8 @@ class Routes:
         """The router of the backend that takes a request; None when there is no such backend.
 
         That is the ``named`` one, or the one that the endpoint's traffic policy picks: for ``shard_hash`` (of a key)
-        always the same. A backend that was not heard of yet gets a router without replicas: its snapshot is on its
-        way. One that is gone leaves its share to the others.
+        always the same. A backend without a snapshot yet gets a router without replicas: its snapshot will follow. The
+        share of a removed one goes to the others.
         """
         split = endpoint.split
         if named is not None:
@@ -101,14 +101,14 @@ class Routes:
         return backend_tag not in self.routers and self._snapshots.is_gone(backend_key(backend_tag))
 
     def orphans(self) -> list[BackendTag]:
-        """Backends that have a router, but neither a snapshot nor an endpoint that may send them anything."""
+        """Backends that have a router, but neither a snapshot nor an endpoint that may send to them."""
         named = {tag for endpoint in self.endpoints.values() for tag in endpoint.backend_tags}
         return [
             tag for tag in self.routers if tag not in named and not self._snapshots.is_there(backend_key(tag))
         ]
 
     def router(self, backend_tag: BackendTag) -> Router:
-        """The router of a backend, made when there is none."""
+        """The router of a backend, created when it does not exist."""
         router = self.routers.get(backend_tag)
         if router is None:
             router = self.routers[backend_tag] = Router(backend_tag, self._draw, self.now)
@@ -127,15 +127,15 @@ class Routes:
 
 
 SILENT_S: Final = 15.0
-"""A replica says what it holds every five seconds; what it said counts for three times as long."""
+"""Seconds for which a replica's models are valid; it publishes them every five seconds."""
 MODELS_MAX: Final = 1000
-"""Of one replica; what it says beyond that is left out."""
+"""Models of one replica; more are ignored."""
 MODEL_ID_LENGTH_MAX: Final = 256
 MODELS_BYTES_MAX: Final = 2 * MODELS_MAX * MODEL_ID_LENGTH_MAX
-"""Of one message; a larger one is left out unread."""
+"""Size of one message; a larger one is ignored unread."""
 AGAIN_S: Final = 0.1
-"""What a replica says within this time of the last time is taken in at its end, and only the last of it: nobody who
-says something new all the time may keep a router busy."""
+"""Seconds between two updates of one replica; of messages within that time only the last is applied, at its end: a
+replica that publishes constantly must not keep a router busy."""
 _SWEEP_EVERY_S: Final = 1.0
 
 _decoder: Final = msgspec.msgpack.Decoder(list[str])
@@ -143,10 +143,10 @@ _decoder: Final = msgspec.msgpack.Decoder(list[str])
 
 @final
 class ModelHolders:
-    """Tells the routers what their replicas hold.
+    """Updates the routers with the models that their replicas have loaded.
 
-    Only replicas that a router knows are remembered, so snapshots bound what is kept here; what is said too early is
-    said again.
+    Only replicas that a router knows are stored, so snapshots bound the memory here; a message that comes too early is
+    repeated.
     """
 
     def __init__(self, routes: Routes, subjects: Subjects, now: Callable[[], float]) -> None:
@@ -154,20 +154,20 @@ class ModelHolders:
         self._routes = routes
         self._subjects = subjects
         self._now = now
-        self._heard_at: dict[ReplicaTag, float] = {}
+        self._received_at: dict[ReplicaTag, float] = {}
         self._sweep_at = float("-inf")
         self._taken_at: dict[ReplicaTag, float] = {}
-        """Of those that were taken in lately."""
+        """When replicas were last updated, for recent ones."""
         self._waiting: dict[ReplicaTag, bytes] = {}
-        """What they said since."""
+        """Their last message since."""
         self._bad_messages = RateLimitedLogger(_log.warning)
 
     def __len__(self) -> int:
-        """Replicas that are known to hold a model."""
-        return len(self._heard_at)
+        """Number of replicas that are known to have a model."""
+        return len(self._received_at)
 
     def take(self, subject: bytes, _reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        """A replica says what it holds; to be subscribed to `Subjects.all_models`."""
+        """Process a replica's message; the callback for `Subjects.all_models`."""
         now = self._now()
         try:
             replica = self._subjects.replica_of_models(subject.decode())
@@ -176,7 +176,7 @@ class ModelHolders:
             return
         router = self._routes.routers.get(backend_tag_of(replica))
         if router is None or not router.knows(replica):
-            return  # it says so again
+            return  # it will be repeated
         if len(payload) > MODELS_BYTES_MAX:
             self._refuse(now, subject, f"it has {len(payload)} bytes; {MODELS_BYTES_MAX} are allowed")
         elif now - self._taken_at.get(replica, float("-inf")) < AGAIN_S:
@@ -198,18 +198,18 @@ class ModelHolders:
         self._bad_messages.log(now, "models_unreadable", subject=repr(subject[:200]), reason=reason)
 
     def hold(self, replica: ReplicaTag, held: list[str]) -> None:
-        """``replica`` holds exactly these models."""
+        """Set the models of ``replica`` to exactly these."""
         now = self._now()
         self._forget(now)
         models = frozenset(model for model in held[:MODELS_MAX] if len(model) <= MODEL_ID_LENGTH_MAX)
         router = self._routes.routers.get(backend_tag_of(replica))
         if router is not None and router.hold(replica, models) and models:
-            self._heard_at[replica] = now
+            self._received_at[replica] = now
         else:
-            self._heard_at.pop(replica, None)
+            self._received_at.pop(replica, None)
 
     def sweep(self, now: float) -> None:
-        """Take in what waits, and forget those that are gone or said nothing for `SILENT_S`; to be called often."""
+        """Apply deferred messages, and forget replicas that are gone or silent for `SILENT_S`; to be called often."""
         if self._taken_at:
             self._take_waiting(now)
         self._forget(now)
@@ -218,8 +218,10 @@ class ModelHolders:
         if now < self._sweep_at:
             return
         self._sweep_at = now + _SWEEP_EVERY_S
-        for replica in [tag for tag, heard_at in self._heard_at.items() if now - heard_at >= SILENT_S]:
-            del self._heard_at[replica]
+        for replica in [
+            tag for tag, received_at in self._received_at.items() if now - received_at >= SILENT_S
+        ]:
+            del self._received_at[replica]
             router = self._routes.routers.get(backend_tag_of(replica))
             if router is not None:
                 router.hold(replica, frozenset())

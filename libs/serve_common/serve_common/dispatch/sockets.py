@@ -1,7 +1,7 @@
-"""A WebSocket between a router and a replica: whole messages here, frames with credit on the bus.
+"""A WebSocket between a router and a replica: whole messages here, frames with flow control on the bus.
 
-Why messages are put together on this side: a client's library writes whole messages, and a message that breaks off in
-the middle must not reach the client in part.
+Why messages are assembled on this side: a client's library writes whole messages, and an incomplete message must not
+reach the client.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.protocol.frames import WINDOW_MESSAGES, CloseHead, Head, MessageHead, split_body
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Of one message, in either direction."""
+"""Largest message, in either direction."""
 HELD_MESSAGES_MAX: Final = WINDOW_MESSAGES + 1
-"""Frames; a replica that sends still more ahead ignores the window."""
+"""Limit of unread frames; a replica that sends more violates the window."""
 
 
 class SocketMessage(msgspec.Struct, frozen=True, gc=False):
@@ -29,23 +29,23 @@ class SocketMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 class SocketClosed(msgspec.Struct, frozen=True, gc=False):
-    """The other side's, or our own, last word; codes as RFC 6455 has them."""
+    """The close of the socket, by either side; codes of RFC 6455."""
 
     code: int
     reason: str
 
 
 class SocketBus(Protocol):
-    """What a socket needs of the call that it belongs to."""
+    """What a socket needs of its call."""
 
     def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the replica; raises a `ServeError` when the bus does not take it."""
 
     def give_credit(self, frames: int) -> None:
-        """Let the replica send so many frames more."""
+        """Allow the replica ``frames`` more frames."""
 
     def ended(self) -> None:
-        """Nothing more is said in either direction."""
+        """The socket was closed; nothing more is sent in either direction."""
 
 
 @final
@@ -56,9 +56,9 @@ class ReplicaSocket:
         "_bus",
         "_closed",
         "_credit",
+        "_credit_owed",
         "_failure",
         "_frames",
-        "_owed",
         "_receiver",
         "_sender",
         "_sequence",
@@ -67,10 +67,10 @@ class ReplicaSocket:
 
     def __init__(self, bus: SocketBus) -> None:
         self.next_sequence = 1
-        """Of the frame that must come next."""
+        """Sequence number of the frame that must come next."""
         self._bus = bus
         self._frames: deque[tuple[MessageHead, memoryview]] = deque()
-        self._owed = 0
+        self._credit_owed = 0
         self._credit = WINDOW_MESSAGES
         self._sequence = 0
         self._closed: SocketClosed | None = None
@@ -81,7 +81,7 @@ class ReplicaSocket:
     # -- for the client's side --
 
     async def receive(self) -> SocketMessage | SocketClosed:
-        """The replica's next message, or how the socket was closed, by whichever side.
+        """The replica's next message, or how the socket was closed, by either side.
 
         Raises the `ServeError` that ended it otherwise, after the messages that came before.
         """
@@ -108,7 +108,7 @@ class ReplicaSocket:
                 return SocketMessage(head.is_text, b"".join(pieces))
 
     async def send(self, data: bytes, *, is_text: bool) -> bool:
-        """Send a message as far as there is credit; False when the socket has ended before it was sent whole.
+        """Send a message as the credit allows; False when the socket has ended before it was completely sent.
 
         Raises a `ServeError` when the bus does not take it; the socket has then ended.
         """
@@ -128,7 +128,7 @@ class ReplicaSocket:
         return True
 
     def close(self, code: int, reason: str) -> None:
-        """Tell the replica that the client has closed; does nothing when the socket has ended."""
+        """Notify the replica that the client has closed; does nothing when the socket has ended."""
         if not self._is_ended:
             self._closed = SocketClosed(code, reason)
             self._wake()
@@ -140,26 +140,26 @@ class ReplicaSocket:
         return self._closed is not None or self._failure is not None
 
     def _took_one(self) -> None:
-        self._owed += 1
-        if self._owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
-            owed, self._owed = self._owed, 0
+        self._credit_owed += 1
+        if self._credit_owed * 2 >= WINDOW_MESSAGES and not self._is_ended:
+            owed, self._credit_owed = self._credit_owed, 0
             self._bus.give_credit(owed)
 
     # -- for the bus' side --
 
     @property
     def held_frames(self) -> int:
-        """Frames that wait to be received."""
+        """Number of frames that wait to be received."""
         return len(self._frames)
 
     def add(self, head: MessageHead, piece: memoryview) -> None:
-        """A frame came, in its turn."""
+        """Append a frame, in sequence."""
         self.next_sequence += 1
         self._frames.append((head, piece))
         self._wake()
 
     def allow(self, frames: int) -> None:
-        """The replica takes so many frames more."""
+        """The replica accepts ``frames`` more frames."""
         self._credit = min(self._credit + max(frames, 0), WINDOW_MESSAGES)
         self._wake()
 
@@ -170,7 +170,7 @@ class ReplicaSocket:
             self._wake()
 
     def fail(self, failure: Exception) -> None:
-        """It ended in no order."""
+        """End the socket with an error."""
         if not self._is_ended:
             self._failure = failure
             self._wake()

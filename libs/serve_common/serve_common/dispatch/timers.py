@@ -1,4 +1,4 @@
-"""What happens to requests because time passes: deadlines, probes, replicas that are tried again."""
+"""Time-driven work on requests: deadlines, probes, and retries of blocked replicas."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _log = structlog.get_logger(__name__)
 
 BEAT_S: Final = 0.025
 PROBE_AFTER_S: Final = 1.0
-"""How long a request hears nothing before its replica is asked, and again after as long; at most half of its time."""
+"""Seconds without a message until a request's replica is probed, and between probes; at most half of its time."""
 NOTE_EVERY_S: Final = 0.25
-"""How often routers note how much has come and gone; fine enough for windows of seconds."""
+"""Seconds between samples of the routers' counts; fine enough for windows of seconds."""
 PATIENCE_S: Final = 0.25
-"""How long a replica that was asked must have given no sign of life before a missed deadline counts as its failure."""
+"""Seconds that a probed replica must have been silent before a missed deadline counts as its failure."""
 
 
 @final
 class RequestTimers:
-    """Looks at everything that is under way, for as long as it runs."""
+    """Checks all active requests periodically, while it runs."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class RequestTimers:
         outgoing: Outgoing,
         models: ModelHolders | None = None,
     ) -> None:
-        """``models``, if there are any, are forgotten in time."""
+        """``models`` is swept too, if given."""
         self._models = models
-        self._note_at = float("-inf")
+        self._sample_at = float("-inf")
         self._dispatcher = dispatcher
         self._routes = routes
         self._outgoing = outgoing
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """Beat for ever."""
+        """Check every `BEAT_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(BEAT_S)
             if not self._dispatcher.calls:
@@ -62,33 +62,33 @@ class RequestTimers:
         """Do what is due at ``now``."""
         if self._models is not None:
             self._models.sweep(now)
-        takes_note = now >= self._note_at
-        if takes_note:
-            self._note_at = now + NOTE_EVERY_S
+        is_sampling = now >= self._sample_at
+        if is_sampling:
+            self._sample_at = now + NOTE_EVERY_S
         for router in list(self._routes.routers.values()):
             if router.has_waiting:
-                self._look_at_queue(router, now)
+                self._check_queue(router, now)
             if router.has_aside:
                 self._dispatcher.perform(router, router.reopen(now))
-            if takes_note:
+            if is_sampling:
                 router.look(now)
         for replica in self._dispatcher.suspicions.due(now):
-            self._ask_after(replica)
+            self._probe_replica(replica)
         for call in list(self._dispatcher.calls.values()):
             if call.attempt is None:
-                self._look_at_waiting(call, now)
+                self._check_waiting(call, now)
             else:
-                self._look_at_sent(call, now)
+                self._check_sent(call, now)
 
-    def _look_at_queue(self, router: Router, now: float) -> None:
+    def _check_queue(self, router: Router, now: float) -> None:
         for request in router.expire(now):
             call = self._dispatcher.calls.get(request)
             if call is not None:
-                self._dispatcher.end_with(call, _why_expired(call, router))
+                self._dispatcher.end_with(call, _expiry_error(call, router))
         if router.is_asleep:
             wake_if_due(self._outgoing, router, now)
 
-    def _ask_after(self, replica: ReplicaTag) -> None:
+    def _probe_replica(self, replica: ReplicaTag) -> None:
         router = self._routes.routers.get(backend_tag_of(replica))
         in_flight = () if router is None else router.requests_at(replica)
         for request in in_flight:
@@ -96,37 +96,37 @@ class RequestTimers:
             return
         self._dispatcher.suspicions.heard(replica)  # nothing is at stake
 
-    def _look_at_waiting(self, call: Call, now: float) -> None:
+    def _check_waiting(self, call: Call, now: float) -> None:
         if call.router is not None:
             return  # its router watches the deadline
         if now >= min(call.parked_until, call.ask.deadline):
             self._dispatcher.end_with(call, BusUnavailable("NATS is away"))
 
-    def _look_at_sent(self, call: Call, now: float) -> None:
+    def _check_sent(self, call: Call, now: float) -> None:
         attempt = call.attempt
         if attempt is None:
             return
-        if now >= call.ask.deadline and not call.status:  # what has begun may go on
+        if now >= call.ask.deadline and not call.status:  # a response that has begun may go on
             message = f"replica {attempt.replica} did not answer in time"
-            # A bus that hangs delivers nothing, and nobody is to blame for what does not come.
+            # A bus that hangs delivers nothing, and the replica is not to blame for that.
             is_silent = (
                 self._outgoing.bus_answers
                 and attempt.heard_at < attempt.probed_at
-                and now - attempt.heard_at >= _probe_after_s(call, attempt) + _patience_s(call)
+                and now - attempt.heard_at >= _probe_after_s(call, attempt) + _silence_limit_s(call)
             )
             self._dispatcher.fail(call, ReplicaTimedOut(message) if is_silent else DeadlineExceeded(message))
             return
         since_s = now - max(attempt.heard_at, attempt.probed_at)
         if not self._outgoing.bus_answers:
-            return  # probes would gather there, and all come at once
+            return  # probes would queue there, and all arrive at once
         if since_s >= PROBE_AFTER_S or (
             since_s >= PATIENCE_S / 8 and not call.status and since_s >= _probe_after_s(call, attempt)
         ):
             self._outgoing.probe(call)
 
 
-def _why_expired(call: Call, router: Router) -> ServeError:
-    """Why ``call`` waits for ``router`` no more."""
+def _expiry_error(call: Call, router: Router) -> ServeError:
+    """The error of ``call``, which expired in the queue of ``router``."""
     tag = router.backend_tag
     if router.is_stopped:
         return BackendStopped(tag)
@@ -145,6 +145,6 @@ def _probe_after_s(call: Call, attempt: Attempt) -> float:
     return min(PROBE_AFTER_S, (call.ask.deadline - attempt.sent_at) / 2)
 
 
-def _patience_s(call: Call) -> float:
+def _silence_limit_s(call: Call) -> float:
     slo_ms = call.ask.endpoint.options.relative_slo_ms
     return PATIENCE_S if slo_ms is None else min(PATIENCE_S, slo_ms / 2000)

@@ -1,7 +1,7 @@
-"""Who may say and hear what on the bus, and how it is proved.
+"""Permissions of each role on the bus, and the credentials that prove a role.
 
-`roles` is the table; `claims` and `nkeys` are NATS' tokens and keys; `credentials` is what processes hold, `minting`
-makes users of it; `plain` is the table for a NATS with plain users. All of it is pure.
+`roles` is the table; `credentials` has NATS' keys and tokens, the files that hold them, and the minting of users;
+`plain` is the table for a NATS with plain users. All of it is pure.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from serve_common.names import check_name
 
 
 def main() -> None:
-    """Print it."""
+    """Print the configuration."""
     parser = argparse.ArgumentParser(description="Print plain users for a NATS without identities.")
     parser.add_argument("--subject-prefix", default="serve", help="First token of all subjects.")
     prefix = check_name(parser.parse_args().subject_prefix, "--subject-prefix")

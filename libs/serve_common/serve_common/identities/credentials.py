@@ -1,4 +1,4 @@
-"""What a process proves its identity to NATS with: keys, JWTs, and the files that hold them."""
+"""Credentials of processes for NATS: keys, JWTs, and the files that hold them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ class CredentialsUnusable(PermanentError):
 
 
 class CredentialsFile(msgspec.Struct, frozen=True, tag="file"):
-    """A user whose token and seed lie in a file, which is read anew at each connect."""
+    """A user whose token and seed are in a file, which is read again at each connect."""
 
     path: str
 
 
 class SigningKey(msgspec.Struct, frozen=True, tag="signing_key"):
-    """Makes users of one role, and none of any other: NATS knows the key with the role's permissions."""
+    """Mints users of one role only: NATS knows the key with the role's permissions."""
 
     role: Role
     account: str
     """Its account's public key."""
     seed: str
     name: str = ""
-    """Of the user that the holder itself is."""
+    """Name of the user that the holder itself is."""
 
     def __repr__(self) -> str:
         return f"SigningKey(role={self.role.value!r}, name={self.name!r}, seed=…)"
 
 
 class UserIdentity(msgspec.Struct, frozen=True, tag="user"):
-    """One user that was made by a signing key."""
+    """One user that was minted with a signing key."""
 
     jwt: str
     seed: str
@@ -61,7 +61,7 @@ Credentials = CredentialsFile | SigningKey | UserIdentity
 
 
 def encode_credentials_file(jwt: str, seed: str) -> str:
-    """As NATS' tools read it."""
+    """A credentials file in the format of NATS' tools."""
     return (
         f"-----BEGIN NATS USER JWT-----\n{jwt}\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed}\n------END USER NKEY SEED------\n"
@@ -89,7 +89,7 @@ def encode_keys_file(keys: Mapping[Role, tuple[str, str]]) -> str:
 
 
 def parse_keys_file(text: str, role: Role, name: str = "") -> SigningKey:
-    """The key that makes users of ``role``; raises `CredentialsUnusable`."""
+    """The key that mints users of ``role``; raises `CredentialsUnusable`."""
     try:
         entry = msgspec.json.decode(text, type=dict[str, _KeyEntry]).get(role.value)
     except msgspec.DecodeError as error:
@@ -100,7 +100,7 @@ def parse_keys_file(text: str, role: Role, name: str = "") -> SigningKey:
 
 
 SEED_BYTES: Final = 32
-"""Random bytes that make a key."""
+"""Number of random bytes of a key."""
 _SEED_PREFIX: Final = 18 << 3  # "S"
 
 
@@ -111,7 +111,7 @@ class KeyUnusable(PermanentError):
 
 
 class KeyKind(enum.Enum):
-    """Whose key it is; the value is the prefix byte that makes its first letter O, A or U."""
+    """The kind of a key's owner; the value is the prefix byte that makes its first letter O, A or U."""
 
     OPERATOR = 14 << 3
     ACCOUNT = 0
@@ -162,7 +162,7 @@ class NatsKey:
 
 
 def encode_base64(data: bytes) -> str:
-    """As JWTs and NATS want it: for URLs, and without padding."""
+    """Base64 as JWTs and NATS use it: for URLs, and without padding."""
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
@@ -187,13 +187,13 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose users a signing key of an account may make, and what all of them may do."""
+    """The role whose users a signing key of an account may mint, and the permissions of all of them."""
 
     key: str
     """The signing key's public half."""
     role: str
     permissions: Permissions
-    """May hold ``{{name()}}`` and ``{{tag(x)}}``, each a whole token: what the user's JWT says of itself."""
+    """May contain ``{{name()}}`` and ``{{tag(x)}}``, each a whole token: replaced from the user's JWT."""
     limits: UserLimits = UserLimits()
 
 
@@ -214,7 +214,7 @@ def encode_account(
     imports: Sequence[Import] = (),
     now: int,
 ) -> str:
-    """What ``operator`` says of the account whose public key ``subject`` is."""
+    """The token of the account with public key ``subject``, signed by ``operator``."""
     claim = {
         "type": "account",
         "limits": limits.as_claim(),
@@ -246,9 +246,9 @@ def encode_user(
     now: int,
     expires_at: int | None = None,
 ) -> str:
-    """What ``signer``, a scoped signing key of ``account``, says of the user whose public key ``subject`` is.
+    """The token of the user with public key ``subject``, signed by ``signer``, a scoped signing key of ``account``.
 
-    ``now`` and ``expires_at`` are seconds since 1970; without the latter it holds for good.
+    ``now`` and ``expires_at`` are seconds since 1970; without the latter it does not expire.
     """
     claim: dict[str, Any] = {"type": "user", "issuer_account": account}
     if tags:
@@ -261,8 +261,8 @@ def _subject(share: Share) -> dict[str, str]:
 
 
 def _export(share: Share) -> dict[str, Any]:
-    answers = {"response_type": "Stream"} if share.is_service else {}
-    return {"name": share.subject, **_subject(share), **answers}
+    response_type = {"response_type": "Stream"} if share.is_service else {}
+    return {"name": share.subject, **_subject(share), **response_type}
 
 
 def _sign_claims(
@@ -290,7 +290,7 @@ def _sign_claims(
 
 
 CLOCKS_APART_S: Final = 60
-"""How far the clock of a NATS server may be behind: it refuses a user of the future."""
+"""Seconds by which the clock of a NATS server may be behind: it refuses tokens issued in the future."""
 
 
 def mint_user(
@@ -302,9 +302,9 @@ def mint_user(
     lifetime_s: float,
     random_bytes: bytes,
 ) -> UserIdentity:
-    """A user ``name`` of the key's role that NATS takes until ``lifetime_s`` after ``now`` (seconds since 1970).
+    """Mint a user ``name`` of the key's role, valid until ``lifetime_s`` after ``now`` (seconds since 1970).
 
-    ``random_bytes`` are `nkeys.SEED_BYTES`. Raises `KeyUnusable`.
+    ``random_bytes`` are `SEED_BYTES` long. Raises `KeyUnusable`.
     """
     user = NatsKey(KeyKind.USER, random_bytes)
     expires_at = int(now + lifetime_s)
@@ -321,5 +321,5 @@ def mint_user(
 
 
 def sign_nonce(seed: str, nonce: str) -> str:
-    """What a user answers to the server's greeting. Raises `KeyUnusable`."""
+    """A user's signature of the server's nonce. Raises `KeyUnusable`."""
     return NatsKey.from_seed(seed, KeyKind.USER).sign(nonce.encode())

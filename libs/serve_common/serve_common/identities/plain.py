@@ -1,7 +1,7 @@
 """The table of roles for a NATS whose users are plain: one account, and one user and password for all of a role.
 
-What is lost: users of a role have no names, so each may say and hear what any other of its role may; and JetStream,
-which answers wherever a request says, is in the same account as the commands.
+What is lost: users of a role have no names, so each may publish and receive what any other of its role may; and
+JetStream, which responds on any reply subject of a request, is in the same account as the commands.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def plain_config(prefix: str) -> str:
 
 
 def plain_subjects(subjects: Iterable[str]) -> list[str]:
-    """What any user of a role may, where each may only what bears its own name."""
-    # Those of `_R_` are answers to another account.
+    """Replace a user's own name in ``subjects`` by a wildcard: all users of a role share its permissions."""
+    # Those of `_R_` are responses to another account.
     return [
         _OWN_ENDING.sub(">", subject).replace(NAME, "*")
         for subject in subjects

@@ -1,10 +1,11 @@
-"""Who may say and hear what: the accounts of an instance, and the roles in each with the subjects they need.
+"""Permissions: the accounts of an instance, and the roles in each with the subjects they need.
 
-Why one table: operator mode makes account tokens of it, deploy/nats/plain.conf is written from it, and the tests go
-through it row by row.
+Why one table: operator mode generates account tokens from it, deploy/nats/plain.conf is generated from it, and the
+tests check it row by row.
 
-Why several accounts: JetStream and services answer wherever a request says, past all permissions of the user that sent
-it, and NATS never checks reply subjects. What must not be reached by such a deputy is therefore in another account.
+Why several accounts: JetStream and services respond on any reply subject, regardless of the permissions of the user
+that sent the request, and NATS never checks reply subjects. What must not be reached by such a confused deputy is
+therefore in another account.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ import msgspec
 from serve_common.config.replica import EVERYTHING
 
 NAME: Final = "{{name()}}"
-"""In a subject: the name in the user's token, which may be several tokens."""
+"""In a subject: replaced by the name in the user's token, which may be several tokens."""
 CALLED_REPLICAS: Final = "{{tag(replicas)}}"
-"""In a subject: once for each tag ``replicas:…`` of the user's token."""
+"""In a subject: expanded once for each tag ``replicas:…`` of the user's token."""
 CALLED_ENDPOINTS: Final = "{{tag(endpoints)}}"
 CONNECTIONS_MAX: Final = 4096
-"""Of the server that nats.conf describes."""
+"""Connections of the server that nats.conf describes."""
 
 
 class AccountName(enum.Enum):
-    """The accounts; the value is how tokens name them."""
+    """The accounts; the value is their name in tokens."""
 
     CONTROL = "control"
     DATA = "data"
@@ -36,7 +37,7 @@ class AccountName(enum.Enum):
 
 
 class Role(enum.Enum):
-    """What a process is to the bus; the value is also its plain user's name and the word in its inbox."""
+    """The role of a process on the bus; the value is also its plain user's name and part of its inbox."""
 
     CONTROLLER = "controller"
     HOST = "host"
@@ -54,23 +55,23 @@ class Permissions(msgspec.Struct, frozen=True):
     subscribe: tuple[str, ...]
 
     def as_claim(self) -> dict[str, Any]:
-        """As JWTs have it."""
+        """The claim in a JWT."""
         return {"pub": {"allow": list(self.publish)}, "sub": {"allow": list(self.subscribe)}}
 
 
 class UserLimits(msgspec.Struct, frozen=True):
-    """What one connection of a user may use; -1 is no limit."""
+    """Limits of one connection of a user; -1 is no limit."""
 
     subscriptions: int = -1
     payload_bytes: int = -1
 
     def as_claim(self) -> dict[str, Any]:
-        """As JWTs have it."""
+        """The claim in a JWT."""
         return {"subs": self.subscriptions, "data": -1, "payload": self.payload_bytes}
 
 
 class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What all users of an account may use together; -1 is no limit. JetStream is off where it has no storage."""
+    """Limits of all users of an account together; -1 is no limit. JetStream is off where it has no storage."""
 
     connections: int = -1
     subscriptions: int = -1
@@ -81,7 +82,7 @@ class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
     consumers: int = 0
 
     def as_claim(self) -> dict[str, Any]:
-        """As JWTs have it."""
+        """The claim in a JWT."""
         return {
             "subs": self.subscriptions,
             "data": -1,
@@ -103,7 +104,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: str
     is_service: bool = False
-    """Requests go to the exporter and answers come back; otherwise messages go from the exporter to the importer."""
+    """Requests go to the exporter and responses come back; otherwise messages go from the exporter to the importer."""
 
 
 class RoleRights(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,11 +113,11 @@ class RoleRights(msgspec.Struct, frozen=True, kw_only=True):
     account: AccountName
     permissions: Permissions
     limits: UserLimits = UserLimits()
-    """Of each connection."""
+    """Limits of each connection."""
 
 
 class Crossing(msgspec.Struct, frozen=True):
-    """A subject that leads from one account into others."""
+    """A subject that is shared from one account with others."""
 
     exporter: AccountName
     share: Share
@@ -136,16 +137,16 @@ ACCOUNT_LIMITS: Final = {
     AccountName.CLIENT: AccountLimits(connections=512, subscriptions=65_536),
     AccountName.SYSTEM: AccountLimits(connections=16, subscriptions=4096),
 }
-"""Connections add up to `CONNECTIONS_MAX`, so that no account shuts out another."""
+"""Connections add up to `CONNECTIONS_MAX`, so that no account can exhaust those of another."""
 
 
 def inbox_prefix(role: Role, name: str | None = None) -> str:
-    """Where replies to a user of ``role`` come; with a ``name``, to that user alone."""
+    """Inbox of users of ``role``; with a ``name``, of that user alone."""
     return f"_INBOX_{role.value}" + (f".{name}" if name else "")
 
 
 def call_tags(backend_tag: str, may_call: Sequence[str] | None) -> tuple[str, ...]:
-    """What the token of a replica of ``backend_tag`` says of whom its handles may call; see `values.may_call`."""
+    """Tags in the token of a replica of ``backend_tag`` for what its handles may call (`BackendConfig.may_call`)."""
     calls = [backend_tag.partition("/")[0]] if may_call is None else may_call
     tags = []
     for called in calls:
@@ -164,11 +165,11 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
     bucket = f"{prefix}-snapshots"
     events = f"{prefix}-events"
     reads_bucket = _reads_bucket(prefix)
-    hears_bucket = f"{prefix}.snapshot.>"
+    bucket_changes = f"{prefix}.snapshot.>"
     match role:
         case Role.CONTROLLER:
-            # Decides: answers commands, tells hosts their goals, alone writes the bucket and the events and manages
-            # their streams.
+            # Decides: responds to commands, sends hosts their goals, alone writes the bucket and the events and
+            # manages their streams.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
@@ -194,7 +195,7 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.event.>",
                         f"{prefix}.wake.>",
                         f"{prefix}.log-recall",
-                        hears_bucket,
+                        bucket_changes,
                         f"$KV.{bucket}.>",
                         "$SRV.>",
                         "_INBOX_controller.>",
@@ -202,7 +203,7 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
                 ),
             )
         case Role.HOST:
-            # Runs replicas: hears its own goal, reports its own inventory. Sees no request and no snapshot.
+            # Runs replicas: receives its own goal, reports its own inventory. Sees no request and no snapshot.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
@@ -221,8 +222,8 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
                 limits=UserLimits(subscriptions=64),
             )
         case Role.ADMIN:
-            # People and their tools: any NATS client, with NATS' default inbox or with _INBOX_admin. Hears events, also
-            # those that the stream still keeps, and all log lines.
+            # People and their tools: any NATS client, with NATS' default inbox or with _INBOX_admin. Receives events,
+            # also those that the stream still retains, and all log lines.
             return RoleRights(
                 account=AccountName.CONTROL,
                 permissions=Permissions(
@@ -286,7 +287,7 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.leader",
                         f"{prefix}.models.>",
                         f"{prefix}.log-recall",
-                        hears_bucket,
+                        bucket_changes,
                         f"{inbox_prefix(Role.PROXY, NAME)}.>",
                     ),
                 ),
@@ -314,7 +315,7 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
                         f"{prefix}.replica.{NAME}",
                         f"{prefix}.models.>",
                         f"{prefix}.log-recall",
-                        hears_bucket,
+                        bucket_changes,
                         f"{inbox_prefix(Role.REPLICA, NAME)}.>",
                     ),
                 ),
@@ -322,13 +323,13 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
             )
         case Role.CLIENT:
             # Programs outside of replicas that hold deployment handles: they route by themselves, as proxies do. What
-            # they send is pickled, and whoever can send pickles to a replica runs code there: these credentials are
-            # worth as much as the right to deploy. Who is to call models and no more uses HTTP.
+            # they send is pickled, and a program that can send pickles to a replica runs code there: these credentials
+            # are worth as much as the right to deploy. Programs that only call models should use HTTP.
             return RoleRights(
                 account=AccountName.CLIENT,
                 permissions=Permissions(
                     publish=(f"{prefix}.replica.>", f"{prefix}.call.>", f"{prefix}.wake.>", *reads_bucket),
-                    subscribe=(f"{prefix}.models.>", hears_bucket, f"{inbox_prefix(Role.CLIENT)}.>"),
+                    subscribe=(f"{prefix}.models.>", bucket_changes, f"{inbox_prefix(Role.CLIENT)}.>"),
                 ),
                 limits=UserLimits(subscriptions=64),
             )
@@ -340,18 +341,18 @@ def rights_of(role: Role, prefix: str) -> RoleRights:
 
 
 def _reads_bucket(prefix: str) -> tuple[str, ...]:
-    """All that a router needs of JetStream: many keys at once, and what the stream has come to."""
+    """All that a router needs of JetStream: many keys at once, and the stream's state."""
     stream = f"KV_{prefix}-snapshots"
     return (f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.STREAM.INFO.{stream}")
 
 
 _SHADOW: Final = "$JS.API.INFO"
-"""Nobody who imports it may publish it. An account without it gets a JetStream API of the server's, which answers
-``STREAM.INFO`` before ours and says that JetStream is not enabled."""
+"""No importer may publish it. An account without it gets a JetStream API of the server's, which responds to
+``STREAM.INFO`` before ours, with an error that JetStream is not enabled."""
 
 
 def crossings(prefix: str) -> Iterator[Crossing]:
-    """All that leads from one account into another."""
+    """All subjects that are shared between accounts."""
     control, data, client = AccountName.CONTROL, AccountName.DATA, AccountName.CLIENT
     for subject in (*_reads_bucket(prefix), _SHADOW):
         yield Crossing(control, Share(subject=subject, is_service=True), (data, client))

@@ -1,24 +1,24 @@
-"""Data-plane frames: what a router and a replica process say to each other about one request.
+"""Data-plane frames: the messages between a router and a replica process about one request.
 
 Why our own: a compact head plus the raw body costs one small allocation and no copy of the body's text form. A frame
-is ``head length (2 bytes, big endian) + head + body``; the head is a msgpack array whose first element tells its kind.
+is ``head length (2 bytes, big endian) + head + body``; the head is a msgpack array whose first element is its kind.
 
 The protocol. A router publishes a `RequestHead` on the replica's subject; the message's reply subject *is* the
 request's identity, and all answers go there. The body of a small request travels in that first frame; a larger one, or
 one that is still arriving, is cut into `BodyHead` frames below the bus' ``max_payload``. Either side sends at most
 `WINDOW_FRAMES` frames of a body ahead of the other's `CreditHead`. The replica answers with one `ResponseHead` (its
 first body frame included) or one `RefusedHead` or one `ErrorHead`; it may answer before the body has arrived whole. A
-router may send `CancelHead` at any time, and `ProbeHead` when it wonders whether the replica still knows the request:
-one that works on it says `AliveHead` where that is wanted, one that has answered it lately says the answer again,
-others answer `RefusedHead`.
+router may send `CancelHead` at any time, and `ProbeHead` to check whether the replica still knows the request: one that
+works on it sends `AliveHead` where that is requested, one that has answered it lately sends the response again, others
+send `RefusedHead`.
 
-Kinds of requests (`Kind`). ``HTTP``: body and answer are HTTP's. ``CALL``: a plain call; the body is JSON or bytes.
-``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the answer a pickled value, or, when
-`CallHead.stream` is set, a stream of items, each a pickled value after its length (4 bytes, big endian); an
+Kinds of requests (`RequestKind`). ``HTTP``: body and response are HTTP's. ``CALL``: a plain call; the body is JSON or
+bytes. ``PYTHON``: from a handle of Muster; the body is a pickled ``(args, kwargs)``, the response a pickled value, or,
+when `CallHead.stream` is set, a stream of items, each a pickled value after its length (4 bytes, big endian); an
 `ErrorHead`'s body is a `Raised` in msgpack when the user's code raised. ``WEBSOCKET``: the replica accepts with
 ``ResponseHead(status=101)`` or refuses with any other status; then messages go both ways as `MessageHead` frames, each
 direction with a window of its own of `WINDOW_MESSAGES` frames, until one side sends `CloseHead` or the router
-`CancelHead` (the client is gone without a word).
+`CancelHead` (the client disconnected without closing).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from msgspec import Meta
 from serve_common.protocol.decoding import UNREADABLE, Count, Seconds
 
 FRAME_BODY_BYTES_MAX: Final = 128 * 1024
-"""Of one frame's body. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for what is larger than
-the buffers on its way is gathered and copied once more each time; at 64 KiB the frames themselves begin to cost."""
+"""Largest body of one frame. Measured: at 512 KiB a byte costs NATS and both ends twice the CPU, for frames larger
+than the buffers are copied once more at each hop; at 64 KiB the overhead per frame begins to matter."""
 WINDOW_FRAMES: Final = 16
-"""Body frames under way without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
+"""Body frames in flight without credit: 2 MiB hide the round trip on a fast network and bound the memory."""
 CREDIT_FRAMES: Final = WINDOW_FRAMES // 4
-"""Credit is best given for so many frames at once: the window never runs dry, and most of the messages are saved."""
+"""Frames per credit message: the window never runs dry, and most messages are saved."""
 WINDOW_MESSAGES: Final = 32
-"""Frames of WebSocket messages under way in one direction without credit."""
+"""Frames of WebSocket messages in flight in one direction without credit."""
 HEAD_BYTES_MAX: Final = 0xFFFF
 UNKNOWN_BYTES: Final = -1
 """`RequestHead.body_bytes` of a body whose end is not known yet."""
 
 Headers = list[tuple[bytes, bytes]]
-"""Names in lower case, as HTTP/2 and ASGI have them; values as they were sent. Repeats are kept, in order."""
+"""Names in lower case, as in HTTP/2 and ASGI; values as they were sent. Repeats are retained, in order."""
 
 
 Status = Annotated[int, Meta(ge=100, le=999)]
-"""Of HTTP: three digits."""
+"""HTTP status: three digits."""
 
 
 class RequestKind(IntEnum):
-    """What a request is; see the module's text."""
+    """Kinds of requests; the module's docstring describes them."""
 
     HTTP = 0
     CALL = 1
@@ -62,16 +62,16 @@ class RequestKind(IntEnum):
 
 
 class CallHead(msgspec.Struct, frozen=True, array_like=True):
-    """What only some requests carry."""
+    """Fields that only some requests have."""
 
     method_name: str = ""
-    """Of the user's object; empty means ``__call__``."""
+    """Method of the user's object; empty means ``__call__``."""
     model_id: str = ""
     """The multiplexed model that the request is for."""
     stream: bool = False
-    """The answer is wanted as a stream of items."""
+    """Request the response as a stream of items."""
     is_pickled: bool = True
-    """Of PYTHON: False when the body is msgpack ``[args, kwargs]`` and the answer is to be msgpack."""
+    """For PYTHON: False when the body is msgpack ``[args, kwargs]`` and the response must be msgpack."""
 
 
 class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
@@ -86,19 +86,19 @@ class RequestHead(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
     query: str
     headers: Headers
     timeout_s: Seconds
-    """What is left of the deadline, for the answer to begin, when the frame is sent."""
+    """Seconds from the sending of the frame until the response must begin."""
     body_bytes: Annotated[int, Meta(ge=UNKNOWN_BYTES, le=2**53)]
-    """Of the whole body, or `UNKNOWN_BYTES`: then it ends with the frame that says so."""
+    """Size of the whole body, or `UNKNOWN_BYTES`: then the last frame is marked."""
     endpoint_tag: str
     request_id: str
     traceparent: str = ""
     client: str = ""
     """Address of the client as ``host:port``; empty when there is none."""
     scheme: str = "http"
-    """By which the client came: ``http``, ``https``, ``ws`` or ``wss``."""
+    """The client's scheme: ``http``, ``https``, ``ws`` or ``wss``."""
     call: CallHead | None = None
     patient: bool = False
-    """A replica that is full may keep it until it has a slot, in the order of arrival, instead of refusing it."""
+    """A replica that is full may queue it, in the order of arrival, instead of refusing it."""
 
 
 class BodyHead(msgspec.Struct, frozen=True, array_like=True, tag="B"):
@@ -113,29 +113,29 @@ class CreditHead(msgspec.Struct, frozen=True, array_like=True, tag="C"):
 
     frames: int
     number: int = 0
-    """Of this sender's credits, so that no two of them are equal: a bus connection that moves to a newer link drops
-    what comes by both."""
+    """Sequence number of this sender's credits, so that no two of them are equal: a bus connection that moves to a
+    newer link drops messages that arrive on both."""
 
 
 class CancelHead(msgspec.Struct, frozen=True, array_like=True, tag="X"):
-    """The caller is gone or waits no longer; no answer is wanted."""
+    """The caller has disconnected or given up; no response is wanted."""
 
 
 class ProbeHead(msgspec.Struct, frozen=True, array_like=True, tag="P"):
-    """Do you still know this request?"""
+    """Asks whether the replica still knows this request."""
 
     age_s: Seconds = 0.0
-    """How long ago it was sent; 0 does not say."""
+    """Seconds since it was sent; 0 is unknown."""
     wants_sign: bool = False
-    """A replica that knows it should say `AliveHead`; routers of former versions do not know that one."""
+    """A replica that knows the request should send `AliveHead`; routers of former versions do not know that frame."""
 
 
 class AliveHead(msgspec.Struct, frozen=True, array_like=True, tag="A"):
-    """The replica's process is well and knows the request; what takes so long is the user's code, or its turn."""
+    """The replica's process works and knows the request, which is still queued or in the user's code."""
 
 
 class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
-    """Opens the answer. ``last`` says that the body in this frame is the whole body."""
+    """Opens the response. ``last`` marks that the body in this frame is the whole body."""
 
     status: Status
     headers: Headers
@@ -145,8 +145,9 @@ class ResponseHead(msgspec.Struct, frozen=True, array_like=True, tag="R"):
 
 
 class RefusedHead(msgspec.Struct, frozen=True, array_like=True, tag="N"):
-    """The request was not begun. ``reason``: ``busy``, ``draining``; as the answer to a probe ``never_begun`` (it did
-    not arrive, and will not be begun if it does) or ``unknown`` (it may have ended, and its answer is not kept)."""
+    """The request was not started. ``reason``: ``busy``, ``draining``; in response to a probe ``never_begun`` (it did
+    not arrive, and will not be started if it does) or ``unknown`` (it may have ended, and its response is not
+    retained)."""
 
     reason: str
     in_flight: int
@@ -162,12 +163,12 @@ class ErrorHead(msgspec.Struct, frozen=True, array_like=True, tag="E"):
 
 
 class Raised(msgspec.Struct, frozen=True, array_like=True):
-    """What the user's code raised: the body of a PYTHON request's `ErrorHead`."""
+    """The exception of the user's code: the body of a PYTHON request's `ErrorHead`."""
 
     pickled: bytes
-    """The exception; empty when it cannot be pickled or the caller does not take pickles."""
+    """The pickled exception; empty when it cannot be pickled or the caller does not accept pickles."""
     traceback: str
-    """From the user's first frame on, as the replica saw it."""
+    """The replica's traceback, from the user's first frame on."""
 
 
 class MessageHead(msgspec.Struct, frozen=True, array_like=True, tag="M"):
@@ -202,7 +203,7 @@ Head = (
 
 
 class FrameUnreadable(ValueError):
-    """A frame that no version of this protocol can have sent; the message says what is wrong."""
+    """A frame that is invalid in every version of this protocol; the message describes the error."""
 
 
 _encoder = msgspec.msgpack.Encoder()

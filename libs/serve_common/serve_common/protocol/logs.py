@@ -1,7 +1,7 @@
-"""Log lines on the bus: what a process publishes, and how it is asked for what it logged before.
+"""Log lines on the bus: published lines, and the request for a process' recent ones.
 
-Why lines of JSON as they are: any NATS client shows them, and a program reads them as it reads a log file. A message
-holds one or more lines, each ended by a newline.
+Why plain JSON lines: any NATS client shows them, and a program reads them as a log file. A message holds one or more
+lines, each ended by a newline.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from msgspec import Meta
 from serve_common.protocol.decoding import UNREADABLE, Count, Label
 
 KINDS: Final = ("controller", "proxy", "host", "replica")
-"""Of processes, as they stand in the subjects."""
+"""Kinds of processes, as in the subjects."""
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 RECALL_LINES_MAX: Final = 200
 
 
 def level_number(name: str) -> int:
-    """How grave a level is; what is no level of ours counts as ``info``."""
+    """The severity of a level; an unknown level counts as ``info``."""
     return LEVELS.index(name) if name in LEVELS else LEVELS.index("info")
 
 
 def read_line(data: bytes) -> dict[str, Any]:
-    """A line of a log; one that is no JSON object is a message."""
+    """Parse a log line; one that is no JSON object becomes a message."""
     try:
         line = msgspec.json.decode(data)
     except UNREADABLE:
@@ -36,24 +36,24 @@ def read_line(data: bytes) -> dict[str, Any]:
     return {"event": "print", "message": data.decode(errors="replace").rstrip("\n")}
 
 
-def kind_of(line: Mapping[str, Any], told_by: str) -> str:
-    """Of which kind of process ``line`` is: hosts also tell what their replicas said."""
-    return "replica" if line.get("service") == "replica" else told_by
+def kind_of(line: Mapping[str, Any], publisher_kind: str) -> str:
+    """The kind of process that logged ``line``: hosts also publish the lines of their replicas."""
+    return "replica" if line.get("service") == "replica" else publisher_kind
 
 
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines are wanted; what is empty restricts nothing."""
+    """Selects lines; an empty field matches all."""
 
     kinds: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()
-    """Of `KINDS`."""
+    """A subset of `KINDS`."""
     backend_tag: Label = ""
     host_id: Label = ""
     level: Label = ""
-    """This one and graver ones."""
+    """Lowest level to include."""
     request_id: Label = ""
 
     def matches(self, kind: str, line: Mapping[str, Any]) -> bool:
-        """Whether ``line``, of a process of ``kind``, is wanted."""
+        """Whether ``line``, of a process of ``kind``, is selected."""
         return (
             (not self.kinds or kind in self.kinds)
             and (not self.backend_tag or line.get("backend_tag") == self.backend_tag)
@@ -64,12 +64,12 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecallLogs(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks all processes for the newest lines that each still remembers.
+    """Requests the newest lines that each process still has in memory.
 
-    They answer by publishing on the subject of `Subjects.recalled_log`; who has none says nothing.
+    They publish them on the subject of `Subjects.recalled_log`; a process without matching lines sends nothing.
     """
 
     token: Label
-    """Chosen by the asker; one token of a subject."""
+    """Chosen by the requester; one token of a subject."""
     limit: Count = RECALL_LINES_MAX
     filter: LogFilter = LogFilter()

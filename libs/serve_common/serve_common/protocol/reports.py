@@ -1,4 +1,4 @@
-"""What the controller, hosts and proxies tell each other: goals of hosts, reports of both, notices, wake-ups."""
+"""Messages between controller, hosts and proxies: goals of hosts, reports of both, notices, wake-ups."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from serve_common.names import BackendTag, HostId, ProxyId, ReplicaTag
 from serve_common.protocol.decoding import Address, Amount, Count, Label, Moment, Seconds, Text
 
 REPLICAS_MAX = 50_000
-"""Of one host, in a message; far more than fit into what NATS carries."""
+"""Replicas of one host in a message; far more than fit into a NATS message."""
 _RESOURCES_MAX = 1_000
 
 
 class ReplicaStatus(Enum):
-    """What a host reports of one replica."""
+    """Status of one replica, as its host reports it."""
 
     STARTING = "starting"
-    """The actor was asked for; import or constructor not finished."""
+    """The actor was requested; import or constructor not finished."""
     RUNNING = "running"
     """Serves requests."""
     UNHEALTHY = "unhealthy"
-    """Runs, but its health check failed as often as is allowed."""
+    """Runs, but its health check failed as often as the threshold."""
     DRAINING = "draining"
     """Takes nothing new, finishes what is in flight."""
     FAILED = "failed"
-    """Import or constructor raised, or took too long; the process is gone. Kept until the goal leaves it out."""
+    """Import or constructor raised, or took too long; the process is gone. Reported until the goal omits it."""
     DEAD = "dead"
-    """Had run and its process ended unasked. Kept until the goal leaves it out."""
+    """It was running and its process ended unexpectedly. Reported until the goal omits it."""
 
 
 class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +52,7 @@ class ReplicaGoal(msgspec.Struct, frozen=True, kw_only=True):
     may_call: tuple[Annotated[str, Meta(max_length=256)], ...] | None = None
     """As in `BackendConfig`."""
     code_version: Count = 0
-    """The version of the code, as the backend counts them."""
+    """The backend's code version."""
     companions: dict[BackendTag, Count] = {}
     """Code versions of the same application's other backends when this replica was decided: its requests prefer
     replicas of these, so that a chain keeps to one version of the application during an update."""
@@ -67,20 +67,20 @@ class HostGoal(msgspec.Struct, frozen=True, kw_only=True):
     """Rises with every change of this host's goal. A lower (epoch, generation) is refused by the host."""
     replicas: Annotated[list[ReplicaGoal], Meta(max_length=REPLICAS_MAX)]
     kill: Annotated[list[ReplicaTag], Meta(max_length=REPLICAS_MAX)] = []
-    """Of those that are not in ``replicas``: to be ended without draining."""
+    """Replicas not in ``replicas`` that must be killed without draining."""
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One replica as its host sees it."""
+    """State of one replica, as its host reports it."""
 
     replica_tag: Annotated[ReplicaTag, Meta(max_length=256)]
     status: ReplicaStatus
     config_version: Count = 0
     """The newest configuration that was applied; 0 before the first."""
     config_error_version: Count = 0
-    """The configuration that ``reconfigure`` raised at; 0 for none."""
+    """The configuration for which ``reconfigure`` raised; 0 for none."""
     error: Text = ""
-    """The user's traceback, or why the process ended; at most `ERROR_LENGTH_MAX` characters, the end is kept."""
+    """The user's traceback, or why the process ended; at most the last `ERROR_LENGTH_MAX` characters."""
     pid: Count = 0
 
 
@@ -92,24 +92,24 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
     host_id: Annotated[HostId, Meta(max_length=256)]
     incarnation: Label
-    """Random in each life of the host process; in a new one nothing of the old life runs. The id belongs to it while it
-    lives, so it is a secret between host and controller: never in a log line, a metric or what others may read."""
+    """Random for each run of the host process; nothing of an old run survives into a new one. It owns the host's id
+    while it lives, so it is a secret of host and controller: never in a log line, a metric or what others may read."""
     sequence: Count
     """Rises within an incarnation; a report with a lower one came late and is dropped."""
     started_at: Moment
     """When this incarnation began, seconds since 1970 by the host's clock; of two, one that began later takes over."""
     epoch: Count
     generation: Count
-    """Of the goal that this report already obeys; both 0 before the first."""
+    """Epoch and generation of the goal that is applied; both 0 before the first."""
     leader_epoch: Count = 0
-    """The highest epoch that the host has heard of: it refuses goals of lower ones. 0 before the first."""
+    """The highest epoch that the host has received: it refuses goals of lower ones. 0 before the first."""
     resources: Annotated[dict[Label, Amount], Meta(max_length=_RESOURCES_MAX)]
-    """Whole resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
+    """Total resources by Ray's names: CPU, GPU, memory (bytes) and custom ones."""
     replicas: Annotated[list[ReplicaReport], Meta(max_length=REPLICAS_MAX)]
     metrics_url: Address = ""
-    """As in `ProxyReport`: its own and its replicas' metrics."""
+    """As in `ProxyReport`, for its own and its replicas' metrics."""
     leaving: bool = False
-    """The host was asked to stop and drains everything by itself."""
+    """The host is stopping and drains everything by itself."""
 
 
 class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,28 +117,28 @@ class ProxyReport(msgspec.Struct, frozen=True, kw_only=True):
 
     proxy_id: Annotated[ProxyId, Meta(max_length=256)]
     sequence: Count
-    """Rises within a life of the process."""
+    """Rises within a run of the process."""
     started_at: Moment
-    """When this life began, seconds since 1970."""
+    """When this run began, seconds since 1970."""
     applied_snapshot_id: Count
     """Every snapshot up to this id is applied; 0 before the bucket was read."""
     incarnation: Label = ""
-    """As in `HostReport`; empty of a proxy of an earlier version."""
+    """As in `HostReport`; empty from a proxy of an earlier version."""
     address: Address = ""
-    """Where it listens, as host:port."""
+    """Address it listens on, as host:port."""
     http_error: Text = ""
-    """Why the newest `HttpSnapshot` is not in force (a middleware cannot be imported); empty when it is."""
+    """Why the newest `HttpSnapshot` is not applied (a middleware cannot be imported); empty when it is."""
     http_error_snapshot_id: Count = 0
-    """Of that snapshot; 0 for none."""
+    """Id of that snapshot; 0 for none."""
     metrics_url: Address = ""
     """Where the controller scrapes it when there is no Prometheus, such as ``http://10.0.0.7:9102/metrics``; proxies
-    that share a port tell the same. Empty: it cannot be scraped."""
+    that share a port report the same. Empty: it cannot be scraped."""
     leaving: bool = False
-    """It drains and takes no new requests; goals no longer wait for it."""
+    """True when it drains and takes no new requests; goals no longer wait for it."""
 
 
 class LeaderNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """Published by a controller that begins to lead."""
+    """Published by a controller that becomes the leader."""
 
     controller_id: Label
     epoch: Count
@@ -148,8 +148,8 @@ AGAIN_S: Final = 1.0
 
 
 class Wake(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests wait for a backend without replicas."""
+    """Reports that requests wait for a backend without replicas."""
 
     backend_tag: Label
     waiting: Count
-    """So many, at this router."""
+    """Number of requests that wait at this router."""

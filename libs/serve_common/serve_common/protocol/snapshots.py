@@ -1,4 +1,4 @@
-"""What routers need, one value per bucket key: the content of the key-value bucket.
+"""The content of the key-value bucket: what routers need, one value per key.
 
 Why so small: a subscriber takes only the keys it needs, and one change writes one key, however many others
 exist. The bucket is a cache; Postgres holds the same values and refills it.
@@ -30,7 +30,7 @@ class EndpointSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="endpoint"
     traffic: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)]
     """Weight of each backend; the sum is 1."""
     shadows: Annotated[dict[BackendTag, Amount], Meta(max_length=_BACKENDS_MAX)] = {}
-    """Proportion of requests, 0 to 1, that is copied to each of these backends; their answers are dropped."""
+    """Proportion of requests, 0 to 1, that is copied to each of these backends; their responses are dropped."""
     options: EndpointOptions = EndpointOptions()
 
 
@@ -50,22 +50,22 @@ class BackendSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="backend", 
 
     backend_tag: BackendTag
     replicas: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
-    """May be sent new requests."""
+    """Replicas that may be sent new requests."""
     draining: Annotated[list[ReplicaTag], Meta(max_length=_REPLICAS_MAX)]
-    """Still answer what they have, take nothing new. A replica in neither list is dead or gone."""
+    """Replicas that finish what they have and take nothing new. A replica in neither list is dead or gone."""
     max_concurrent_queries: Count
     max_queued_requests: Count
     protection: BackendProtection = BackendProtection()
     can_wake: bool = False
-    """It was scaled to zero: a request that waits for it should wake it (`wires.wake`)."""
+    """It was scaled to zero: a router with waiting requests should send a `Wake`."""
     is_stopped: bool = False
-    """A user wants no replica, so nobody will answer until that changes: requests are refused at once."""
+    """A user set zero replicas: requests are refused at once until that changes."""
     code_versions: dict[ReplicaTag, Count] = {}
-    """Of each replica while more than one version runs; empty when all run the same one."""
+    """Code version of each replica while more than one runs; empty when all run the same one."""
 
 
 class HttpSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="http"):
-    """What proxies apply to every request; changes while they run."""
+    """Options that proxies apply to every request; they may change while proxies run."""
 
     options: HttpOptions
 
@@ -79,9 +79,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_id: Count
     """Durable, rises with every change of any key."""
     epoch: Count
-    """Of the leader that recorded it. A router refuses a value whose snapshot_id is lower than it has."""
+    """Epoch of the leader that recorded it. A router refuses a value whose snapshot_id is lower than its own."""
     content: SnapshotContent | None
-    """None: the endpoint or backend is gone. Kept in the bucket, so that a late value cannot revive it."""
+    """None: the endpoint or backend is gone. This stays in the bucket, so that a late value cannot revive it."""
     voids_below: int = 0
-    """Whatever a router holds with a lower snapshot_id is gone, though no tombstone says so: the store was restored to
-    an earlier state, and what is still there was published anew, before this. Said by the HTTP key."""
+    """Snapshots with a lower snapshot_id are void, without tombstones: the store was restored to an earlier state, and
+    what still exists was published again, before this. Set in the HTTP key."""

@@ -1,6 +1,6 @@
 """Every NATS subject and bucket key, built and parsed here and nowhere else.
 
-Why: permissions, dashboards and foreign clients depend on these words. The prefix (``serve`` by default) is
+Why: permissions, dashboards and foreign clients depend on these names. The prefix (``serve`` by default) is
 configurable so that several instances can share one NATS. A tag ``app/deployment`` becomes two tokens
 ``app.deployment``; a replica's ordinal is always the last token, so every subject can be parsed back.
 """
@@ -13,34 +13,34 @@ from serve_common.errors import BadField
 from serve_common.names import BackendTag, EndpointTag, HostId, ProxyId, ReplicaTag, check_name
 
 ADMIN_SERVICE: Final = "serve-admin"
-"""Name under which `$SRV.PING|INFO|STATS` know the controller's commands."""
+"""Name of the controller's commands as a service of `$SRV.PING|INFO|STATS`."""
 GATEWAY_QUEUE: Final = "gateways"
-"""Queue group of the proxies that answer ``serve.call.…``."""
+"""Queue group of the proxies that serve ``serve.call.…``."""
 
 ENDPOINTS: Final = "endpoints"
 BACKENDS: Final = "backends"
 HTTP: Final = "http"
 RECALLED: Final = "recalled"
-"""In place of a kind of process, in subjects of log lines that were asked for."""
+"""Replaces the kind of process in subjects of log lines that were requested."""
 HTTP_KEY: Final = "http.options"
-"""The bucket key of what all proxies apply to every request."""
+"""The bucket key of the options that all proxies apply to every request."""
 
 INBOXES: Final = (b"_INBOX", b"_R_.")
-"""How subjects begin that a request may ask to be answered on: its sender's inbox, or what a server puts in its place
-when the request comes from another account."""
+"""Prefixes of valid reply subjects: the sender's inbox, or what a server replaces it by when the request comes from
+another account."""
 
 
 def is_inbox(reply: bytes) -> bool:
-    """Whether ``reply``, chosen by whoever sent a request, may be answered on.
+    """Whether ``reply``, chosen by the sender of a request, is a valid reply subject.
 
-    Any other subject would make who answers speak for the requester where that one may not: with reports, commands or
-    requests to others. Every service asks this before it answers.
+    Any other subject would make the responder publish for the requester where that one may not: reports, commands or
+    requests to others. Every service checks this before it replies.
     """
     return reply.startswith(INBOXES)
 
 
 def tokens(tag: str) -> str:
-    """A tag of a replica, deployment or endpoint as tokens of a subject: ``shop.digits.3`` of ``shop/digits#3``."""
+    """The tag of a replica, deployment or endpoint as tokens of a subject: ``shop/digits#3`` is ``shop.digits.3``."""
     return tag.replace("#", "/").replace("/", ".")
 
 
@@ -53,7 +53,7 @@ class Subjects:
         self.bucket: Final = f"{prefix}-snapshots"
         """Name of the key-value bucket that carries snapshots."""
         self.snapshots: Final = f"{prefix}.snapshot.>"
-        """Where the bucket's stream publishes anew whatever is put into it, by key."""
+        """Where the bucket's stream republishes its changes, by key."""
         self.admin_group: Final = f"{prefix}.admin"
         self.event_stream: Final = f"{prefix}-events"
         """Name of the stream that keeps events for a while."""
@@ -77,16 +77,16 @@ class Subjects:
         return EndpointTag("/".join(parts if len(parts) > 1 else ("default", *parts)))
 
     def replica(self, replica_tag: ReplicaTag) -> str:
-        """Where one replica hears requests and what belongs to them."""
+        """Where one replica receives requests and their further frames."""
         return f"{self.prefix}.replica.{tokens(replica_tag)}"
 
     def models(self, replica_tag: ReplicaTag) -> str:
-        """Where one replica tells all routers which multiplexed models it holds."""
+        """Where one replica publishes to all routers which multiplexed models it has loaded."""
         return f"{self.prefix}.models.{tokens(replica_tag)}"
 
     @property
     def all_models(self) -> str:
-        """What all replicas say of their models."""
+        """The models of all replicas; for subscriptions."""
         return f"{self.prefix}.models.>"
 
     def replica_of_models(self, subject: str) -> ReplicaTag:
@@ -95,7 +95,7 @@ class Subjects:
         return ReplicaTag("/".join(parts) + "#" + ordinal)
 
     def wake(self, backend_tag: BackendTag) -> str:
-        """Where a router says that requests wait for a backend that has no replica."""
+        """Where a router reports that requests wait for a backend that has no replica."""
         return f"{self.prefix}.wake.{tokens(backend_tag)}"
 
     @property
@@ -108,12 +108,12 @@ class Subjects:
         return BackendTag(subject.removeprefix(f"{self.prefix}.wake.").replace(".", "/"))
 
     def host_goal(self, host_id: HostId) -> str:
-        """Where one host hears its whole goal."""
+        """Where one host receives its whole goal."""
         return f"{self.prefix}.host.{host_id}.goal"
 
     @property
     def leader(self) -> str:
-        """Where a new leader says who it is and its epoch; hosts and proxies then report at once."""
+        """Where a new leader publishes its id and epoch; hosts and proxies then report at once."""
         return f"{self.prefix}.leader"
 
     def host_report(self, host_id: HostId) -> str:
@@ -155,11 +155,11 @@ class Subjects:
 
     @property
     def log_recall(self) -> str:
-        """Where all processes are asked for what they logged last."""
+        """Where all processes receive requests for their recent log lines."""
         return f"{self.prefix}.log-recall"
 
     def recalled_log(self, token: str, kind: str = "*") -> str:
-        """Where they answer, to the asker that chose ``token``."""
+        """Where they publish those lines, to the requester that chose ``token``."""
         return f"{self.prefix}.log.{RECALLED}.{token}.{kind}"
 
     @property
