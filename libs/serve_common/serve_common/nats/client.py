@@ -245,7 +245,7 @@ class NatsLogOutlet:
 
     def __init__(
         self,
-        relay: LogForwarder,
+        forwarder: LogForwarder,
         subjects: Subjects,
         kind: str,
         process_id: str,
@@ -253,7 +253,7 @@ class NatsLogOutlet:
     ) -> None:
         """Publishes nothing before `join`. ``of_others`` returns recent lines of other processes, kept by this one."""
         self._of_others = of_others
-        self._forwarder = relay
+        self._forwarder = forwarder
         self._subjects = subjects
         self._kind = kind
         self._subject = subjects.log(kind, process_id)

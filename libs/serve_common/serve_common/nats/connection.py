@@ -44,8 +44,8 @@ class BusConnection:
     neither.
     """
 
-    def __init__(self, options: BusOptions, chance: random.Random) -> None:
-        """`chance` is the random source that spreads the waits between reconnects."""
+    def __init__(self, options: BusOptions, rng: random.Random) -> None:
+        """`rng` spreads the waits between reconnects."""
         self.on_connected: Final[list[Callable[[], None]]] = []
         self.on_disconnected: Final[list[Callable[[], None]]] = []
         self.on_answers_again: Final[list[Callable[[float], None]]] = []
@@ -62,7 +62,7 @@ class BusConnection:
         self.permission_violations = 0
         """How many publishes and subscriptions the server refused."""
         self._options = options
-        self._rng = chance
+        self._rng = rng
         self._link: Link | None = None
         self._linked_at_s = 0.0
         self._disconnected_since: float | None = None
@@ -77,7 +77,7 @@ class BusConnection:
         self._log = _log.bind(bus=options.name)
         self._failed_callbacks = RateLimitedLogger(self._log.error)
         self._server_errors = RateLimitedLogger(self._log.warning)
-        self._dialer = Dialer(self, options, chance)
+        self._dialer = Dialer(self, options, rng)
         self._is_renewing = False
 
     # -- life --

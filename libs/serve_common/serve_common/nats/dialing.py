@@ -33,11 +33,11 @@ _log = structlog.get_logger(__name__)
 class Dialer:
     """Tries the servers in turn until one accepts the owner's credentials."""
 
-    def __init__(self, owner: LinkOwner, options: BusOptions, chance: random.Random) -> None:
+    def __init__(self, owner: LinkOwner, options: BusOptions, rng: random.Random) -> None:
         self._owner = owner
         self._options = options
         self._addresses = options.addresses
-        self._rng = chance
+        self._rng = rng
         self._turn = 0
         self._failures = RateLimitedLogger(_log.bind(bus=options.name).warning, interval_s=5.0)
 

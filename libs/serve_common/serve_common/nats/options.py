@@ -143,11 +143,11 @@ class BusOptions:
         return tuple(parse_server(url) for url in self.servers)
 
 
-def reconnect_wait_s(options: BusOptions, round_number: int, chance: random.Random) -> float:
+def reconnect_wait_s(options: BusOptions, round_number: int, rng: random.Random) -> float:
     """How long to wait before trying all servers again; `round_number` counts failed rounds from 0.
 
-    Waits double from round to round and are spread by `chance`, so that a restarted server does not get
+    Waits double from round to round and are spread by `rng`, so that a restarted server does not get
     all of its clients at once.
     """
     longest_s = min(options.reconnect_wait_max_s, options.reconnect_wait_min_s * 2 ** min(round_number, 30))
-    return chance.uniform(longest_s / 2, longest_s)
+    return rng.uniform(longest_s / 2, longest_s)

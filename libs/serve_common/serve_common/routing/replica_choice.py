@@ -298,7 +298,11 @@ class Affinity(msgspec.Struct, frozen=True, gc=False):
 
 
 def choose_by_wish(
-    preferred: Affinity, replicas: Sequence[ReplicaSlots], policy: ReplicaPolicy, draw: Draw, requests_max: int
+    preferred: Affinity,
+    replicas: Sequence[ReplicaSlots],
+    policy: ReplicaPolicy,
+    draw: Draw,
+    requests_max: int,
 ) -> ReplicaSlots:
     """One of ``replicas``, which is not empty; ``requests_max`` is how many requests a replica takes at once."""
     if preferred.code_version is not None:

@@ -244,13 +244,13 @@ class TrafficSplit:
         self._bounds = list(accumulate(weighted.values()))
         self._hashes = {tag: stable_hash(tag) for tag in weighted}
 
-    def choose(self, chance: float) -> BackendTag | None:
-        """The backend for the random number ``chance`` in [0, 1), or None when no backend has weight."""
+    def choose(self, rand: float) -> BackendTag | None:
+        """The backend for the random number ``rand`` in [0, 1), or None when no backend has weight."""
         tags = self.backend_tags
         if len(tags) < 2:
             return tags[0] if tags else None
         # The product can round up to the last bound itself.
-        at = bisect_right(self._bounds, chance * self._bounds[-1])
+        at = bisect_right(self._bounds, rand * self._bounds[-1])
         return tags[min(at, len(tags) - 1)]
 
     def choose_for(self, key_hash: int) -> BackendTag | None:

@@ -17,7 +17,7 @@ EVERY_S: Final = 0.25
 
 @final
 class LoopLag:
-    """Measures the lag of the loop on which `run` runs."""
+    """Records the lag of the loop on which `run` runs."""
 
     def __init__(self) -> None:
         self.observations: Final = Observations(LOOP_LAG.buckets)
@@ -34,7 +34,7 @@ class LoopLag:
 
 @final
 class OtherLoopsLag:
-    """Measures the lag of a loop in another thread, at one callback per measurement."""
+    """Records the lag of a loop in another thread, at one callback per measurement."""
 
     def __init__(
         self,

@@ -261,10 +261,10 @@ class NatsLogSink:
     """A `LogOutlet` that publishes on the loop of a `BusConnection`."""
 
     def __init__(
-        self, relay: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
+        self, forwarder: LogForwarder, bus: BusConnection, subjects: Subjects, kind: str, process_id: str
     ) -> None:
         """Must be called on the connection's loop; publishes from now on."""
-        self._forwarder = relay
+        self._forwarder = forwarder
         self._bus = bus
         self._subjects = subjects
         self._kind = kind
@@ -272,7 +272,7 @@ class NatsLogSink:
         self._loop = asyncio.get_running_loop()
         self._refused = RateLimitedLogger(_log.warning)
         bus.subscribe(subjects.log_recall, self._replay_recent)
-        relay.use(self)
+        forwarder.use(self)
 
     def publish(self, piece: bytes, lines: int) -> bool:
         if not self._bus.is_connected or self._loop.is_closed():

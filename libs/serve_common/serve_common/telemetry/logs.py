@@ -41,25 +41,25 @@ def configure_logs(service: str, **ids: str) -> LogForwarder:
     The returned forwarder gets an outlet once there is a bus.
     """
     lines_ids, clock = {"service": service, **ids}, SystemClock()
-    relay = LogForwarder(StandardError(lines_ids, clock).write, lines_ids, clock)
-    atexit.register(relay.flush)
-    _configure(relay, service, ids)
-    return relay
+    forwarder = LogForwarder(StandardError(lines_ids, clock).write, lines_ids, clock)
+    atexit.register(forwarder.flush)
+    _configure(forwarder, service, ids)
+    return forwarder
 
 
-def configure_replica_logs(relay: LogForwarder, **ids: str) -> None:
-    """Send this process' own logs to ``relay`` only; the user's get there by other means."""
-    _configure(relay, "replica", ids)
+def configure_replica_logs(forwarder: LogForwarder, **ids: str) -> None:
+    """Send this process' own logs to ``forwarder`` only; the user's get there by other means."""
+    _configure(forwarder, "replica", ids)
 
 
 def configure_child_logs(service: str, write: Callable[[bytes], None], **ids: str) -> LogForwarder:
     """Send all logs of a process that a service has started to ``write``, which takes whole lines."""
-    relay = LogForwarder(write, {"service": service, **ids}, SystemClock())
-    _configure(relay, service, ids)
-    return relay
+    forwarder = LogForwarder(write, {"service": service, **ids}, SystemClock())
+    _configure(forwarder, service, ids)
+    return forwarder
 
 
-def _configure(relay: LogForwarder, service: str, ids: dict[str, str]) -> None:
+def _configure(forwarder: LogForwarder, service: str, ids: dict[str, str]) -> None:
     def add_ids(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         event.setdefault("service", service)
         for name, value in ids.items():
@@ -81,7 +81,7 @@ def _configure(relay: LogForwarder, service: str, ids: dict[str, str]) -> None:
     ]
     level = log_level()
     # It has the methods of a file that are used.
-    file = cast("TextIO", _RelayFile(relay))
+    file = cast("TextIO", _RelayFile(forwarder))
     structlog.configure(
         processors=[*shared, structlog.processors.JSONRenderer(ensure_ascii=False)],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -107,8 +107,8 @@ def _configure(relay: LogForwarder, service: str, ids: dict[str, str]) -> None:
 class _RelayFile:
     """Where finished lines are written to; never waits and never raises."""
 
-    def __init__(self, relay: LogForwarder) -> None:
-        self._forwarder = relay
+    def __init__(self, forwarder: LogForwarder) -> None:
+        self._forwarder = forwarder
 
     def write(self, text: str) -> int:
         self._forwarder.offer(whole_or_short(text))

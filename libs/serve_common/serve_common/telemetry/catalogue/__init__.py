@@ -1,6 +1,6 @@
 """Every metric that a process of Muster exports: the one place for its name, type, labels, unit and meaning.
 
-Why one place: exporters, the page METRICS.md, dashboards and alert rules all speak of the same metrics, and tests hold
+Why one place: exporters, the page METRICS.md, dashboards and alert rules all refer to the same metrics, and tests check
 each of them against this.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 OWN_PREFIX: Final = "serve_"
-"""Users' own metrics must not begin so."""
+"""Prefix that users' own metrics must not have."""
 
 CATALOGUE: Final[tuple[MetricSpec, ...]] = (
     *PROXY_METRICS,
@@ -51,5 +51,5 @@ _BY_SERIES: Final = {series: spec for spec in CATALOGUE for series in spec.serie
 
 
 def spec_of(name: str) -> MetricSpec | None:
-    """The metric of that name, which may also be that of a sample (``…_bucket``); None when there is none."""
+    """The metric of that name, or with a sample of that name (``…_bucket``); None when there is none."""
     return _BY_NAME.get(name) or _BY_SERIES.get(name)

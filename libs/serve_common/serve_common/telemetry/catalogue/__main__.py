@@ -1,4 +1,4 @@
-"""``python -m serve_common.telemetry.catalogue``: the page about metrics, on standard output."""
+"""``python -m serve_common.telemetry.catalogue``: prints METRICS.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What controllers export. All but a few are there only while the controller leads: only the leader knows them."""
+"""Metrics of controllers. Most exist only while the controller leads: only the leader knows them."""
 
 from __future__ import annotations
 

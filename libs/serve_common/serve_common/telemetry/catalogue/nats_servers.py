@@ -1,6 +1,6 @@
-"""What the leading controller exports about NATS servers, as those tell it by their monitoring port.
+"""Metrics of NATS servers, exported by the leading controller, which reads them from the servers' monitoring ports.
 
-Why the controller and no exporter beside the server: one process less to run, and it is told where the servers are.
+Why the controller and no exporter beside the server: one process less to run, and it is configured with the servers.
 """
 
 from __future__ import annotations

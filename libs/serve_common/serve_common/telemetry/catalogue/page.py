@@ -1,6 +1,6 @@
-"""Writes METRICS.md out of the catalogue: ``python -m serve_common.telemetry.catalogue > METRICS.md``.
+"""Generates METRICS.md from the catalogue: ``python -m serve_common.telemetry.catalogue > METRICS.md``.
 
-Why generated: a page that is kept by hand tells of metrics that are gone, and not of those that came.
+Why generated: a page that is maintained by hand lists removed metrics and lacks new ones.
 """
 
 from __future__ import annotations

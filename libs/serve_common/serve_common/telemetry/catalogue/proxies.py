@@ -1,4 +1,4 @@
-"""What proxies export. Read from the running state when scraped, so what was deleted is gone from the next scrape."""
+"""Metrics of proxies. Read from the live state when scraped, so deleted objects are gone from the next scrape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every service process exports under the same name, and what the replica host's own process does."""
+"""Metrics that every service process exports, and those of the replica host's own process."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ LIBRARY_GROUPS: Final = {
     "library; not of replica processes.",
     "python_gc_*": "Collections of Python's garbage collector, by generation; not of replica processes.",
 }
-"""By the client library's own collectors."""
+"""Metrics of the client library's own collectors."""
 
 
 START_SECONDS_BUCKETS: Final = (
