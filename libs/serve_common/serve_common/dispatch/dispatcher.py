@@ -97,9 +97,9 @@ class Dispatcher:
         """
         waiter: asyncio.Future[Response] = self._loop.create_future()
 
-        def on_answer(_call: Call, answer: Response) -> None:
+        def on_answer(_call: Call, response: Response) -> None:
             if not waiter.done():  # the task was cancelled, and has not run since
-                waiter.set_result(answer)
+                waiter.set_result(response)
 
         def on_error(_call: Call, error: ServeError) -> None:
             if not waiter.done():

@@ -112,7 +112,7 @@ class Outgoing:
             attempt.sent_pieces += 1
             attempt.credit -= 1
 
-    def tell(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
+    def send_frame(self, call: Call, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the call's replica; raises as `DataPlaneBus.publish`. Does nothing without an attempt."""
         attempt = call.attempt
         if attempt is not None:

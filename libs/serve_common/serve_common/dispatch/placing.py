@@ -114,10 +114,10 @@ def wake_if_due(outgoing: Outgoing, router: Router, now: float, *, refused: int 
     if (
         router.is_asleep
         and waiting
-        and router.alarm.is_due(now, waiting)
+        and router.wake_signal.is_due(now, waiting)
         and outgoing.wake(router.backend_tag, waiting)
     ):
-        router.alarm.told(now, waiting)
+        router.wake_signal.told(now, waiting)
 
 
 _MAY_HAVE_RUN: Final = "the request was lost and may have run"

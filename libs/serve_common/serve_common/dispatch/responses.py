@@ -81,10 +81,10 @@ class _CallSocketBus:
         self._outgoing = outgoing
         self._outcomes = outcomes
 
-    def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
+    def send_frame(self, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the replica; a failure also fails the call."""
         try:
-            self._outgoing.tell(self._call, head, body)
+            self._outgoing.send_frame(self._call, head, body)
         except (NotConnected, OutboundFull, PayloadTooLarge) as error:
             self._outcomes.fail(self._call, error)
             raise
@@ -167,14 +167,14 @@ class ResponseReader:
         call.on_answer(call, Response(status, headers, body, call.answer))
 
     def _take_piece(self, call: Call, sequence: int, piece: memoryview, *, last: bool) -> None:
-        answer = call.answer
-        if not isinstance(answer, ResponseBody) or sequence != answer.next_sequence:
+        response = call.answer
+        if not isinstance(response, ResponseBody) or sequence != response.next_sequence:
             # The bus lost a frame, as it may when a server stops.
             self._outcomes.fail(call, ReplicaDied("a part of the answer was lost"))
-        elif answer.held_frames >= HELD_FRAMES_MAX:
+        elif response.held_frames >= HELD_FRAMES_MAX:
             self._outcomes.fail(call, ResponseUnusable("the replica sends more than it was allowed to"))
         else:
-            answer.add(piece, last=last)
+            response.add(piece, last=last)
             if last:
                 self._outcomes.answered(call)
 

@@ -102,9 +102,9 @@ class Shadows:
     async def _follow(self, ask: RequestSpec, backend_tag: BackendTag) -> None:
         outcome = ShadowOutcome.FAILED
         try:
-            call, answer = await self._sender.ask(ask)
-            await self._drop(ask, call, answer)
-            outcome = ShadowOutcome.ANSWERED if answer.status < 500 else ShadowOutcome.ERROR
+            call, response = await self._sender.ask(ask)
+            await self._drop(ask, call, response)
+            outcome = ShadowOutcome.ANSWERED if response.status < 500 else ShadowOutcome.ERROR
         except (ServeError, TimeoutError) as error:
             if isinstance(error, ReplicaError):
                 outcome = ShadowOutcome.ERROR
@@ -123,13 +123,13 @@ class Shadows:
             self._body_bytes -= len(ask.body)
             ask.endpoint.tally.add_shadow(backend_tag, outcome)
 
-    async def _drop(self, ask: RequestSpec, call: Call, answer: Response) -> None:
+    async def _drop(self, ask: RequestSpec, call: Call, response: Response) -> None:
         """Read the rest of a response, as a client would, and discard it."""
-        if answer.stream is None:
+        if response.stream is None:
             return
         try:
             async with asyncio.timeout_at(ask.deadline):
-                while await answer.stream.read() is not None:
+                while await response.stream.read() is not None:
                     pass
         finally:
             self._sender.abandon(call)

@@ -38,7 +38,7 @@ class SocketClosed(msgspec.Struct, frozen=True, gc=False):
 class SocketBus(Protocol):
     """What a socket needs of its call."""
 
-    def tell(self, head: Head, body: bytes | memoryview = b"") -> None:
+    def send_frame(self, head: Head, body: bytes | memoryview = b"") -> None:
         """Send a frame to the replica; raises a `ServeError` when the bus does not take it."""
 
     def give_credit(self, frames: int) -> None:
@@ -124,7 +124,7 @@ class ReplicaSocket:
                 return False
             self._credit -= 1
             self._sequence += 1
-            self._bus.tell(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
+            self._bus.send_frame(MessageHead(self._sequence, is_text, piece is pieces[-1]), piece)
         return True
 
     def close(self, code: int, reason: str) -> None:
@@ -132,7 +132,7 @@ class ReplicaSocket:
         if not self._is_ended:
             self._closed = SocketClosed(code, reason)
             self._wake()
-            self._bus.tell(CloseHead(code, reason))
+            self._bus.send_frame(CloseHead(code, reason))
             self._bus.ended()
 
     @property

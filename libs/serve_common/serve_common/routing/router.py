@@ -77,7 +77,7 @@ class Router:
         """True when the backend was scaled to zero: waiting requests must wake it."""
         self.is_stopped = False
         """True when a user set zero replicas: no waiting request will be answered."""
-        self.alarm: Final = WakeSignal()
+        self.wake_signal: Final = WakeSignal()
         """State of the wake messages while it is asleep."""
         self._draw = draw
         self._policy: ReplicaPolicy = policy_named(
@@ -465,7 +465,7 @@ class Router:
         self.is_asleep = is_asleep
         self._queue.count_spare(is_wanted=not is_asleep)
         if not is_asleep:
-            self.alarm.rest()
+            self.wake_signal.rest()
 
     def _protect(self, protection: BackendProtection) -> None:
         previous, self.protection = self.protection, protection
