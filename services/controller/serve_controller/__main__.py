@@ -16,7 +16,7 @@ from serve_controller.wiring import run
 
 
 def main() -> int:
-    """Run until told to stop; the exit code is 0 then, and 1, after a line of log that says why, in any other case."""
+    """Run until asked to stop. Returns the exit code: 0, or 1 after an error, which is logged."""
     logs = configure_logs("controller")
     failed = False
     try:
@@ -25,7 +25,7 @@ def main() -> int:
         uvloop.run(run(settings, logs))
     except* Exception as group:  # noqa: BLE001 - no end may be silent
         for error in _leaves(group):
-            # What is no fault of ours is told by its text; of the rest it must be known where it was raised.
+            # The text of an expected error is enough; any other one is logged with its traceback.
             where = None if isinstance(error, ServeError) else error
             structlog.get_logger().critical(
                 "controller_failed", error=str(error) or repr(error), exc_info=where

@@ -1,7 +1,7 @@
-"""Where the monitoring ports of NATS servers are, as the environment says it.
+"""The monitoring ports of NATS servers, read from the environment.
 
-Why a name for each server: it becomes a label, so it may hold no password, is known also of a server that does not
-answer, and there are only so many.
+Why a name for each server: it becomes a metric label, so it must contain no password, must be known also while the
+server does not respond, and takes a bounded number of values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class NatsMonitor(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     """Its host and port."""
     url: str
-    """Where its pages begin; may bear a user and a password, and a path."""
+    """Base URL of its pages; may contain a user, a password and a path."""
 
     def __repr__(self) -> str:
         return f"NatsMonitor(server={self.server!r})"
 
 
 def read_nats_monitors(environment: Environment) -> tuple[NatsMonitor, ...]:
-    """Those that are named, separated by commas; raises `BadField` naming the variable."""
+    """Read the comma-separated URLs of the variable; raises `BadField` naming the variable."""
     written = (environment.optional(VARIABLE) or "").split(",")
     monitors = tuple(_monitor(url.strip()) for url in written if url.strip())
     if len(monitors) > SERVERS_MAX:

@@ -1,7 +1,7 @@
-"""Runs users' policy functions in a process of their own: asked by lines of JSON, it answers each with one.
+"""Runs users' policy functions in a child process: one line of JSON per request, one per reply.
 
-Why this shape: what users write may hang, print, crash or eat memory. Here it reaches nothing of the controller's: its
-output goes where errors go, its memory is bounded, and its parent ends it when it takes too long.
+Why a process: user code may hang, print, crash or exhaust memory. Here it cannot affect the controller: its output
+goes to stderr, its memory is bounded, and the parent kills it when it takes too long.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from serve_common.config.validation import check_size
 from serve_common.errors import BadField
 
 MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
-"""Of address space."""
+"""Limit of the child's address space, bytes."""
 ERROR_LENGTH_MAX: Final = 8_000
 _FILES_MAX: Final = 256
 _PR_SET_PDEATHSIG: Final = 1
@@ -39,27 +39,27 @@ class PolicyRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     function: str
     """``module:function``."""
     context: AutoscalingContext | None = None
-    """None: only import it."""
+    """None only imports the function."""
     kwargs: dict[str, Any] = {}
 
 
 class PolicyReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line from the child; the first says only that it is there."""
+    """One line from the child; the first one only signals that it has started."""
 
     error: str = ""
-    """The user's traceback, or what is wrong with what the function is or returned."""
+    """The user's traceback, or why the function or its return value is invalid; empty for none."""
     is_stale: bool = False
-    """Files that were imported have changed since: a new process must be asked."""
+    """Imported files have changed since: the request must be sent to a new process."""
     num_replicas: int = 0
     policy_state: dict[str, Any] | None = None
 
 
 class _Unusable(Exception):
-    """The message says all: no traceback helps."""
+    """An invalid function or return value; reported without a traceback."""
 
 
 class _Functions:
-    """Functions by their import path, and the files that they came from."""
+    """Cache of functions by import path, with the modification times of the files they came from."""
 
     def __init__(self, app_dir: str) -> None:
         self._app_dir = app_dir
@@ -89,7 +89,7 @@ class _Functions:
 
 
 def answer(functions: _Functions, line: bytes) -> PolicyReply:
-    """What is asked for in one line."""
+    """Handle one request line."""
     try:
         request = msgspec.json.decode(line, type=PolicyRequest)
         if functions.are_stale():
@@ -105,7 +105,7 @@ def answer(functions: _Functions, line: bytes) -> PolicyReply:
 
 
 def main(app_dir: str) -> int:
-    """Answer until the parent closes the pipe."""
+    """Serve requests until the parent closes the pipe."""
     with _own_pipes() as (requests, answers):
         _bound()
         if app_dir:
@@ -170,7 +170,7 @@ def _shown(value: object) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """From the user's first frame on; the end is kept."""
+    """Format the traceback from the user's first frame on; a long one loses its beginning."""
     told = traceback.TracebackException.from_exception(error, limit=-50)
     ours = (__file__, "<frozen ", str(Path(importlib.__file__).parent))
     told.stack = traceback.StackSummary.from_list(
@@ -193,7 +193,7 @@ def _send(answers: IO[bytes], reply: PolicyReply) -> None:
 
 @contextlib.contextmanager
 def _own_pipes() -> Any:
-    """The pipes to the parent under numbers that nobody's ``print`` or ``input`` uses."""
+    """Move the pipes to the parent to file descriptors that ``print`` and ``input`` do not use."""
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb", buffering=0) as answers:
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -203,7 +203,7 @@ def _own_pipes() -> Any:
 
 
 def _bound() -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # so that the parent can say where it hangs
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # lets the parent find out where it hangs
     for what, limit in (
         (resource.RLIMIT_AS, MEMORY_BYTES_MAX),
         (resource.RLIMIT_NOFILE, _FILES_MAX),

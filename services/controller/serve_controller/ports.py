@@ -40,37 +40,37 @@ class PolicyFailed(ServeError):
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user's policy function said."""
+    """What a user's policy function returned."""
 
     num_replicas: int
     policy_state: dict[str, Any] | None = None
-    """None: as it was."""
+    """None leaves the state unchanged."""
 
 
 class HistoryEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Who changed what: one line of the audit log."""
+    """One entry of the audit log: which change was made, by which client."""
 
     at: float
     """Seconds since 1970."""
     who: str = ""
-    """Who the client claims to be, unverified; empty when it says nothing."""
+    """Name that the client gave for itself, unverified; empty for none."""
     verb: str
     subject: str
-    """What it was about, such as a backend tag."""
+    """Name of the changed object, such as a backend tag."""
     goal_id: str | None
     request: str
     """The command as JSON."""
     old: str | None = None
-    """What it changed, as it was, as JSON; None for what was not there."""
+    """The changed object before, as JSON; None if it did not exist."""
     new: str | None = None
-    """The same as it is then; None for what is gone."""
+    """The changed object after, as JSON; None if it was removed."""
 
 
 class Store(Protocol):
     """The checkpoint's database. Every method raises `StoreUnavailable` when it does not answer in time."""
 
     async def migrate(self) -> None:
-        """Bring the schema up to this version, once, whoever calls it how often."""
+        """Migrate the schema to this version. Idempotent, and safe to call from several controllers at once."""
         ...
 
     async def acquire_leadership(
@@ -88,11 +88,11 @@ class Store(Protocol):
         ...
 
     async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
-        """Let the next one lead at once; no error when it is ours no longer."""
+        """Release the lease, so that the next controller leads at once; no error if it was already lost."""
         ...
 
     async def load(self) -> Checkpoint:
-        """The whole checkpoint. Raises `CheckpointUnreadable` when a row cannot be understood."""
+        """Load the whole checkpoint. Raises `CheckpointUnreadable` when a row cannot be decoded."""
         ...
 
     async def record(self, epoch: int, changes: ObjectChanges, history: Sequence[HistoryEntry] = ()) -> None:
@@ -106,14 +106,14 @@ class Store(Protocol):
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first: at most ``limit`` entries, 1 or more.
 
-        Only about ``subject`` and only with lower ids than ``before``, unless they are None. It is cut where an answer
-        could no longer be carried by one NATS message, so an empty page alone says that there is no more.
+        Filtered by ``subject`` and by ids lower than ``before``, unless they are None. A page is cut to fit into one
+        NATS message, so only an empty page means that there is no more.
         """
         ...
 
 
 class HostLink(Protocol):
-    """The way to hosts."""
+    """Sends goals to hosts."""
 
     async def send_goal(self, goal: HostGoal) -> None:
         """Send a whole goal; may be lost. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
@@ -121,31 +121,31 @@ class HostLink(Protocol):
 
 
 class Publisher(Protocol):
-    """The way to the bucket. Both methods raise `BusUnavailable`."""
+    """Writes to the snapshot bucket. Both methods raise `BusUnavailable`."""
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
         """Put one key; returns the revision that the bucket gave it. Raises `LimitReached` when it is too large."""
         ...
 
     async def retract(self, key: str, revision: int) -> None:
-        """Remove a key that the checkpoint does not know, unless it has another revision than this by now."""
+        """Remove a key that the checkpoint does not have, if its revision in the bucket is still ``revision``."""
         ...
 
 
 class Backups(Protocol):
-    """The form of a backup."""
+    """Encodes and decodes backup files."""
 
     def write(self, checkpoint: Checkpoint, epoch: int, taken_at: float) -> bytes:
-        """The file that holds what is deployed by ``checkpoint``; may be called in another thread."""
+        """Encode what is deployed by ``checkpoint`` as a file; may be called in another thread."""
         ...
 
     def read(self, data: bytes) -> tuple[float, Checkpoint]:
-        """When a backup was taken, and what it holds. Raises `BadField` that says what is wrong with the file."""
+        """Decode a file: when the backup was taken, and its contents. Raises `BadField` for an invalid file."""
         ...
 
 
 class EventSink(Protocol):
-    """Where it is told what happened. For people: nothing depends on an event, and any may be lost."""
+    """Publishes events. They are for people: no component depends on them, and any may be lost."""
 
     def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
         """Publish on ``serve.event.<subject_kind>.<subject>``, soon; returns at once and never raises.
@@ -155,17 +155,17 @@ class EventSink(Protocol):
         ...
 
     async def recent_events(self, limit: int) -> list[EventView]:
-        """The newest events that are still kept, the oldest first; empty when they cannot be had within 2 s."""
+        """The newest retained events, the oldest first; empty when they cannot be read within 2 s."""
         ...
 
 
 class LoadSource(Protocol):
-    """Where loads are read."""
+    """Reads the loads of backends."""
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
-        """A reading for each of ``asks``; one that cannot be had says why. Takes seconds at most, never raises."""
+        """Read one sample for each of ``asks``; a missing one has the reason. Takes seconds at most, never raises."""
         ...
 
 
@@ -173,7 +173,7 @@ class PolicyRunner(Protocol):
     """Runs the users' policy functions, apart from the controller: one that hangs or crashes harms only its backend."""
 
     async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
-        """What the function says. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
+        """Call the function. Raises `PolicyFailed` with the user's traceback, also when it takes too long."""
         ...
 
 
@@ -181,20 +181,20 @@ class ControllerBus(HostLink, Publisher, EventSink, Protocol):
     """Everything the controller does on NATS."""
 
     async def begin_term(self, notice: LeaderNotice) -> None:
-        """Answer the admin verbs, tell hosts and proxies who leads, and report the bucket's whole content."""
+        """Serve the admin verbs, announce the leader to hosts and proxies, and report the bucket's whole content."""
         ...
 
     async def announce(self, notice: LeaderNotice) -> None:
-        """Tell hosts and proxies who leads, so that all of them report at once. May be lost; never raises."""
+        """Announce the leader to hosts and proxies, so that all report at once. May be lost; never raises."""
         ...
 
     async def round_trip(self, within_s: float) -> None:
-        """Return once the bus has answered: what was sent to this process before that has been read.
+        """Return once the bus has responded: everything sent to this process before that has been read.
 
-        Raises `BusUnavailable` when it has not ``within_s`` seconds later, or is not connected.
+        Raises `BusUnavailable` after ``within_s`` seconds without a response, or when not connected.
         """
         ...
 
     async def end_term(self) -> None:
-        """Stop answering the admin verbs, so that callers reach the next leader."""
+        """Stop serving the admin verbs, so that callers reach the next leader."""
         ...

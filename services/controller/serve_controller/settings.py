@@ -1,4 +1,4 @@
-"""What a controller process is told by its environment."""
+"""The controller's settings, read from environment variables."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class PrometheusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The Prometheus server that loads are read from."""
 
     url: str
-    """Where its HTTP API begins; may bear a user and a password, and a path."""
+    """Base URL of its HTTP API; may contain a user, a password and a path."""
     token: str | None = None
-    """A bearer's."""
+    """Bearer token; None sends none."""
     selector: str = ""
-    """Label matchers that this instance's series have and others' have not; without braces."""
+    """Label matchers, without braces, that select the series of this instance."""
 
     def __repr__(self) -> str:
         return f"PrometheusSettings(selector={self.selector!r})"
@@ -45,7 +45,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is fixed while the process lives."""
 
     controller_id: ControllerId
-    """The same over a restart lets the new process lead at once, without waiting for its own old lease."""
+    """Keeping it over a restart lets the new process lead at once, without waiting for its own old lease."""
     postgres_dsn: str
     postgres_password: str
     bus: BusSettings
@@ -53,11 +53,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     tracing: TracingSettings | None = None
     """None: nothing is traced."""
     app_root: str
-    """Where the relative app_dir of a policy function begins."""
+    """Directory that a policy function's relative app_dir is resolved against."""
     prometheus: PrometheusSettings | None = None
     """None: loads are scraped from the services."""
     nats_monitors: tuple[NatsMonitor, ...] = ()
-    """Whose state is shown among the metrics."""
+    """NATS servers whose state is exported as metrics."""
     crash_mode: CrashMode | None = None
     """For tests only: where this process kills itself."""
 

@@ -1,4 +1,4 @@
-"""Joins the controller's parts and runs them until the process is told to stop."""
+"""Wires the controller's parts together and runs them until the process is asked to stop."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from serve_controller.shell.service import ControllerService, ScalingParts
 _log = structlog.get_logger()
 VERSION = "0.1.0"
 _START_DEADLINE_S = 86_400.0
-"""NATS may come up long after the controller; a supervisor sees from `/readyz` that it waits."""
+"""Seconds to wait for NATS, which may start long after the controller; meanwhile `/readyz` reports it."""
 _TRACING_CLOSE_S = 2.0
 
 
 async def run(settings: ControllerSettings, logs: LogForwarder) -> None:
-    """Run one controller until SIGTERM or SIGINT; ``logs`` are published. Whatever else ends it is raised."""
+    """Run one controller until SIGTERM or SIGINT; ``logs`` are published. Raises any error that ends it."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +155,7 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
 async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -> None:
     """Run until cancelled. Raises BusUnavailable when the library has closed the connection for good.
 
-    It does so by itself when NATS refuses it; only a new process may mend that.
+    The library does so when NATS refuses it; only a new process may succeed.
     """
 
     async def fail_when_closed() -> None:
@@ -170,14 +170,14 @@ async def _run_until_closed(service: ControllerService, closed: asyncio.Event) -
 def _nats_servers(
     settings: ControllerSettings, registry: CollectorRegistry, leads: Callable[[], bool]
 ) -> NatsMonitorReader:
-    """Reads their state and has it shown."""
+    """Build the reader of the NATS servers' state and register it with the metrics."""
     reader = NatsMonitorReader(settings.nats_monitors, leads=leads, clock=time.monotonic)
     registry.register(NatsServersCollector(reader.readings))
     return reader
 
 
 def _open_scaling(settings: ControllerSettings) -> tuple[ScalingParts, Callable[[], Awaitable[None]]]:
-    """What autoscaling needs from outside, and what closes it."""
+    """Build what autoscaling needs from outside; returns it with the function that closes it."""
     prometheus = None
     if settings.prometheus is not None:
         api = PrometheusApi(settings.prometheus.url, settings.prometheus.token)

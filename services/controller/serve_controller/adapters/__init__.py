@@ -1,3 +1,3 @@
-"""The outside: one file for each thing that the controller touches."""
+"""Adapters: one file for each external system that the controller uses."""
 
 from __future__ import annotations

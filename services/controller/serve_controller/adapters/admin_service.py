@@ -1,7 +1,7 @@
-"""The admin verbs as a service on NATS, offered by the leader alone.
+"""The admin verbs as a NATS service, offered by the leader alone.
 
-Why nats.micro: ``nats micro ls|info|stats|ping`` and every foreign client then see the admin API as what it is. Only
-the leader offers it, so a call with no leader is answered "no responders" at once.
+Why nats.micro: ``nats micro ls|info|stats|ping`` and third-party clients can then discover the admin API. Only the
+leader offers it, so a call without a leader fails with "no responders" at once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _log = structlog.get_logger()
 MessageHandler = Callable[[Msg], Awaitable[None]]
 
 CALLS_MAX = 1000
-"""Admin calls under way at once; most of them wait for goals."""
+"""Most concurrent admin calls; most of them wait for goals."""
 _STOP_TIMEOUT_S = 2.0
 _LAST_CALLS_S = 0.5
 
 
 class AdminCalls(Protocol):
-    """Who answers the admin verbs."""
+    """Handler of the admin verbs."""
 
     async def answer(self, verb: str, payload: bytes, who: str) -> bytes:
-        """The reply. Raises a `ServeError` for everything that a caller can understand."""
+        """Handle a request; returns the reply. Raises a `ServeError` for errors to report to the caller."""
         ...
 
 
 class _InboxesOnly:
-    """A client for nats.micro that hands on what is to be answered on an inbox, and drops the rest.
+    """Client for nats.micro that passes on requests whose reply subject is an inbox, and drops all others.
 
-    Why around the client: nats.micro answers `$SRV` by itself, and would do so on any subject.
+    Why a wrapper of the client: nats.micro itself responds to `$SRV`, and would do so on any reply subject.
     """
 
     def __init__(self, client: Client, on_dropped: Callable[[], object]) -> None:
@@ -65,7 +65,7 @@ class _InboxesOnly:
     async def subscribe(
         self, subject: str, queue: str = "", *, cb: MessageHandler, **kwargs: Any
     ) -> Subscription:
-        """As the client's."""
+        """Subscribe like the client, with the filter in front of ``cb``."""
 
         async def hear(message: Msg) -> None:
             if is_inbox(message.reply.encode()):
@@ -81,7 +81,7 @@ class _InboxesOnly:
 
 
 class AdminService:
-    """Takes admin calls from the bus and has them answered."""
+    """Receives admin calls from the bus and dispatches them to the handler."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class AdminService:
     ) -> None:
         """``version`` is shown by ``nats micro info``.
 
-        ``on_dropped`` is called for each call that is not answered because the subject to answer on is no inbox.
+        ``on_dropped`` is called for each call that is dropped because its reply subject is no inbox.
         """
         self._client = client
         self._guarded: Any = _InboxesOnly(client, on_dropped)
@@ -104,7 +104,7 @@ class AdminService:
         self._tasks = TaskOwner("admin_calls")
 
     async def offer(self) -> None:
-        """Begin to take calls. Raises NATS' errors."""
+        """Start accepting calls. Raises errors of NATS."""
         config = ServiceConfig(
             name=ADMIN_SERVICE,
             version=self._version,
@@ -116,7 +116,7 @@ class AdminService:
             await group.add_endpoint(name=verb, handler=self._handler(verb))
 
     async def withdraw(self) -> None:
-        """Take no more calls, so that callers reach the next leader; those that were taken go on."""
+        """Stop accepting calls, so that callers reach the next leader; accepted calls go on."""
         service, self._service = self._service, None
         if service is None:
             return
@@ -125,18 +125,18 @@ class AdminService:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await service.stop()
         except (NatsError, OSError, TimeoutError) as error:
-            # The server forgets the subscriptions with the connection, or learns of it at the reconnect.
+            # The server drops the subscriptions with the connection, or is notified at the reconnect.
             _log.warning("service_not_withdrawn", error=repr(error))
 
     async def close(self) -> None:
-        """Give up the calls that are under way."""
+        """Cancel the calls in progress."""
         await self._tasks.close(timeout_s=1.0)
 
     async def _take_last_calls(self, service: Service) -> None:
-        """Let the server hand no more calls to us, and take in all that it has handed to us already.
+        """Unsubscribe, and accept all calls that the server has delivered already.
 
-        Why: `Service.stop` drops those, and their callers would wait in vain; and its subscriptions' own ``drain``
-        keeps them for the next connection when NATS goes away meanwhile.
+        Why: `Service.stop` drops those, and their callers would wait in vain; and the subscriptions' own ``drain``
+        keeps them for the next connection if NATS becomes unavailable meanwhile.
         """
         if not self._client.is_connected:
             return
@@ -145,7 +145,7 @@ class AdminService:
             async with asyncio.timeout(_LAST_CALLS_S):
                 for subscription in filter(None, known):
                     await self._client._send_unsubscribe(subscription._id)  # noqa: SLF001 - as above
-                for _ in range(2):  # the first PING overtakes what the client still holds back
+                for _ in range(2):  # the first PING overtakes messages that the client still buffers
                     await self._client.flush()
                 for subscription in filter(None, known):
                     await subscription._pending_queue.join()  # noqa: SLF001 - as above
@@ -154,7 +154,7 @@ class AdminService:
 
     def _handler(self, verb: str) -> Callable[[MicroRequest], Any]:
         async def handle(request: MicroRequest) -> None:
-            # Each call in a task of its own: one that waits must not hold up the others of its verb.
+            # Each call in a task of its own: one that waits must not block the others of its verb.
             if len(self._tasks) >= CALLS_MAX:
                 await _respond_error(request, LimitReached(f"{CALLS_MAX} admin calls are under way"))
                 return
@@ -180,7 +180,7 @@ class AdminService:
 
 
 def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
-    """A span around a command; queries, which people repeat every second, have none."""
+    """A span around a command; queries, which may be repeated every second, have none."""
     if verb not in COMMANDS:
         return nullcontext()
     headers = request.headers or {}
@@ -194,13 +194,13 @@ def _traced(verb: str, request: MicroRequest) -> AbstractContextManager[object]:
 
 
 def _who(request: MicroRequest) -> str:
-    """What the caller says of itself, fit to be kept and shown."""
+    """The caller's name for itself, sanitized."""
     return sanitized_who((request.headers or {}).get(WHO_HEADER, ""))
 
 
 async def _respond_error(request: MicroRequest, error: ServeError) -> None:
     view = error_view(error)
     first_line = view.message.splitlines()[0][:500] if view.message else view.code
-    # A header can hold neither line ends nor much else; the body has the whole.
+    # Headers are limited to one line of printable ASCII; the body has the full message.
     plain = "".join(c if " " <= c <= "~" else "?" for c in first_line)
     await request.respond_error(str(error.status_hint), plain, data=msgspec.json.encode(view))

@@ -1,7 +1,7 @@
-"""The file of a backup: what is deployed at one moment, in a form of its own that any machine reads.
+"""The format of a backup file: what is deployed at one moment, independent of the database.
 
 gzip of lines of JSON: a header, a line for each object as it is stored (`checkpoint_rows`), and the SHA-256 of all
-lines before. What only the running system knows (replicas, hosts, goals, snapshots) and the audit log are left out.
+lines before. The state of the running system (replicas, hosts, goals, snapshots) and the audit log are left out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KINDS: Final = (
     ObjectKind.HTTP,
     ObjectKind.COUNTERS,
 )
-"""What a backup holds."""
+"""Kinds of objects in a backup."""
 TEXT_BYTES_MAX: Final = 1024 * 1024 * 1024
-"""Of a file when it is unpacked: a small one must not fill the memory."""
+"""Most bytes of an unpacked file: a small file must not exhaust the memory."""
 _FIELD: Final = "file"
 
 
@@ -43,7 +43,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["muster-backup"]
     version: int
     schema_version: int
-    """The newest that its objects have."""
+    """The newest schema version of its objects."""
     taken_at: float
     """Seconds since 1970."""
     epoch: int
@@ -65,7 +65,7 @@ class BackupFiles:
     """Implements `ports.Backups`."""
 
     def write(self, checkpoint: Checkpoint, epoch: int, taken_at: float) -> bytes:
-        """The file that holds what is deployed by ``checkpoint``."""
+        """Encode what is deployed by ``checkpoint``."""
         rows = [dump(value) for value in checkpoint.all_objects() if key_of(value)[0] in KINDS]
         rows.sort(key=lambda row: (row.kind, row.key))
         header = Header(
@@ -85,7 +85,7 @@ class BackupFiles:
         return packed.getvalue()
 
     def read(self, data: bytes) -> tuple[float, Checkpoint]:
-        """When a backup was taken, and what it holds. Raises `BadField` that says what is wrong with the file."""
+        """Decode a file: when the backup was taken, and its contents. Raises `BadField` for an invalid file."""
         lines = _unpacked(data).splitlines(keepends=True)
         header = _header(lines[0] if lines else b"")
         sha256 = hashlib.sha256(b"".join(lines[:-1])).hexdigest()

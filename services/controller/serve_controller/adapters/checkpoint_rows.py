@@ -1,4 +1,4 @@
-"""Between the checkpoint's objects and their rows, those of the first format included."""
+"""Converts between the checkpoint's objects and their rows, including rows of older formats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _GoalKindV1(Enum):
 
 
 class GoalV1(msgspec.Struct, frozen=True, kw_only=True):
-    """A goal as it was stored."""
+    """A goal in the first format."""
 
     goal_id: GoalId
     kind: _GoalKindV1
@@ -64,11 +64,11 @@ KINDS_V1: Final = (
 DECODERS_V1: Final[Mapping[ObjectKind, msgspec.json.Decoder[Any]]] = {
     kind: msgspec.json.Decoder(GoalV1 if kind is ObjectKind.GOAL else CLASSES[kind]) for kind in KINDS_V1
 }
-"""Of all but goals the present classes read the old rows: what is new in them has a default, completed below."""
+"""Decoders of old rows. All but goals use the current classes: new fields have defaults, which `completed` fills in."""
 
 
 def upgraded_goal(goal: GoalV1) -> Goal:
-    """The goal in the present format."""
+    """The goal in the current format."""
     return Goal(
         goal_id=goal.goal_id,
         kind=GoalKind.DEPLOY if goal.kind is _GoalKindV1.DEPLOY else GoalKind.DELETE,
@@ -83,7 +83,7 @@ def upgraded_goal(goal: GoalV1) -> Goal:
 
 
 def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject]) -> list[CheckpointObject]:
-    """``old`` (read by `DECODERS_V1`) with all that follows from it; ``others`` are what newer rows hold."""
+    """``old`` (decoded by `DECODERS_V1`) with all derived fields and objects; ``others`` come from newer rows."""
     known = [*old, *others]
     goals = [value for value in known if isinstance(value, Goal)]
     backends = {value.backend_tag: value for value in known if isinstance(value, Backend)}
@@ -110,7 +110,7 @@ def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject
                     result.append(revision)
                 result.append(msgspec.structs.replace(value, newest_revision=0 if revision is None else 1))
                 if value.backend_tag not in deployments:
-                    # Goals are forgotten after a while, so the oldest that is left says no more than "not later".
+                    # Goals are deleted after a while, so the oldest one left is only an upper bound.
                     started_at = begun.get(value.backend_tag, 0.0)
                     result.append(Deployment(tag=value.backend_tag, started_at=started_at))
             case _:
@@ -119,7 +119,7 @@ def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject
 
 
 class _Sizes:
-    """What a replica of each version takes; thousands of replicas share a few versions."""
+    """Cache of the capacity that a replica of each version takes; thousands of replicas share a few versions."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[BackendTag, int], tuple[dict[str, float], int]] = {}
@@ -134,7 +134,7 @@ class _Sizes:
 def _sized(replica: Replica, backend: Backend | None, sizes: _Sizes) -> Replica:
     if backend is None:
         return replica
-    # A version that is remembered no more took about what the present one takes.
+    # A version that is no longer retained took about as much as the current one.
     version = backend.version_of(replica.config_version) or backend.target
     needs, goal_bytes = sizes.of(backend.backend_tag, version)
     return msgspec.structs.replace(replica, needs=needs, goal_bytes=goal_bytes)
@@ -143,7 +143,7 @@ def _sized(replica: Replica, backend: Backend | None, sizes: _Sizes) -> Replica:
 def _first_revision(
     backend: Backend, succeeded: Goal | None, endpoint: EndpointRecord | None
 ) -> Revision | None:
-    """What the newest goal made, so that the first deploy after the upgrade can be rolled back."""
+    """A revision of the newest goal's result, so that the first deploy after the upgrade can be rolled back."""
     if succeeded is None or backend.last_good is None:
         return None
     return Revision(
@@ -157,7 +157,7 @@ def _first_revision(
 
 
 SCHEMA_VERSION: Final = 8
-"""The format that is written; all from 1 to this one are read."""
+"""The format that is written; all formats from 1 to this one are read."""
 
 _ENCODER: Final = msgspec.json.Encoder()
 _PRESENT: Final = {kind.value: msgspec.json.Decoder(stored_type) for kind, stored_type in CLASSES.items()}
@@ -171,10 +171,10 @@ _DECODERS: Final[Mapping[int, Mapping[str, msgspec.json.Decoder[Any]]]] = {
     7: _PRESENT,
     SCHEMA_VERSION: _PRESENT,
 }
-"""By schema version and kind. What came with versions 3 (options of endpoints, companions of replicas, how backends are
-protected), 4 (autoscaling), 5 (access log), 6 (a restored store; whom the ids of hosts and proxies belong to), 7 (whom
-replicas may call) and 8 (after which restore a host's replicas were adopted) has defaults that mean what was so before,
-except that replicas of before 7 could call all."""
+"""Decoders by schema version and kind. The fields added with versions 3 (options of endpoints, companions of replicas,
+protection of backends), 4 (autoscaling), 5 (access log), 6 (a restored store; the holders of host and proxy ids), 7
+(the deployments that replicas may call) and 8 (the restore after which a host's replicas were adopted) have defaults
+that mean the former behavior, except that replicas of before 7 could call all deployments."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -188,7 +188,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class RowChanges(msgspec.Struct, frozen=True):
-    """`ObjectChanges` as rows; no key occurs twice."""
+    """`ObjectChanges` as rows; each key occurs once."""
 
     puts: tuple[Row, ...]
     deletes: tuple[tuple[str, str], ...]
@@ -196,22 +196,22 @@ class RowChanges(msgspec.Struct, frozen=True):
 
 
 def dump(value: CheckpointObject) -> Row:
-    """The row of an object."""
+    """Encode an object as a row."""
     kind, key = key_of(value)
     return Row(kind.value, key, SCHEMA_VERSION, _to_json(value))
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """What the rows of a store mean."""
+    """The decoded rows of a store."""
 
     checkpoint: Checkpoint
     upgraded: tuple[CheckpointObject, ...]
-    """Objects that are stored in the first format, or follow from such ones and are not stored at all. They must be
-    written with the next change: what follows from an old row is lost when that row is replaced alone."""
+    """Objects that are stored in the first format, or are derived from such ones and not stored at all. They must be
+    written with the next change: what is derived from an old row is lost when that row is replaced alone."""
 
 
 def load(row: Row) -> CheckpointObject:
-    """The object of a row by itself. Raises `CheckpointUnreadable`, which names the row and the reason."""
+    """Decode one row by itself. Raises `CheckpointUnreadable`, which names the row and the reason."""
     decoders = _DECODERS.get(row.schema_version)
     if decoders is None:
         raise _unreadable(
@@ -233,7 +233,7 @@ def load(row: Row) -> CheckpointObject:
 
 
 def load_rows(rows: Iterable[Row]) -> Loaded:
-    """What ``rows`` of all versions mean together, in any order. Raises `CheckpointUnreadable`."""
+    """Decode ``rows`` of any versions in any order. Raises `CheckpointUnreadable`."""
     current: list[CheckpointObject] = []
     old: list[CheckpointObject] = []
     for row in rows:
@@ -243,14 +243,14 @@ def load_rows(rows: Iterable[Row]) -> Loaded:
 
 
 def load_checkpoint(rows: Iterable[Row]) -> Checkpoint:
-    """The checkpoint that ``rows`` make. Raises `CheckpointUnreadable`."""
+    """Decode ``rows`` into a checkpoint. Raises `CheckpointUnreadable`."""
     return load_rows(rows).checkpoint
 
 
 def dump_changes(changes: ObjectChanges, upgraded: Iterable[CheckpointObject] = ()) -> RowChanges:
-    """What a store must write. Of several values of one key the last counts; a deleted key is not put.
+    """The rows that a store must write. The last of several values of one key wins; a deleted key is not put.
 
-    ``upgraded`` is what the last `load_rows` found to be rewritten; ``changes`` were decided after it and go before.
+    ``upgraded`` are the objects that the last `load_rows` returned for rewriting; ``changes`` take precedence.
     """
     gone = dict.fromkeys(changes.deletes)
     puts: dict[Key, CheckpointObject] = {key_of(value): value for value in (*upgraded, *changes.puts)}
@@ -268,14 +268,13 @@ def _to_json(value: CheckpointObject) -> str:
     try:
         return _ENCODER.encode(value).decode()
     except UnicodeEncodeError:
-        # A lone surrogate has no UTF-8, so neither JSON nor Postgres takes it, yet a traceback that names a
-        # file with undecodable bytes holds one. Showing it as an escape is better than refusing the whole
-        # change.
+        # A lone surrogate has no UTF-8 encoding, so neither JSON nor Postgres accepts it, yet a traceback with an
+        # undecodable file name contains one. An escape is better than refusing the whole change.
         return json.dumps(without_surrogates(msgspec.to_builtins(value)), separators=(",", ":"))
 
 
 def without_surrogates(value: Any) -> Any:
-    """``value``, made of JSON's types, with every lone surrogate in its texts shown as an escape."""
+    """``value``, made of JSON's types, with every lone surrogate in its strings replaced by an escape."""
     match value:
         case str():
             return value.encode("utf-8", "backslashreplace").decode()

@@ -43,7 +43,7 @@ _TIMEOUT_S = 2.0
 
 
 def bucket_config(subjects: Subjects) -> KeyValueConfig:
-    """The bucket as it is made: routers read it by direct gets, and hear what changes from its republish."""
+    """Configuration of the bucket: routers read it by direct gets, and receive changes by its republish."""
     return KeyValueConfig(
         bucket=subjects.bucket,
         history=1,
@@ -55,15 +55,15 @@ def bucket_config(subjects: Subjects) -> KeyValueConfig:
 
 
 class OnBucket(Protocol):
-    """Who is told what the bucket holds."""
+    """Callback for entries of the bucket."""
 
     def __call__(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """Revision and snapshot id by key."""
+        """Receive revision and snapshot id by key (None: removed); with ``whole`` the bucket's whole content."""
         ...
 
 
 class SnapshotBucket:
-    """Implements `serve_controller.ports.Publisher`, and tells what the bucket holds."""
+    """Implements `serve_controller.ports.Publisher`, and watches the bucket."""
 
     def __init__(self, client: Client, subjects: Subjects, on_bucket: OnBucket) -> None:
         """``on_bucket`` is called between `watch` and `end_watch`."""
@@ -74,12 +74,12 @@ class SnapshotBucket:
         self._watch: BucketWatch | None = None
 
     def watch(self) -> None:
-        """Open the bucket, make it where it is missing, and begin to tell what it holds."""
+        """Open the bucket, create it if it is missing, and start reporting its content."""
         self._watch = BucketWatch(self._client, self._subjects, self._hear, self._open)
         self._watch.start()
 
     async def end_watch(self) -> None:
-        """Tell no more."""
+        """Stop reporting the content."""
         if self._watch is not None:
             await self._watch.close()
             self._watch = None
@@ -90,7 +90,7 @@ class SnapshotBucket:
             self._watch.reopen()
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
-        """See `ports.Publisher.publish`."""
+        """Put one key; returns its revision. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._opened().put(key, msgspec.json.encode(snapshot))
@@ -100,7 +100,7 @@ class SnapshotBucket:
             raise BusUnavailable(f"the snapshot {key} was not published: {error!r}") from error
 
     async def retract(self, key: str, revision: int) -> None:
-        """See `ports.Publisher.retract`."""
+        """Remove a key if its revision is still ``revision``. Raises `BusUnavailable`."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 await self._opened().delete(key, last=revision or None)
@@ -122,9 +122,9 @@ class SnapshotBucket:
         self._bucket = bucket
 
     async def _let_routers_read(self) -> None:
-        """Bring the stream of a bucket that was made otherwise up to `bucket_config`, as far as routers need it.
+        """Update the stream of an existing bucket to `bucket_config`, as far as routers need it.
 
-        Not by the library, which would leave out what it does not know of a stream's configuration.
+        Not by the library, which would drop the fields of a stream's configuration that it does not know.
         """
         stream = f"KV_{self._subjects.bucket}"
         answer = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=_TIMEOUT_S)
@@ -152,7 +152,7 @@ class SnapshotBucket:
 
 
 def _snapshot_id(key: str, value: bytes) -> int:
-    """The id in a bucket's value; 0 for what cannot be read, so that it is put right."""
+    """The id in a bucket's value; 0 for an unreadable one, so that it is overwritten."""
     try:
         return msgspec.json.decode(value, type=Snapshot).snapshot_id
     except UNREADABLE as error:
@@ -161,14 +161,14 @@ def _snapshot_id(key: str, value: bytes) -> int:
 
 
 QUEUE_MAX: Final = 1_000
-"""Events that wait to be sent; beyond it the oldest are dropped."""
+"""Most events waiting to be sent; beyond it the oldest are dropped."""
 STREAM_CHECK_S: Final = 5.0
-"""A stream that was lost is made anew at the first event after so long; until then no event is kept."""
+"""Seconds between checks whether the stream exists: a lost one is recreated at the first event after that."""
 READ_TIMEOUT_S: Final = 10.0
-"""What is not read by then is not remembered by this term; nobody waits for it."""
+"""Timeout of reading the stream, seconds; events that are not read by then are missing in this term."""
 _STREAM_TIMEOUT_S: Final = 2.0
 _BURST: Final = 100
-"""Events that are sent before others get a turn."""
+"""Events sent before the event loop gets a turn."""
 _LOG_EVERY_S: Final = 10.0
 
 MESSAGES_MAX: Final = 10_000
@@ -183,7 +183,7 @@ _SUBJECT: Final = re.compile(rf"{_TOKEN}(?:\.{_TOKEN})+")
 
 
 def stream_config(subjects: Subjects) -> StreamConfig:
-    """The stream as it is made."""
+    """Configuration of the stream."""
     return StreamConfig(
         name=subjects.event_stream,
         description="What happened lately in this instance of Muster; may be deleted at any time",
@@ -198,7 +198,7 @@ def stream_config(subjects: Subjects) -> StreamConfig:
 
 
 class EventStream:
-    """The way out for the events of one term."""
+    """Publishes the events of one term."""
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self.dropped = 0
@@ -210,12 +210,12 @@ class EventStream:
         self._tasks = TaskOwner("event_stream")
         self._is_closed = False
         self._check_at = 0.0
-        """When to look next whether the stream exists, by the loop's time."""
+        """Next time to check that the stream exists, by the loop's clock."""
         self._drops = RateLimitedLogger(_log.warning, _LOG_EVERY_S)
         self._failures = RateLimitedLogger(_log.warning, _LOG_EVERY_S)
 
     def start(self) -> None:
-        """Begin to send, and make the stream where it is missing."""
+        """Start sending, and create the stream if it is missing."""
         self._wake.set()
         self._tasks.start(self._run(), name="send")
 
@@ -225,7 +225,7 @@ class EventStream:
         self._wake.set()
 
     async def close(self) -> None:
-        """Send what still waits if that takes little time, and end."""
+        """Send the queued events if that takes little time, and stop."""
         self._is_closed = True
         await self._tasks.close(timeout_s=1.0)
         try:
@@ -236,7 +236,7 @@ class EventStream:
         self._queue.clear()
 
     def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
-        """See `ports.EventSink.publish_event`."""
+        """Queue an event to be published; returns at once and never raises."""
         full = self._subjects.event(subject_kind, subject)
         if self._is_closed:
             self._drop("the term is over", full)
@@ -286,7 +286,7 @@ class EventStream:
                     await manager.add_stream(stream_config(self._subjects))
                     _log.info("event_stream_created", stream=self._subjects.event_stream)
         except (NatsError, OSError, TimeoutError) as error:
-            # Events go out all the same, to those who listen now.
+            # Events are sent all the same, to current subscribers.
             self._failures.log(now, "event_stream_missing", error=repr(error))
 
     def _drop(self, reason: str, subject: str) -> None:
@@ -296,7 +296,7 @@ class EventStream:
 
 
 async def recent_events(client: Client, subjects: Subjects, limit: int) -> list[EventView]:
-    """See `ports.EventSink.recent_events`."""
+    """The newest retained events, the oldest first; empty when they cannot be read in time."""
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
             messages = await _read(client, subjects, limit)
@@ -329,14 +329,14 @@ async def _read(client: Client, subjects: Subjects, limit: int) -> deque[Msg]:
         if message.metadata.num_pending == 0:
             is_read.set()
 
-    # A consumer that pushes: the library's pulls cost a task for each message and wait for a full batch.
+    # A push consumer: the library's pulls cost a task for each message and wait for a full batch.
     inbox = client.new_inbox()
     subscription = await client.subscribe(inbox, cb=hear)
     try:
         consumer = ConsumerConfig(
             deliver_subject=inbox,
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            # Sequences have gaps where a subject had more than is kept of it, so it is begun further back.
+            # Sequences have gaps where a subject exceeded its limit, so start further back.
             opt_start_seq=max(state.first_seq, state.last_seq - 2 * limit + 1),
             ack_policy=AckPolicy.NONE,
             inactive_threshold=READ_TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Reads loads straight from the services' pages of metrics, and chooses between that and Prometheus."""
+"""Reads loads from the services' own metrics pages, and chooses between that and Prometheus."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from serve_controller.ports import LoadAsk, LoadSource, Targets
 
 _BUCKET: Final = f"{REQUEST_SECONDS.name}_bucket"
 VIEWED: Final = (PROXY_INFO.name, HOST, REQUESTS.name, _BUCKET, QUEUE_DEPTH.name, REPLICA_IN_FLIGHT.name)
-"""The samples that it needs."""
+"""Names of the metrics that a `LoadView` needs."""
 
 
 def sum_up(at: float, pages: Iterable[Sequence[Sample]], unreachable: Sequence[str]) -> LoadView:
-    """``at`` is now; requests without an endpoint, which no route was found for, have the empty tag."""
+    """Sum up pages into a view. ``at`` is now; requests that matched no route have the empty endpoint tag."""
     requests: defaultdict[str, float] = defaultdict(float)
     errors: defaultdict[str, float] = defaultdict(float)
     buckets: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -76,24 +76,24 @@ CONCURRENCY: Final = 16
 PAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 NAMES: Final = (PROXY, HOST, ONGOING, QUEUED, CONNECTED)
 _FIRST_ROUNDS_S: Final = 2 * (PERIOD_S + TIMEOUT_S)
-"""How long the first reading waits for its two scrapes at most."""
+"""Most seconds that the first read waits for its two scrapes."""
 _IDLE_MIN_S: Final = 30.0
 _IDLE_INTERVALS: Final = 2.5
-"""Sampling ends when nobody has read for so many of their intervals."""
+"""Metrics intervals without a read after which sampling stops."""
 _KEEP_SHARE: Final = 1.25
 _SMALL_PAGE_BYTES: Final = 128 * 1024
-"""Larger ones are parsed in another thread."""
+"""Size in bytes above which pages are parsed in another thread."""
 _CLOSE_TIMEOUT_S: Final = 1.0
 _BATCH: Final = 500
-"""Readings between two turns of the loop."""
+"""Load samples between two turns of the event loop."""
 
 
 @final
 class LoadScrape:
-    """A `LoadSource`, and what `muster top` shows."""
+    """A `LoadSource` by scraping, and the load view for `muster top`."""
 
     def __init__(self, clock: Callable[[], float], *, period_s: float = PERIOD_S) -> None:
-        """``clock`` tells monotonic seconds. Nothing is scraped before the first `read`."""
+        """``clock`` returns monotonic seconds. Nothing is scraped before the first `read`."""
         self._clock = clock
         self._period_s = period_s
         self._session: aiohttp.ClientSession | None = None
@@ -103,9 +103,9 @@ class LoadScrape:
         self._windows = LoadWindows()
         self._urls: frozenset[str] = frozenset()
         self._labels: dict[str, dict[str, dict[str, str]]] = {}
-        """By target: of the series that were on its page last."""
+        """Labels by series, for the latest page of each target."""
         self._unfiltered: set[str] = set()
-        """Who does not answer when asked for certain names only."""
+        """Targets that do not support the filter by names."""
         self._keep_s = 0.0
         self._used_until = 0.0
         self._is_filled = asyncio.Event()
@@ -113,7 +113,7 @@ class LoadScrape:
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
-        """As `LoadSource`; the first one waits until everybody was scraped twice."""
+        """Read the loads; the first call waits until all targets were scraped twice."""
         asked = [ask for ask in asks if ask.config.query is None]
         if asked:
             await self._use(asked, targets)
@@ -126,7 +126,7 @@ class LoadScrape:
         return readings
 
     async def load_view(self, targets: Targets, now: float) -> LoadView:
-        """One scrape of all services, summed up; who does not answer is named in it."""
+        """Scrape all services once and sum up; unreachable ones are named in the result."""
         urls = sorted(targets.urls)
         pages = await asyncio.gather(*(self._scrape(url, VIEWED) for url in urls))
         unreachable = [url for url, page in zip(urls, pages, strict=True) if isinstance(page, str)]
@@ -191,7 +191,7 @@ class LoadScrape:
     # -- one page -------------------------------------------------------------------------------------------------
 
     async def _scrape(self, url: str, names: Sequence[str]) -> list[Sample] | str:
-        """The samples of these names on a page; or why it cannot be had."""
+        """The samples of these names on a page, or why it cannot be read."""
         async with self._places:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
@@ -207,7 +207,7 @@ class LoadScrape:
             samples = await self._parsed(url, await self._get(f"{url}?{query}"), names)
             if any(sample.name in (PROXY, HOST) for sample in samples):
                 return samples
-            # An exporter that reads its metrics when it is asked may know no names before.
+            # An exporter that collects its metrics on request may not support the filter.
             self._unfiltered.add(url)
         return await self._parsed(url, await self._get(url), names)
 
@@ -233,47 +233,47 @@ class LoadScrape:
 
 
 TRUSTED_AFTER: Final = 3
-"""So many good readings in a row it takes to go back to Prometheus, so that a backend does not alternate."""
+"""Good samples in a row before a backend goes back to Prometheus, so that it does not alternate."""
 _SECONDS: Final = re.compile(r"\b\d+(\.\d+)?(?= s\b)")
 _REASONS_TOLD: Final = 5
 _REMEMBERED_INTERVALS: Final = 3
-"""A backend that nobody has asked about for so many of its intervals is forgotten."""
+"""Metrics intervals without a read after which a backend is forgotten."""
 
 
 class OpenSource(LoadSource, Protocol):
     """A source that holds connections."""
 
     async def close(self) -> None:
-        """Close them."""
+        """Close the connections."""
         ...
 
 
 class _Known(NamedTuple):
-    """What Prometheus lacked of one backend."""
+    """Why Prometheus lacked the load of a backend."""
 
     until: float
     why: str
     good: int = 0
-    """How many good readings it gave in a row since."""
+    """Good samples in a row since."""
 
 
 @final
 class LoadSources:
-    """A `LoadSource`: Prometheus, with the scrape behind it."""
+    """A `LoadSource`: Prometheus, with scraping as the fallback."""
 
     def __init__(self, prometheus: OpenSource | None, scrape: OpenSource) -> None:
-        """Without a Prometheus everything is scraped, and users' queries give nothing."""
+        """``prometheus`` None: everything is scraped, and users' queries have no value."""
         self._prometheus = prometheus
         self._scrape = scrape
         self._known: dict[BackendTag, _Known] = {}
         """Backends whose load Prometheus lacks, or lacked until lately."""
         self._told: frozenset[str] = frozenset()
-        """The reasons that were logged last."""
+        """The reasons logged last."""
 
     async def read(
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
-        """As `LoadSource`."""
+        """Read the loads from Prometheus; those that it lacks are scraped."""
         if self._prometheus is None:
             return await self._scrape.read(asks, targets, now)
         first = await self._prometheus.read(asks, targets, now)
@@ -285,13 +285,13 @@ class LoadSources:
         return {**first, **{tag: _better(first[tag], reading) for tag, reading in second.items()}}
 
     async def close(self) -> None:
-        """Close both."""
+        """Close both sources."""
         if self._prometheus is not None:
             await self._prometheus.close()
         await self._scrape.close()
 
     def _is_behind(self, ask: LoadAsk, reading: LoadSample, now: float) -> bool:
-        """Whether the load of this backend is scraped, by how Prometheus did lately."""
+        """Whether to scrape the load of this backend because Prometheus lacked it lately."""
         until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
         known = self._known.get(ask.backend_tag)
         if reading.seen is None:
@@ -306,7 +306,7 @@ class LoadSources:
         return ask.config.query is None
 
     def _tell(self, now: float) -> None:
-        """Log what Prometheus does not know, when that has changed: each reason once, whatever times are in it."""
+        """Log the loads that Prometheus lacks when that has changed: each reason once, ignoring times in its text."""
         self._known = {tag: known for tag, known in self._known.items() if known.until >= now}
         reasons = Counter(_SECONDS.sub("#", known.why) for known in self._known.values())
         if reasons.keys() == self._told:
@@ -320,7 +320,7 @@ class LoadSources:
 
 
 def _better(first: LoadSample, second: LoadSample) -> LoadSample:
-    """The scrape's, when it has one."""
+    """The scraped sample if it has a value, otherwise that of Prometheus."""
     if second.seen is not None:
         return second
     if first.seen is not None:

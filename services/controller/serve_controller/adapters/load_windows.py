@@ -1,4 +1,4 @@
-"""What was scraped of each service lately, and the mean loads that it comes to."""
+"""Recent scrapes of each service, and the mean loads computed from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
     """One line of a page."""
 
     series: str
-    """Name and labels as they stand there: the same series reads the same on every page of one process."""
+    """Name and labels as written on the page: a series is written identically on every page of one process."""
     name: str
     labels: dict[str, str]
     value: float
@@ -34,9 +34,9 @@ class Sample(NamedTuple):
 def parse_page(
     text: str, names: Collection[str], known: Mapping[str, dict[str, str]] | None = None
 ) -> Iterator[Sample]:
-    """The samples of these names. Lines that are none are left out; raises ValueError for a value that is no number.
+    """Parse the samples of these names; other lines are skipped. Raises ValueError for a value that is no number.
 
-    ``known`` has the labels of series that were read before: most of the time goes into them.
+    ``known`` has the labels of series parsed before: parsing labels takes most of the time.
     """
     for line in text.splitlines():
         brace = line.find("{")
@@ -63,15 +63,15 @@ def _labels(series: str, start: int) -> dict[str, str]:
 
 
 _SPACING: Final = 16.0
-"""Of two scrapes that are closer than this part of their age one is forgotten."""
+"""Of two scrapes closer together than their age divided by this, one is dropped."""
 _ROUNDING: Final = 0.999
-"""A counter that fell to more than this part of itself was rounded; one that fell to less began anew."""
+"""Part of its value to which a counter may fall by rounding; one that fell further was reset."""
 
 _FORGET_S: Final = 120.0
-"""A series that is missing on its page for so long is forgotten."""
+"""Seconds after which a series that is missing on its page is forgotten."""
 
 _Seconds = tuple[float, float]
-"""Of one backend at one target, added up since its first scrape here: worked on, and waited."""
+"""Ongoing and queued seconds of one backend at one target, since its first scrape here."""
 _NOTHING: Final = (0.0, 0.0)
 _EMPTY: Final[Map[BackendTag, _Seconds]] = Map()
 
@@ -84,7 +84,7 @@ class Point(NamedTuple):
 
 
 class Between(NamedTuple):
-    """A moment between two scrapes of a target."""
+    """A time between two scrapes of a target."""
 
     before: Map[BackendTag, _Seconds]
     after: Map[BackendTag, _Seconds]
@@ -106,19 +106,19 @@ class TargetHistory:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.since: dict[Process, float] = {}
-        """Who is on its page, since when without a break."""
+        """Processes on its page, and since when without a break."""
         self.measured: dict[BackendTag, int] = {}
-        """Replicas of each backend on its page."""
+        """Number of replicas of each backend on its page."""
         self.failure = ""
-        """Why the latest scrape failed; empty when it did not."""
+        """Why the latest scrape failed; empty if it succeeded."""
         self._counters: dict[str, tuple[float, float]] = {}
-        """The value of each series and when it was seen last."""
+        """The latest value of each series, and its time."""
         self._tags: dict[BackendTag, float] = {}
-        """When each backend was on its page last."""
+        """When each backend was last on its page."""
         self._tidied_at = float("-inf")
 
     def add(self, at: float, samples: Iterable[Sample], keep_s: float) -> None:
-        """Take in the page of a scrape; those older than ``keep_s`` are forgotten."""
+        """Add the page of a scrape; scrapes older than ``keep_s`` are dropped."""
         processes: set[Process] = set()
         counted: list[Sample] = []
         measured: dict[BackendTag, int] = {}
@@ -133,8 +133,8 @@ class TargetHistory:
                 tag = BackendTag(sample.labels.get("backend_tag", ""))
                 measured[tag] = measured.get(tag, 0) + int(sample.value)
         if processes.isdisjoint(self.since):
-            self._counters = {}  # somebody else has this address now
-        # A series that appears together with its process was perhaps only left out before: it says nothing yet.
+            self._counters = {}  # another process has this address now
+        # A series that appears together with its process may have been left out before: its value is no increase.
         begins_at_zero = bool(self.points) and processes <= self.since.keys()
         self._append(Point(at, self._added(at, counted, begins_at_zero=begins_at_zero)), keep_s)
         self.since = {process: self.since.get(process, at) for process in processes}
@@ -163,7 +163,7 @@ class TargetHistory:
         return seconds.finish()
 
     def _tidy(self, at: float, seconds: MapMutation[BackendTag, _Seconds]) -> None:
-        """Forget series that are gone, and backends of which all are."""
+        """Forget series that are gone, and backends without any series."""
         self._tidied_at = at
         self._counters = {
             series: known for series, known in self._counters.items() if known[1] > at - _FORGET_S
@@ -187,11 +187,11 @@ class TargetHistory:
 
     @property
     def newest_at(self) -> float:
-        """When it was scraped last; minus infinity when it never was."""
+        """Time of the latest scrape; minus infinity before the first."""
         return self.points[-1].at if self.points else float("-inf")
 
     def at(self, moment: float) -> Between:
-        """The moment's place among the scrapes; before the first and after the last of them nothing changes."""
+        """Locate a time among the scrapes; values are constant before the first and after the last."""
         points = self.points
         index = bisect_right(points, moment, key=_time_of)
         before = points[max(index - 1, 0)]
@@ -214,11 +214,11 @@ def _time_of(point: Point) -> float:
 
 SOURCE: Final = "scrape"
 STALE_S: Final = 8.0
-"""What was not scraped for so long does not count."""
+"""Seconds without a scrape after which a process does not count."""
 YOUNG_S: Final = 10.0
-"""A process that began so lately need not have been scraped."""
+"""Seconds after its start in which a process need not have been scraped."""
 SHORTEST_S: Final = 0.5
-"""No load is told of less time than this: processes write their counters twice a second."""
+"""Shortest window of a load, seconds: processes write their counters twice a second."""
 
 
 @final
@@ -234,15 +234,15 @@ class LoadWindows:
             del self._targets[url]
 
     def add(self, url: str, at: float, samples: Iterable[Sample], keep_s: float) -> None:
-        """A target was scraped. Raises ValueError, and keeps nothing of it, when the page cannot be read."""
+        """Add a target's page. Raises ValueError, and adds nothing, when it cannot be parsed."""
         self._targets.setdefault(url, TargetHistory()).add(at, list(samples), keep_s)
 
     def add_failure(self, url: str, why: str) -> None:
-        """It could not be."""
+        """Record that a target could not be scraped."""
         self._targets.setdefault(url, TargetHistory()).failure = why
 
     def at(self, now: float) -> LoadLook:
-        """For readings of that moment; ``now`` by the clock that scrapes are told by."""
+        """Evaluate the scrapes at ``now``, by the clock of `add`."""
         return LoadLook(
             {url: target for url, target in self._targets.items() if target.points}, self._failures(), now
         )
@@ -252,7 +252,7 @@ class LoadWindows:
 
 
 class _Seen(NamedTuple):
-    """What some processes' readings are made of."""
+    """The window that covers some processes."""
 
     end: float
     length_s: float
@@ -260,7 +260,7 @@ class _Seen(NamedTuple):
 
 @final
 class LoadLook:
-    """Readings of one moment; what backends share is worked out once."""
+    """Load samples at one time; results that backends share are computed once."""
 
     def __init__(self, targets: Mapping[str, TargetHistory], failures: Sequence[str], now: float) -> None:
         self._failures = failures
@@ -272,10 +272,10 @@ class LoadLook:
                 if home is None or home.newest_at < target.newest_at:
                     self._homes[process] = target
         homes = {id(home) for home in self._homes.values()}
-        # A page of processes that have all been found on others is theirs once more, under another address.
+        # A page whose processes are all on newer pages is a duplicate under another address.
         self._targets = [target for target in targets.values() if not target.since or id(target) in homes]
         self._places: defaultdict[BackendTag, list[int]] = defaultdict(list)
-        """Which targets have ever told of a request of a backend: of many few."""
+        """Targets that ever had a request of a backend: few of many."""
         for number, target in enumerate(self._targets):
             for tag in target.points[-1].seconds:
                 self._places[tag].append(number)
@@ -286,7 +286,7 @@ class LoadLook:
         self._moments: dict[float, list[Between]] = {}
 
     def reading(self, ask: LoadAsk, wall_now: float) -> LoadSample:
-        """The load of one backend; ``wall_now`` is now in seconds since 1970."""
+        """The load of one backend; ``wall_now`` is the current time in seconds since 1970."""
         if ask.config.query is not None:
             return LoadSample(
                 at=wall_now,
@@ -363,7 +363,7 @@ class LoadLook:
         return f"{why} ({failures[0]}{more})"
 
     def _mean(self, tag: BackendTag, start: float, end: float) -> tuple[float, float]:
-        """Requests worked on and waiting, on average."""
+        """Mean numbers of ongoing and queued requests."""
         ongoing = queued = 0.0
         before, after = self._moment(start), self._moment(end)
         for number in self._places.get(tag, ()):
@@ -373,7 +373,7 @@ class LoadLook:
         return max(ongoing / (end - start), 0.0), max(queued / (end - start), 0.0)
 
     def _extreme(self, tag: BackendTag, seen: _Seen, function: AggregationFunction) -> float:
-        """The largest or smallest of the means of the parts of the window, each of them 5 s or a fifteenth."""
+        """The largest or smallest mean over the parts of the window: parts of 5 s, at most 15."""
         parts = max(min(int(seen.length_s / 5.0), 15), 1)
         part_s = seen.length_s / parts
         starts = [seen.end - (number + 1) * part_s for number in range(parts)]

@@ -56,18 +56,18 @@ from serve_controller.shell.service import ControllerService
 
 
 class AutoscalingCollector(Collector):
-    """Of every backend that has an ``autoscaling_config``."""
+    """Metrics of every backend that has an ``autoscaling_config``."""
 
     def __init__(self, current_service: Callable[[], ControllerService | None], clock: Clock) -> None:
         self._current_service = current_service
         self._clock = clock
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what there is depends on the backends."""
+        """No static metrics: they depend on the backends."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """All families with their present values."""
+        """All metric families with their current values."""
         service = self._current_service()
         term = None if service is None else service.term
         autoscaler = None if service is None else service.autoscaler
@@ -127,7 +127,7 @@ _PROXY_STATUSES: Final = ("live", "leaving", "lost")
 
 
 class ControllerMetrics:
-    """Implements `shell.boundary.Telemetry`; everything about the state itself is read when it is scraped."""
+    """Implements `shell.boundary.Telemetry`; metrics of the state itself are collected when scraped."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class ControllerMetrics:
         now: Callable[[], float],
         refused: RefusedMessages,
     ) -> None:
-        """``now`` gives seconds since 1970; ``refused`` is shown by `register_process_metrics`."""
+        """``now`` returns seconds since 1970; ``refused`` is exported by `register_process_metrics`."""
         self._refused = refused
         self._reconcile_seconds = _histogram(RECONCILE_SECONDS, registry)
         self._checkpoint_seconds = _histogram(CHECKPOINT_SECONDS, registry)
@@ -148,17 +148,17 @@ class ControllerMetrics:
         registry.register(_TermCollector(current_term, now))
 
     def effect_performed(self, effect: str, seconds: float, error: str | None) -> None:
-        """See `Telemetry.effect_performed`."""
+        """Count the effect and observe its duration."""
         self._effects.labels(effect, error or "ok").inc()
         if effect.startswith("record_"):
             self._checkpoint_seconds.observe(seconds)
 
     def plan_made(self, seconds: float) -> None:
-        """See `Telemetry.plan_made`."""
+        """Observe the duration of a plan."""
         self._reconcile_seconds.observe(seconds)
 
     def message_refused(self, kind: str, sender: str, error: Exception) -> None:
-        """See `Telemetry.message_refused`."""
+        """Count and log a refused message."""
         self._refused.refuse(kind, sender, error)
 
 

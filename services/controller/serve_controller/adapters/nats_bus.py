@@ -1,4 +1,4 @@
-"""The controller on NATS: what it subscribes to as leader or standby, what a term opens and closes, and wake-ups."""
+"""The controller on NATS: subscriptions of every controller, resources of a term, and wake messages."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from serve_controller.adapters.jetstream import EventStream, SnapshotBucket, rec
 _log = structlog.get_logger()
 
 WAKES_MAX: Final = 1_000
-"""Of all backends within a second: a router says so once a second for each that it waits for."""
+"""Most wake messages of all backends in a second: a router sends one a second for each backend that it waits for."""
 WAKES_OF_ONE_MAX: Final = 100
 NARROW_S: Final = 10.0
-"""How long only what can be meant is heard."""
+"""Seconds for which only the wake subjects of backends scaled to zero are subscribed after an overload."""
 SLEEPING_MAX: Final = 1_000
-"""Backends that are heard then; others wait until all are heard again."""
+"""Most backends subscribed then; others wait until all are subscribed again."""
 _LOOK_EVERY_S: Final = 1.0
 
 
 @final
 class WakeSubscription:
-    """Subscribed for as long as it is open."""
+    """Subscription to wake messages; an overload narrows it for a while."""
 
     def __init__(
         self,
@@ -53,27 +53,27 @@ class WakeSubscription:
         on_wake: Callable[[Wake], None],
         sleeping: Callable[[], Iterable[BackendTag]],
     ) -> None:
-        """``sleeping``: backends that were scaled to zero, as far as this controller has a say in it."""
+        """``sleeping`` returns the backends that this controller has scaled to zero."""
         self._client = client
         self._subjects = subjects
         self._refused = refused
         self._on_wake = on_wake
         self._sleeping = sleeping
         self._held: dict[str, Subscription] = {}
-        """By subject."""
+        """Active subscriptions by subject."""
         self._counts: Counter[str] = Counter()
-        """Of messages since the last look, by the subject that is subscribed."""
+        """Messages since the last check, by subscribed subject."""
         self._narrow_until: float | None = None
-        """None while all are heard."""
+        """When to subscribe to all subjects again, by the loop's clock; None while subscribed to all."""
         self._tasks = TaskOwner("wakes")
 
     async def open(self) -> None:
-        """Raises what the client's ``subscribe`` raises."""
+        """Subscribe. Raises the errors of the client's ``subscribe``."""
         await self._subscribe(self._subjects.wakes)
         self._tasks.start(self._look_again_and_again(), "look")
 
     async def close(self) -> None:
-        """Hear no more."""
+        """Unsubscribe."""
         await self._tasks.close(_LOOK_EVERY_S)
         await self._keep(())
 
@@ -82,7 +82,7 @@ class WakeSubscription:
 
         async def hear(message: Msg) -> None:
             if subject not in self._held:
-                return  # it came before that was over
+                return  # received before the unsubscribe took effect
             self._counts[subject] += 1
             if self._counts[subject] > limit:
                 await self._hear_less(subject, message.subject)
@@ -139,7 +139,7 @@ class WakeSubscription:
         if subscription is not None:
             try:
                 await subscription.unsubscribe()
-            except (NatsError, OSError) as error:  # with its connection it is gone anyway
+            except (NatsError, OSError) as error:  # it is gone with its connection anyway
                 _log.debug("wakes_not_unsubscribed", error=repr(error))
 
 
@@ -152,26 +152,26 @@ def _check_woken(wake: Wake, backend_tag: str) -> None:
 
 _ANNOUNCE_TIMEOUT_S = 4.0
 _BUCKET_TIMEOUT_S = 2.0
-"""Before the bucket is known commands are refused; after this time callers are told so."""
+"""Seconds to wait for the bucket's content before admin calls are accepted; until it is known commands are refused."""
 
 
 class Listener(Protocol):
-    """Who is told what came from the bus."""
+    """Receives messages from the bus."""
 
     def hear(self, report: HostReport | ProxyReport) -> None:
-        """A report."""
+        """Receive a report."""
         ...
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """Revision and snapshot id by key."""
+        """Receive revision and snapshot id by key (None: removed); with ``whole`` the bucket's whole content."""
         ...
 
     def hear_leader(self, notice: LeaderNotice) -> None:
-        """A controller began to lead."""
+        """Receive the notice of a new leader."""
         ...
 
     def hear_wake(self, wake: Wake) -> None:
-        """Requests wait for a backend that has no replica."""
+        """Receive a wake message: requests wait for a backend without replicas."""
         ...
 
     def sleeping(self) -> Iterable[BackendTag]:
@@ -190,8 +190,8 @@ class NatsBus:
         refused: RefusedMessages,
         on_dropped: Callable[[], object] = lambda: None,
     ) -> None:
-        """``version`` is shown by ``nats micro info``; ``refused`` counts messages that cannot be read;
-        ``on_dropped`` as of `AdminService`."""
+        """``version`` is shown by ``nats micro info``; ``refused`` counts messages that cannot be decoded;
+        ``on_dropped`` is called for each dropped admin call."""
         self._client = client
         self._on_dropped = on_dropped
         self._subjects = subjects
@@ -205,7 +205,7 @@ class NatsBus:
         self._wakes: WakeSubscription | None = None
 
     async def start(self, listener: Listener, admin: AdminCalls) -> None:
-        """Subscribe to the reports; ``admin`` answers while this controller leads. Raises `BusUnavailable`."""
+        """Subscribe to reports; ``admin`` handles calls while this controller leads. Raises `BusUnavailable`."""
         self._listener = listener
         self._service = AdminService(self._client, self._subjects, self._version, admin, self._on_dropped)
         subscribe = self._client.subscribe
@@ -221,7 +221,7 @@ class NatsBus:
             raise BusUnavailable(f"NATS refused the controller's subscriptions: {error!r}") from error
 
     async def close(self) -> None:
-        """Let go of everything but the client."""
+        """Close everything but the client."""
         await self.end_term()
         if self._wakes is not None:
             await self._wakes.close()
@@ -230,7 +230,7 @@ class NatsBus:
 
     @property
     def is_connected(self) -> bool:
-        """Whether NATS is there right now."""
+        """Whether NATS is connected."""
         return bool(self._client.is_connected)
 
     def reopen(self) -> None:
@@ -271,7 +271,7 @@ class NatsBus:
             self._listener.hear_bucket(entries, whole=whole)
 
     async def begin_term(self, notice: LeaderNotice) -> None:
-        """See `ports.Bus.begin_term`; keeps trying while NATS is away."""
+        """Announce the leader, watch the bucket and accept admin calls; retries while NATS is unavailable."""
         assert self._service is not None
         self._events = EventStream(self._client, self._subjects)
         self._events.start()
@@ -292,7 +292,7 @@ class NatsBus:
                 await asyncio.sleep(0.5)
 
     async def announce(self, notice: LeaderNotice) -> None:
-        """See `ports.Bus.announce`."""
+        """Announce the leader to hosts and proxies, so that all report at once. May be lost; never raises."""
         try:
             async with asyncio.timeout(_ANNOUNCE_TIMEOUT_S):
                 await self._client.publish(self._subjects.leader, msgspec.json.encode(notice))
@@ -300,13 +300,13 @@ class NatsBus:
             _log.warning("leader_not_announced", error=repr(error))
 
     async def round_trip(self, within_s: float) -> None:
-        """See `ports.Bus.round_trip`."""
+        """Return once NATS has responded. Raises `BusUnavailable` after ``within_s`` seconds."""
         if not self._client.is_connected:
             raise BusUnavailable("NATS is not connected")
         await ping_nats(self._client, within_s)
 
     async def end_term(self) -> None:
-        """See `ports.Bus.end_term`."""
+        """Stop accepting admin calls, watching the bucket and publishing events."""
         await self._bucket.end_watch()
         if self._service is not None:
             await self._service.withdraw()
@@ -315,24 +315,24 @@ class NatsBus:
             self._events = None
 
     def publish_event(self, subject_kind: str, subject: str, payload: bytes) -> None:
-        """See `ports.EventSink.publish_event`. Outside of a term there is nothing to tell."""
+        """Queue an event to be published; ignored outside of a term."""
         if self._events is not None:
             self._events.publish_event(subject_kind, subject, payload)
 
     async def recent_events(self, limit: int) -> list[EventView]:
-        """See `ports.EventSink.recent_events`."""
+        """The newest retained events, the oldest first; empty when they cannot be read in time."""
         return await recent_events(self._client, self._subjects, limit)
 
     async def publish(self, key: str, snapshot: Snapshot) -> int:
-        """See `ports.Publisher.publish`."""
+        """Put one key of the bucket; returns its revision. Raises `BusUnavailable` or `LimitReached`."""
         return await self._bucket.publish(key, snapshot)
 
     async def retract(self, key: str, revision: int) -> None:
-        """See `ports.Publisher.retract`."""
+        """Remove a key of the bucket if its revision is still ``revision``. Raises `BusUnavailable`."""
         await self._bucket.retract(key, revision)
 
     async def send_goal(self, goal: HostGoal) -> None:
-        """See `ports.HostLink.send_goal`."""
+        """Send a whole goal; may be lost. Raises `BusUnavailable`, or `LimitReached` when it is too large."""
         if not self._client.is_connected:
             raise BusUnavailable("NATS is not connected")
         try:
@@ -344,7 +344,7 @@ class NatsBus:
 
 
 def _check_sender(report: HostReport | ProxyReport, subject: str) -> None:
-    """Who may publish on a subject speaks for that name only; a report in another's name is refused."""
+    """Raise `BadField` unless the sender in the report matches the subject, which NATS restricts by sender."""
     sender = report.host_id if isinstance(report, HostReport) else report.proxy_id
     check_name(sender, "sender")
     if subject.rpartition(".")[2] != sender:

@@ -47,11 +47,11 @@ from serve_common.telemetry.catalogue.specs import MetricSpec
 from serve_controller.nats_monitors import NatsMonitor
 
 Values = dict[MetricSpec, float]
-"""What is not known is not in it."""
+"""Values by metric; unknown ones are left out."""
 
 
 class NotANatsServer(ValueError):
-    """What answers is none; the message says how it is seen."""
+    """The response is not that of a NATS server; the message has the reason."""
 
 
 _NUMBER_MAX: Final = 2.0**64
@@ -77,11 +77,11 @@ _VARZ: Final = (
 )
 _JSZ: Final = ((JETSTREAM_STREAMS, "streams"), (JETSTREAM_CONSUMERS, "consumers"))
 _LIMITS: Final = (NATS_CONNECTIONS_LIMIT, JETSTREAM_STORAGE_LIMIT, JETSTREAM_MEMORY_LIMIT)
-"""0 and -1 mean that there is none."""
+"""Limits of which 0 and -1 mean none."""
 
 
 def varz_values(body: bytes) -> Values:
-    """Of `/varz`; raises `NotANatsServer`."""
+    """Parse `/varz`. Raises `NotANatsServer`."""
     page = _page(body)
     values = _values(page, _VARZ)
     for spec in _LIMITS:
@@ -100,7 +100,7 @@ def varz_values(body: bytes) -> Values:
 
 
 def jsz_values(body: bytes) -> Values:
-    """Of `/jsz`; nothing without JetStream. Raises `NotANatsServer`."""
+    """Parse `/jsz`; empty without JetStream. Raises `NotANatsServer`."""
     page = _page(body)
     return {} if page.get("disabled") is True else _values(page, _JSZ)
 
@@ -132,7 +132,7 @@ def _number(page: Mapping[str, Any], path: str) -> float | None:
 
 
 def _moment(text: Any) -> float | None:
-    """Seconds since 1970."""
+    """Parse a time into seconds since 1970; None for an invalid one."""
     try:
         return msgspec.convert(text, datetime).timestamp()
     except (msgspec.ValidationError, OverflowError):
@@ -143,9 +143,9 @@ _log = structlog.get_logger(__name__)
 
 PERIOD_S: Final = 2.0
 TIMEOUT_S: Final = 2.0
-"""Of one page."""
+"""Timeout of one page, seconds."""
 KEEP_S: Final = 10.0
-"""How old a reading may be that is shown: more than two rounds in which all pages come at the last moment."""
+"""Greatest age of an exported reading, seconds: more than two rounds in which every page takes its timeout."""
 PAGE_BYTES_MAX: Final = 1024 * 1024
 """A page of an ordinary server has 3 KB, of one with very many routes and gateways some 100."""
 _REASON_LENGTH_MAX: Final = 200
@@ -154,18 +154,18 @@ T = TypeVar("T")
 
 
 class ServerReading(NamedTuple):
-    """One server at one moment."""
+    """State of one server at one time."""
 
     server: str
     at: float
-    """When it was asked, by the reader's clock."""
+    """When the request was sent, by the reader's clock."""
     values: Values | None
-    """None: it could not be read."""
+    """None if it could not be read."""
 
 
 @final
 class NatsMonitorReader:
-    """Reads all servers again and again in `run`, for as long as that runs and this controller leads."""
+    """Polls all servers in `run` while this controller leads."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class NatsMonitorReader:
         period_s: float = PERIOD_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """``clock`` tells monotonic seconds."""
+        """``clock`` returns monotonic seconds."""
         self._monitors = [(monitor.server, URL(monitor.url)) for monitor in monitors]
         self._leads = leads
         self._clock = clock
@@ -184,19 +184,19 @@ class NatsMonitorReader:
         self._timeout_s = timeout_s
         self._readings: Sequence[ServerReading] = ()
         self._away: set[tuple[str, str]] = set()
-        """Servers with the page that cannot be had."""
+        """(server, page) pairs that cannot be read."""
 
     def readings(self) -> list[ServerReading]:
-        """The newest of each server, if they are new enough; none without leading. From any thread."""
+        """The latest reading of each server that is recent enough; empty on a standby. Thread-safe."""
         oldest_at = self._clock() - KEEP_S
         return [reading for reading in self._readings if reading.at >= oldest_at] if self._leads() else []
 
     async def run(self) -> None:
-        """Until cancelled; returns at once when there is no server to read."""
+        """Poll until cancelled; returns at once without servers."""
         if not self._monitors:
             return
         async with aiohttp.ClientSession(
-            # A kept connection to a server that was started anew would count as a failure of that server.
+            # A kept-alive connection to a restarted server would count as a failure of that server.
             connector=aiohttp.TCPConnector(force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
@@ -216,7 +216,7 @@ class NatsMonitorReader:
         at = self._clock()
         values = await self._parsed(session, server, base / "varz", varz_values)
         if values is not None:
-            # Each for itself: a JetStream that hangs does not take the rest along.
+            # Separately: a hanging JetStream must not affect the other pages.
             of_jetstream, health = await asyncio.gather(
                 self._parsed(session, server, base / "jsz", jsz_values),
                 self._parsed(session, server, base / "healthz", bytes),
@@ -227,7 +227,7 @@ class NatsMonitorReader:
     async def _parsed(
         self, session: aiohttp.ClientSession, server: str, url: URL, parse: Callable[[bytes], T]
     ) -> T | None:
-        """What ``parse`` makes of a page; None when it cannot be had, which is logged when it begins and ends."""
+        """Read and parse a page; None when it cannot be read, which is logged when that begins and ends."""
         key = (server, url.name)
         try:
             parsed = parse(await self._page(session, url))
@@ -242,7 +242,7 @@ class NatsMonitorReader:
         return parsed
 
     async def _page(self, session: aiohttp.ClientSession, url: URL) -> bytes:
-        """Raises TimeoutError, ValueError, and what aiohttp raises."""
+        """Get a page. Raises TimeoutError, ValueError and aiohttp's errors."""
         async with asyncio.timeout(self._timeout_s), session.get(url, allow_redirects=False) as response:
             body = bytearray()
             async for piece in response.content.iter_any():
@@ -261,18 +261,18 @@ class NatsMonitorReader:
 
 @final
 class NatsServersCollector(Collector):
-    """Of every server that was read lately, or tried to."""
+    """Metrics of every server that was polled lately."""
 
     def __init__(self, readings: Callable[[], Sequence[ServerReading]]) -> None:
-        """``readings`` are looked at from the operations port's thread."""
+        """``readings`` is called from the operations port's thread."""
         self._readings = readings
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: what there is depends on the servers."""
+        """No static metrics: they depend on the servers."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """What there is of each metric; those of which there is nothing are left out."""
+        """All metric families that have values."""
         readings = self._readings()
         for spec in NATS_METRICS:
             family = family_of(spec)

@@ -1,4 +1,4 @@
-"""Runs users' policy functions in processes of their own, one for each app_dir."""
+"""Runs users' policy functions in child processes, one for each app_dir."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from serve_controller.ports import PolicyAnswer, PolicyFailed
 _log = structlog.get_logger(__name__)
 
 START_TIMEOUT_S: Final = 10.0
-"""Of a process to be there, and of an import."""
+"""Timeout of the start of a process, and of an import, seconds."""
 _LINE_BYTES_MAX: Final = 1024 * 1024
 _OUTPUT_LINE_LENGTH_MAX: Final = 1_000
 _OUTPUT_LINES_MAX: Final = 100
-"""That are logged of one process between two calls."""
+"""Most lines logged of one process between two calls."""
 _LAST_LINES: Final = 20
 _STACK_WAIT_S: Final = 1.0
-"""At most: the stack is there as soon as the process gets its turn."""
+"""Most seconds to wait for the stack, which is printed as soon as the process is scheduled."""
 _FRAME: Final = '  File "'
 _PASSED_ON: Final = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-"""Of the environment: nothing that may be a secret."""
+"""Environment variables passed on to the child; none of them may be a secret."""
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Numerical libraries would reserve address space for as many threads as there are CPUs."""
 
@@ -51,7 +51,7 @@ class PolicyProcess:
         self._lines_left = _OUTPUT_LINES_MAX
         self._has_told_stack = asyncio.Event()
         self.is_in_step = True
-        """False once an answer is owed that nobody waits for any more."""
+        """False while a reply is pending, and for good once waiting for it was abandoned."""
 
     @classmethod
     async def start(cls, app_dir: str, tasks: TaskOwner) -> PolicyProcess:
@@ -88,11 +88,11 @@ class PolicyProcess:
         return self._process.returncode is not None
 
     async def ended(self) -> None:
-        """Wait until it is gone."""
+        """Wait until the process has ended."""
         await self._process.wait()
 
     def kill(self) -> None:
-        """End it and what it has started."""
+        """Kill the process and its children."""
         self.is_in_step = False
         if self._process.returncode is None:
             try:
@@ -101,7 +101,7 @@ class PolicyProcess:
                 _log.debug("policy_process_was_gone", pid=self._process.pid)
 
     async def ask(self, request: PolicyRequest, timeout_s: float, what: str) -> PolicyReply:
-        """Its answer; raises `PolicyFailed` when it gives none in time. It must not be asked again after that."""
+        """Send a request; returns the reply. Raises `PolicyFailed`, also on a timeout; unusable after that."""
         self.is_in_step = False
         self._lines_left = _OUTPUT_LINES_MAX
         stdin = self._process.stdin
@@ -131,7 +131,7 @@ class PolicyProcess:
             raise PolicyFailed(f"{what}: its process answers what cannot be read") from error
 
     async def _end_told(self) -> str:
-        """How it ended, and what it said last."""
+        """How the process ended, and its last lines of output."""
         code = await self._process.wait()
         how = (
             f"its process ended with status {code}"
@@ -141,7 +141,7 @@ class PolicyProcess:
         return "\n".join([*self._last_lines, how])
 
     async def _where_it_hangs(self) -> str:
-        """The stack of what it does now, as lines; empty when it does not say so quickly."""
+        """The current stack of the process as lines; empty when it does not print it in time."""
         if self._process.returncode is not None:
             return ""
         self._last_lines.clear()
@@ -156,7 +156,7 @@ class PolicyProcess:
         return "".join(f"{line}\n" for line in ["Stack (most recent call first):", *stack]) if stack else ""
 
     async def _log_output(self) -> None:
-        """What the user's code prints; too much of it is left out."""
+        """Log the output of the user's code, up to a limit."""
         stderr = self._process.stderr
         assert stderr is not None
         rest = ""
@@ -172,7 +172,7 @@ class PolicyProcess:
     def _note_line(self, line: str) -> None:
         line = line[:_OUTPUT_LINE_LENGTH_MAX]
         self._last_lines.append(line)
-        if _is_ours(line):  # below all that is the user's
+        if _is_ours(line):  # the frames of user code come before it
             self._has_told_stack.set()
         self._lines_left -= 1
         if self._lines_left >= 0:
@@ -184,7 +184,7 @@ def _is_ours(line: str) -> bool:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """What of the controller's environment a policy may see."""
+    """The part of the controller's environment that a policy gets."""
     passed_on = {name: variables[name] for name in _PASSED_ON if name in variables}
     return {**passed_on, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONUNBUFFERED": "1"}
 
@@ -192,27 +192,27 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 CALL_TIMEOUT_S: Final = 2.0
 CHILDREN_MAX: Final = 8
 _WAIT_S: Final = 10.0
-"""For other functions of the same app_dir."""
+"""Most seconds to wait for other functions of the same app_dir."""
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
 class SubprocessPolicies:
-    """A `PolicyRunner`."""
+    """A `PolicyRunner` with child processes."""
 
     def __init__(
         self, app_root: str, *, call_timeout_s: float = CALL_TIMEOUT_S, children_max: int = CHILDREN_MAX
     ) -> None:
-        """``app_root`` is where a relative app_dir begins. Starts nothing yet."""
+        """A relative app_dir is resolved against ``app_root``. Starts nothing yet."""
         self._app_root = app_root
         self._call_timeout_s = call_timeout_s
         self._children_max = children_max
         self._homes: dict[str, _Home] = {}
-        """By app_dir, the one used last at the end."""
+        """By app_dir, the most recently used last."""
         self._tasks = TaskOwner("policies")
 
     async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
-        """As `PolicyRunner`."""
+        """Call the function in the process of its app_dir. Raises `PolicyFailed`."""
         directory = str(Path(self._app_root, app_dir)) if app_dir else ""
         home = self._homes.pop(directory, None) or _Home(directory, self._tasks, self._call_timeout_s)
         self._homes[directory] = home
@@ -220,7 +220,7 @@ class SubprocessPolicies:
         return await home.run(policy, context)
 
     async def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         children = [child for home in self._homes.values() if (child := home.end()) is not None]
         self._homes.clear()
         try:
@@ -242,7 +242,7 @@ class SubprocessPolicies:
 
 @final
 class _Home:
-    """One app_dir, and the process that has imported from it, while there is one."""
+    """One app_dir, and the process that has imported from it, if any."""
 
     def __init__(self, app_dir: str, tasks: TaskOwner, call_timeout_s: float) -> None:
         self._app_dir = app_dir
@@ -257,7 +257,7 @@ class _Home:
         return self._waiting > 0
 
     def end(self) -> PolicyProcess | None:
-        """Kill its process, and return it, if there is one."""
+        """Kill its process, if any, and return it."""
         child, self._child = self._child, None
         if child is not None:
             child.kill()

@@ -1,8 +1,8 @@
-"""Connections to Postgres that heal by themselves, and what its driver's errors mean.
+"""A connection pool for Postgres that reconnects by itself, and the mapping of the driver's errors.
 
-Why its own pool around asyncpg's: a controller starts while Postgres is not up yet and outlives its restarts,
-and every call ends in bounded time. A pool that lost one connection is thrown away whole, because its idle
-ones are most likely dead too and would cost a timeout each.
+Why a pool around asyncpg's: a controller may start before Postgres and outlives its restarts, and every call ends in
+bounded time. A pool that lost one connection is discarded whole, because its idle ones are most likely dead too and
+would cost a timeout each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _LOST: Final = (
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
     asyncpg.IdleInTransactionSessionTimeoutError,
-    asyncpg.ReadOnlySQLTransactionError,  # after a failover, what was the primary is a replica
+    asyncpg.ReadOnlySQLTransactionError,  # after a failover, the former primary is a replica
 )
-"""The connection is of no use any more."""
+"""Errors after which the connection is unusable."""
 
 _BUSY: Final = (
     asyncpg.OperatorInterventionError,
@@ -41,21 +41,21 @@ _BUSY: Final = (
     asyncpg.LockNotAvailableError,
     asyncpg.PostgresSystemError,
 )
-"""The server answers, but could not do it now."""
+"""Errors of a server that responds but cannot serve the request now."""
 
 _REFUSED: Final = (
     asyncpg.InvalidAuthorizationSpecificationError,
     asyncpg.InvalidCatalogNameError,
     asyncpg.InsufficientPrivilegeError,
 )
-"""A person must correct the address, the password or the role's rights."""
+"""Permanent errors: the address, the password or the role's privileges must be corrected."""
 
 
 class PostgresPool:
     """Connections to one database. Needs no start: it connects when first used."""
 
     def __init__(self, dsn: str, password: str, *, application_name: str) -> None:
-        """``dsn`` is ``postgresql://user@host:port/database``; the name is what pg_stat_activity shows."""
+        """``dsn`` is ``postgresql://user@host:port/database``; ``application_name`` is for pg_stat_activity."""
         self._dsn = dsn
         self._password = password
         self._application_name = application_name
@@ -67,10 +67,10 @@ class PostgresPool:
     async def connection(
         self, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> AsyncIterator[asyncpg.pool.PoolConnectionProxy]:
-        """A connection for a few statements that need no transaction around them.
+        """A connection for a few statements outside of a transaction.
 
-        The whole block, with connecting, takes at most `CONNECT_TIMEOUT_S` + ``timeout_s``. Raises
-        `StoreUnavailable` or, when a person must act, `PermanentError`; errors in the SQL itself pass through.
+        The whole block, including connecting, takes at most `CONNECT_TIMEOUT_S` + ``timeout_s``. Raises
+        `StoreUnavailable`, or `PermanentError` when an operator must act; errors in the SQL itself pass through.
         """
         pool: asyncpg.Pool | None = None
         with _meaning():
@@ -85,7 +85,7 @@ class PostgresPool:
 
     @contextlib.asynccontextmanager
     async def session(self, timeout_s: float) -> AsyncIterator[asyncpg.Connection]:
-        """A connection of its own, closed afterwards together with its locks.
+        """A dedicated connection, closed afterwards together with its locks.
 
         Each statement may take ``timeout_s``. Raises as `connection` does.
         """
@@ -106,7 +106,7 @@ class PostgresPool:
         try:
             await asyncio.wait_for(pool.close(), CLOSE_TIMEOUT_S)
         except (*_LOST, *_BUSY):
-            pool.terminate()  # they are of no use to anybody, however they end
+            pool.terminate()  # its connections are not needed any more
 
     async def _connected(self) -> asyncpg.Pool:
         async with self._connecting:
@@ -137,7 +137,7 @@ class PostgresPool:
             "server_settings": {
                 "application_name": self._application_name,
                 "search_path": "muster",
-                # Also on the server's side: what we gave up waiting for must not take effect much later.
+                # Also on the server: a statement that timed out here must not take effect much later.
                 "statement_timeout": _milliseconds(command_timeout_s),
                 "lock_timeout": _milliseconds(lock_timeout_s),
                 "idle_in_transaction_session_timeout": _milliseconds(command_timeout_s),
@@ -146,7 +146,7 @@ class PostgresPool:
 
 
 async def _keep_session(_connection: asyncpg.Connection) -> None:
-    """Nothing to reset: pooled connections run single statements only, so a round trip per call is saved."""
+    """Skip the reset, and its round trip: pooled connections run single statements only."""
 
 
 def _milliseconds(seconds: float) -> str:
@@ -155,7 +155,7 @@ def _milliseconds(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _meaning() -> Iterator[None]:
-    """Turn the driver's errors into ours, chained."""
+    """Convert the driver's errors into ours, chained."""
     try:
         yield
     except _REFUSED as error:
@@ -168,7 +168,7 @@ def _meaning() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _good_address() -> Iterator[None]:
-    """The driver's word for an address that it cannot parse is a plain ValueError."""
+    """Convert the driver's plain ValueError for an invalid address into `PermanentError`."""
     try:
         yield
     except ValueError as error:

@@ -20,13 +20,13 @@ from serve_controller.core.objects import CheckpointObject, ObjectChanges
 from serve_controller.ports import HistoryEntry
 
 HISTORY_ROWS_MAX: Final = 10_000
-"""History rows that are kept; a store may hold a few more until it next trims."""
+"""History rows that are retained; a store may have a few more until the next trim."""
 HISTORY_PAGE_BYTES_MAX: Final = 700_000
 """JSON of one page of the history: with the names around it, it must fit one NATS message."""
 
 
 class HistoryRow(msgspec.Struct, frozen=True):
-    """One line as it is stored."""
+    """One row of the audit log."""
 
     id: int
     at: float
@@ -58,7 +58,7 @@ def row_of(entry: HistoryEntry, number: int, epoch: int) -> HistoryRow:
 
 
 def view_of(row: HistoryRow) -> HistoryView:
-    """The row as callers see it."""
+    """The view of a row for callers."""
     return HistoryView(
         id=row.id,
         at=row.at,
@@ -74,7 +74,7 @@ def view_of(row: HistoryRow) -> HistoryView:
 
 
 def first_page(rows: Iterable[HistoryRow], bytes_max: int) -> list[HistoryRow]:
-    """The first of ``rows``, with at most ``bytes_max`` of JSON together; one at least, so that a reader gets on."""
+    """The first of ``rows`` with at most ``bytes_max`` of JSON in all; at least one, so that readers make progress."""
     page: list[HistoryRow] = []
     size = 0
     for row in rows:
@@ -91,7 +91,7 @@ def _value(text: str | None) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        # A lone surrogate, which Postgres' json takes as an escape. It must not make the whole page unreadable.
+        # A lone surrogate, which Postgres' json accepts as an escape. It must not make the whole page unreadable.
         return _lenient(text)
 
 
@@ -103,9 +103,9 @@ def _lenient(text: str) -> Any:
 
 
 LEASE_TIMEOUT_S: Final = 2.0
-"""Lease calls end sooner, so that a leader hears of a silent database before its lease is over."""
+"""Timeout of lease calls, seconds: shorter, so that a leader detects a hanging database before its lease ends."""
 MIGRATION_TIMEOUT_S: Final = 60.0
-"""Of each migration, and of the wait for another controller that migrates."""
+"""Timeout of each migration, and of the wait for another controller that migrates, seconds."""
 HISTORY_TRIM_EVERY: Final = 100
 """History rows between two trims."""
 
@@ -126,10 +126,10 @@ _log = structlog.get_logger(__name__)
 
 
 class PostgresStore:
-    """The `Store` of a real system. Needs no start: it connects when first used, and again after a loss.
+    """A `Store` in Postgres. Needs no start: it connects when first used, and again after a loss.
 
-    Every method raises `StoreUnavailable` within seconds when Postgres does not answer, and `PermanentError`
-    when it refuses the role, the password or the database.
+    Every method raises `StoreUnavailable` within seconds when Postgres does not respond, and `PermanentError` when it
+    refuses the role, the password or the database.
     """
 
     def __init__(
@@ -143,20 +143,20 @@ class PostgresStore:
         """``dsn`` is ``postgresql://user@host:port/database``, without the password."""
         self._pool = PostgresPool(dsn, password, application_name=application_name)
         self._migrations = migrations
-        # The first record of a process trims, or else processes that die young would never do it.
+        # The first record of a process trims; otherwise short-lived processes would never do it.
         self._history_since_trim = HISTORY_TRIM_EVERY
         self._writes: int | None = None
-        """The number of the last write as this controller knows it, since it leads; see `ports.Store.record`."""
+        """Number of the last write known to this controller since it leads; detects a restored store."""
         self._controller_id: ControllerId | None = None
         """As whom this controller leads. An epoch alone does not say who does: a restored database gives some again."""
         self._epoch = 0
         """The newest that this controller had. It never has one twice, or a write of its term before, which is still
         under way, would be made in the new one."""
         self._upgraded: tuple[CheckpointObject, ...] = ()
-        """Of the last load, to be written with the next record; see `Loaded.upgraded`."""
+        """Objects of the last load that must be written with the next record (`Loaded.upgraded`)."""
 
     async def migrate(self) -> None:
-        """Bring the schema up to this version. Raises `PermanentError` when the database's is newer."""
+        """Migrate the schema to this version. Raises `PermanentError` when the database's is newer."""
         async with self._pool.session(MIGRATION_TIMEOUT_S) as session:
             await session.fetchval(_LOCK_MIGRATIONS, _MIGRATION_LOCK)
             version = (
@@ -177,7 +177,7 @@ class PostgresStore:
     async def acquire_leadership(
         self, controller_id: ControllerId, ttl_s: float, above: int = 0
     ) -> int | None:
-        """Begin a new term if the lease is free, over or our own; None while another one leads."""
+        """Begin a new term if the lease is free, expired or our own; None while another controller leads."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
             row = await connection.fetchrow(_ACQUIRE, controller_id, ttl_s, max(above, self._epoch))
         if row is None:
@@ -187,19 +187,19 @@ class PostgresStore:
         return self._epoch
 
     async def renew_leadership(self, controller_id: ControllerId, epoch: int, ttl_s: float) -> None:
-        """Prolong our term, also after the lease ended, while nobody else began one. Raises `FencedOut`."""
+        """Renew our lease, even an expired one, unless another controller began a term. Raises `FencedOut`."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
             renewed = await connection.fetchval(_RENEW, controller_id, epoch, ttl_s, self._writes)
         if renewed is None:
             raise _fenced_out(epoch)
 
     async def release_leadership(self, controller_id: ControllerId, epoch: int) -> None:
-        """Let the next one lead at once; no error when the term is over already."""
+        """Release the lease, so that the next controller leads at once; no error if it was already lost."""
         async with self._pool.connection(LEASE_TIMEOUT_S) as connection:
             await connection.execute(_RELEASE, controller_id, epoch)
 
     async def load(self) -> Checkpoint:
-        """The whole checkpoint. Raises `CheckpointUnreadable`."""
+        """Load the whole checkpoint. Raises `CheckpointUnreadable`."""
         async with self._pool.connection() as connection:
             records = await connection.fetch(_LOAD)
         loaded = load_rows(Row(*record) for record in records)
@@ -242,7 +242,7 @@ class PostgresStore:
         self._history_since_trim = len(history) + (0 if trims else self._history_since_trim)
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
-        """A page of the audit log, the newest first; see `ports.Store.read_history`."""
+        """A page of the audit log, the newest first: at most ``limit`` entries, fewer if they are large."""
         async with self._pool.connection() as connection:
             records = await connection.fetch(_READ_HISTORY, limit, subject, before, HISTORY_PAGE_BYTES_MAX)
         return [view_of(HistoryRow(*record)) for record in records]

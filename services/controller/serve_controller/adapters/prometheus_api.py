@@ -1,4 +1,4 @@
-"""Asks a Prometheus server by its HTTP API, within bounds; and the PromQL that loads are read with."""
+"""Queries a Prometheus server by its HTTP API, within bounds; and the PromQL for reading loads."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _REASON_LENGTH_MAX: Final = 300
 
 
 class PrometheusAway(Exception):
-    """It cannot be reached, does not answer in time, or answers what no Prometheus would; the message says which."""
+    """The server cannot be reached, timed out, or its response is not that of a Prometheus; the message says which."""
 
 
 class QueryRefused(Exception):
-    """It does not understand a query, cannot evaluate it, or what it answers is no number; the message says why."""
+    """The server rejected a query, cannot evaluate it, or the result is no number; the message says why."""
 
 
 class Element(msgspec.Struct, frozen=True):
-    """One series of an answer: labels with one value, or with samples."""
+    """One series of a result: labels with one value, or with samples."""
 
     metric: dict[str, str] = {}
     value: tuple[float, str] | None = None
@@ -41,7 +41,7 @@ class Element(msgspec.Struct, frozen=True):
 
     @property
     def number(self) -> float | None:
-        """Its value, if there is one; it may be no finite number."""
+        """Its value, if any; it may not be finite."""
         return None if self.value is None else float(self.value[1])
 
 
@@ -65,10 +65,10 @@ _SCALAR: Final = msgspec.json.Decoder(tuple[float, str])
 
 @final
 class PrometheusApi:
-    """One server, from the first question to `close`. ``https://user:password@host/prefix`` are understood."""
+    """Client of one server. Supports addresses such as ``https://user:password@host/prefix``."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        """``token`` is sent as a bearer's. Connects to nothing yet."""
+        """``token`` is sent as a bearer token. Does not connect yet."""
         base = URL(url)
         self._query_url = base / "api" / "v1" / "query"
         self.shown = str(base.with_user(None)).rstrip("/")
@@ -84,19 +84,19 @@ class PrometheusApi:
             await session.close()
 
     async def time(self) -> float:
-        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all of these do."""
+        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all queries do."""
         answer = await self._ask("time()", None)
         return float(_SCALAR.decode(answer.result)[1])
 
     async def elements(self, promql: str, at: float) -> list[Element]:
-        """The elements of a vector or a matrix, evaluated as of ``at`` by the server's clock."""
+        """The elements of a vector or a matrix, evaluated at ``at`` by the server's clock."""
         answer = await self._ask(promql, at)
         if answer.result_type not in ("vector", "matrix"):
             raise QueryRefused(f"it gives a {answer.result_type}")
         return _ELEMENTS.decode(answer.result)
 
     async def number(self, promql: str, at: float) -> float:
-        """The one finite number that ``promql`` gives: a scalar, or a vector of one element."""
+        """The finite number that ``promql`` evaluates to: a scalar, or a vector of one element."""
         answer = await self._ask(promql, at)
         if answer.result_type == "scalar":
             return _finite(float(_SCALAR.decode(answer.result)[1]))
@@ -124,7 +124,7 @@ class PrometheusApi:
                     try:
                         status, body = await self._post(form)
                     except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                        # A kept connection whose server was started anew meanwhile.
+                        # A kept-alive connection to a server that has restarted since.
                         status, body = await self._post(form)
             except TimeoutError as error:
                 raise PrometheusAway(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
@@ -152,7 +152,7 @@ class PrometheusApi:
             ) from error
         if answer.status != "success" or answer.data is None:
             raise QueryRefused(f"{answer.error_type}: {_short(answer.error)}")
-        if answer.warnings:  # of Thanos and of remote storage: a part did not answer
+        if answer.warnings:  # of Thanos and of remote storage: the result is partial
             raise QueryRefused(f"it warns: {_short('; '.join(answer.warnings))}")
         return answer.data
 
@@ -177,25 +177,25 @@ _PLACEHOLDER: Final = re.compile(r"\$(backend_tag|look_back|deployment)\b")
 
 
 def sum_of(gauge: str, matchers: str) -> str:
-    """Of each backend, by ``backend_tag``: the present value of ``gauge``."""
+    """PromQL for the current value of ``gauge`` by ``backend_tag``."""
     return f"sum by (backend_tag) ({gauge}{{{matchers}}})"
 
 
 def duration(seconds: float) -> str:
-    """As PromQL writes it, rounded to milliseconds; at least one."""
+    """Format a PromQL duration, rounded to milliseconds; at least one."""
     milliseconds = max(round(seconds * 1000), 1)
     return f"{milliseconds // 1000}s" if milliseconds % 1000 == 0 else f"{milliseconds}ms"
 
 
 def mean_of(counter: str, matchers: str, window_s: float) -> str:
-    """Of each backend, by ``backend_tag``: the mean number of requests over the window that ``counter`` counts."""
+    """PromQL for the mean number of requests over the window by ``backend_tag``, from ``counter`` of seconds."""
     return f"sum by (backend_tag) (rate({counter}{{{matchers}}}[{duration(window_s)}]))"
 
 
 def extreme_of(
     function: AggregationFunction, matchers: str, *, window_s: float, inner_s: float, step_s: float
 ) -> str:
-    """Of each backend: the largest or smallest mean over ``inner_s`` of all its requests, within the window."""
+    """PromQL for each backend's largest or smallest mean over ``inner_s`` of all its requests, within the window."""
     parts = " or ".join(
         f'label_replace({mean_of(counter, matchers, inner_s)}, "part", "{counter}", "", "")'
         for counter in (ONGOING, QUEUED)
@@ -204,17 +204,17 @@ def extreme_of(
 
 
 def samples_of(info: str, matchers: str, window_s: float) -> str:
-    """Every sample of the metric that says who was scraped."""
+    """PromQL for every sample of the info metric, which shows the scrapes of each process."""
     return f"{info}{{{matchers}}}[{duration(window_s)}]"
 
 
 def count_of(info: str, matchers: str, window_s: float) -> str:
-    """How many such samples there are of each process."""
+    """PromQL for the number of such samples of each process."""
     return f"count_over_time({info}{{{matchers}}}[{duration(window_s)}])"
 
 
 def with_placeholders(promql: str, backend_tag: BackendTag, look_back_s: float) -> str:
-    """A user's expression with its placeholders replaced, fit for strings in double and single quotes."""
+    """A user's expression with its placeholders replaced, escaped for double- and single-quoted strings."""
     values = {
         "backend_tag": _escaped(backend_tag),
         "deployment": _escaped(backend_tag.rpartition("/")[2]),

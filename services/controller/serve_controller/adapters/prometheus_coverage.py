@@ -1,4 +1,4 @@
-"""Who was scraped by Prometheus without a break, and which backends may be asked about together."""
+"""Which processes Prometheus scraped without a break, and which backends can be queried together."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from serve_common.config.autoscaling import AggregationFunction
 from serve_controller.core.autoscaling.values import LoadAsk
 
 GAP_INTERVALS: Final = 3.2
-"""So many scrape intervals between two scrapes are one or two that failed; more are a break."""
+"""Scrape intervals between two scrapes beyond which there is a break; fewer mean one or two failed scrapes."""
 STALE_INTERVALS: Final = 3.5
 STALE_S: Final = 10.0
-"""A process is fresh for so long after its last scrape, or for `STALE_INTERVALS`."""
+"""Seconds after its last scrape for which a process is fresh, if longer than `STALE_INTERVALS`."""
 EDGE_INTERVALS: Final = 1.1
-"""`rate()` extrapolates to the ends of its window over so much of the mean interval of its samples (its
-`extrapolatedRate`)."""
+"""Mean sample intervals over which `rate()` extrapolates to the ends of its window (in its `extrapolatedRate`)."""
 _SCRAPED_SHARE: Final = 0.8
-"""Of all scrapes in a window that is longer than the horizon: with so many it counts as seen."""
+"""Share of all scrapes with which a process counts as covered in a window longer than the horizon."""
 WINDOW_INTERVALS: Final = 2.5
-"""The shortest window: it holds two scrapes at least."""
+"""Shortest window in scrape intervals: it contains at least two scrapes."""
 
 
 class Process(NamedTuple):
@@ -43,31 +42,31 @@ class Scraped(msgspec.Struct, frozen=True):
     """The scrapes of one process as one of Prometheus' targets."""
 
     times: Sequence[float]
-    """By the server's clock, rising; never empty."""
+    """Times of the scrapes by the server's clock, rising; never empty."""
     target: str = ""
     """Job and instance, for people."""
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What may be asked about some processes together."""
+    """A window over which some processes can be queried together."""
 
     length_s: float
     newest_at: float
-    """When the one of them that was scraped longest ago was scraped last."""
+    """The oldest among the processes' latest scrapes."""
 
 
 class _Range(msgspec.Struct, frozen=True):
-    """Since when a process is scraped without a break."""
+    """Since when a process has been scraped without a break."""
 
     missing: str
-    """Why it cannot be counted on; empty when it can."""
+    """Why it is not covered; empty if it is."""
     since: float = math.inf
     newest_at: float | None = None
 
 
 @final
 class Coverage:
-    """What one look found: all scrapes of all processes over the last minutes."""
+    """All scrapes of all processes over the last minutes, as of one evaluation."""
 
     def __init__(
         self,
@@ -76,9 +75,9 @@ class Coverage:
         processes: Mapping[Process, Sequence[Scraped]],
         counts: Mapping[float, Mapping[Process, int]] | None = None,
     ) -> None:
-        """``at`` is the server's present; scrapes before ``at - horizon_s`` were not asked for.
+        """``at`` is the server's current time; scrapes before ``at - horizon_s`` are not included.
 
-        ``counts`` has, for windows that are longer than the horizon, how often each process was scraped in them.
+        ``counts`` has the number of scrapes of each process in windows that are longer than the horizon.
         """
         self.at = at
         self._horizon_s = horizon_s
@@ -92,14 +91,14 @@ class Coverage:
 
     @property
     def interval_s(self) -> float | None:
-        """The scrape interval; None where nothing was scraped twice."""
+        """The scrape interval; None if nothing was scraped twice."""
         return self._interval_s
 
     @property
     def asked_at(self) -> float:
-        """The moment that queries are asked about: at most one interval after the oldest of the latest scrapes.
+        """Evaluation time of queries: at most one interval after the oldest of the latest scrapes.
 
-        That is the present, but where a scrape is under way or failed: then rates would be too low, for they are
+        This is the current time unless a scrape is pending or failed: then rates would be too low, for they are
         extrapolated over little more than an interval.
         """
         if self._asked_at is None:
@@ -110,11 +109,11 @@ class Coverage:
         return self._asked_at
 
     def fresh(self) -> list[Process]:
-        """Everybody who is scraped at present."""
+        """All processes that are currently scraped."""
         return [process for process in self._processes if not self._range(process).missing]
 
     def last_break(self) -> tuple[float, float] | None:
-        """The latest time in which nothing at all was scraped for too long: when it began and ended; None for none."""
+        """Start and end of the latest break in which nothing at all was scraped; None for none."""
         interval_s = self._interval_s
         if interval_s is None:
             return None
@@ -130,10 +129,10 @@ class Coverage:
     def window(
         self, wanted_s: float, expected: Iterable[Process], began_at: Mapping[str, float]
     ) -> Window | str:
-        """The longest window up to ``wanted_s`` in which all of ``expected`` are seen; or why there is none.
+        """The longest window up to ``wanted_s`` in which all of ``expected`` are covered; or why there is none.
 
-        It is longer where two scrapes would not fit in. ``began_at`` has, by name and the server's clock, when they
-        began, where that is known: before that they bore nothing, so nobody needs to have seen them.
+        It is longer if two scrapes would not fit. ``began_at`` has the start times by name, by the server's clock,
+        where known: a process had no load before its start, so it need not have been scraped then.
         """
         interval_s = self._interval_s
         newest_at = self.at
@@ -166,7 +165,7 @@ class Coverage:
         return Window(length_s, newest_at)
 
     def _is_young(self, began_at: float | None, first_at: float) -> bool:
-        """Whether it was scraped from its beginning on, or has just begun."""
+        """Whether the process was scraped from its start on, or has just started."""
         if began_at is None:
             return False
         slack_s = 2 * (self._interval_s or 0.0) + 5.0
@@ -199,7 +198,7 @@ class Coverage:
         return _Range("", since, newest_at)
 
     def _scraped_twice(self, series: Sequence[Scraped]) -> str:
-        """Its targets, when two are scraped at present: a process that moved has an old one, which is not."""
+        """The targets of a process if two are currently scraped; a moved process has an old one, which is not."""
         recent = self.at - STALE_INTERVALS * (self._interval_s or STALE_S)
         present = [scraped.target for scraped in series if _count_since(scraped.times, recent) >= 2]
         return " and ".join(sorted(present)) if len(present) > 1 else ""
@@ -212,9 +211,9 @@ class Coverage:
 
 
 def learned_interval(series: Iterable[Sequence[float]]) -> float | None:
-    """The scrape interval in seconds, of the slowest among ``series``; None where none has two samples.
+    """The scrape interval in seconds, of the slowest among ``series``; None if none has two samples.
 
-    Of each the lower median of its gaps, so that failed scrapes and breaks do not count.
+    That of each is the lower median of its gaps, so that failed scrapes and breaks do not count.
     """
     slowest: float | None = None
     for times in series:
@@ -229,11 +228,11 @@ def _count_since(times: Sequence[float], since: float) -> int:
 
 
 _INTERVAL_MAX_S: Final = 120.0
-"""Who scrapes less often gives no load: the windows would have to be longer than five minutes."""
+"""Longest usable scrape interval, seconds: with more, windows would have to be longer than five minutes."""
 
 
 class Group(NamedTuple):
-    """What one set of queries answers for all backends that share it."""
+    """Parameters of one set of queries, shared by all backends with the same windows."""
 
     window_s: float
     burst_s: float | None
@@ -241,7 +240,7 @@ class Group(NamedTuple):
 
 
 class CoveredQuery(NamedTuple):
-    """An ask and the windows that it may be answered over."""
+    """A load request and the windows to query for it."""
 
     ask: LoadAsk
     group: Group
@@ -250,7 +249,7 @@ class CoveredQuery(NamedTuple):
 
 @final
 class WindowChooser:
-    """Finds each ask's windows; those that expect the same processes are decided once."""
+    """Finds the windows of each load request; requests that expect the same processes share the result."""
 
     def __init__(self, coverage: Coverage, now: float) -> None:
         self._coverage = coverage

@@ -56,7 +56,7 @@ class Found:
         self._burst = burst
 
     def reading(self, placed: CoveredQuery, at: float) -> LoadSample:
-        """A backend without a series never had a request: everybody who could tell of one was scraped."""
+        """The load of a backend. One without a series never had a request: all relevant processes were scraped."""
         tag = placed.ask.backend_tag
         seen = self._seen.get(tag, 0.0)
         burst = None if self._burst is None else self._burst.get(tag, 0.0)
@@ -74,7 +74,7 @@ class Found:
 
 @final
 class Rates:
-    """Asks for rates, each of them once in a look."""
+    """Queries rates, each only once per evaluation."""
 
     def __init__(self, api: PrometheusApi, selector: str, coverage: Coverage) -> None:
         self._api = api
@@ -83,7 +83,7 @@ class Rates:
         self._known: dict[str, _Loads] = {}
 
     async def of(self, group: Group) -> Found:
-        """Raises `PrometheusAway` or `QueryRefused`."""
+        """Query the loads over the windows of a group. Raises `PrometheusAway` or `QueryRefused`."""
         ongoing = await self._loads(mean_of(ONGOING, self._selector, group.window_s))
         queued = await self._loads(mean_of(QUEUED, self._selector, group.window_s))
         seen = _sum(ongoing, queued)
@@ -103,7 +103,7 @@ class Rates:
         return extreme_of(
             group.aggregation,
             self._selector,
-            # The first of the short windows begins where the long one does.
+            # The first of the inner windows begins where the whole window does.
             window_s=max(group.window_s - inner_s, interval_s),
             inner_s=inner_s,
             step_s=max(interval_s, group.window_s / 200),
@@ -126,7 +126,7 @@ def _sum(first: _Loads, second: _Loads) -> _Loads:
 
 
 def missing(at: float, why: str) -> LoadSample:
-    """A reading that says why there is none."""
+    """A sample without a value, with the reason."""
     return LoadSample(at=at, seen=None, source=SOURCE, missing=why)
 
 
@@ -134,34 +134,34 @@ _log = structlog.get_logger(__name__)
 
 _HORIZON_MIN_S: Final = 60.0
 _HORIZON_MAX_S: Final = 300.0
-"""Of every single scrape that is looked at; for longer windows they are counted."""
+"""Longest horizon in which every single scrape is read, seconds; in longer windows scrapes are counted."""
 _LONG_WINDOWS_MAX: Final = 16
 _UNKNOWN_INTERVAL_HORIZON_S: Final = 300.0
 _LOADS_DEADLINE_S: Final = 6.0
-"""For everything that is asked for all backends together."""
+"""Timeout of the queries for all backends together, seconds."""
 _QUERIES_DEADLINE_S: Final = 6.0
-"""For all users' queries of one look together."""
+"""Timeout of all users' queries of one evaluation together, seconds."""
 _SLOW_S: Final = 1.0
 _REST_S: Final = 5.0
-"""A server that fails after `_SLOW_S` or more is not asked for so long: looks wait for one another."""
+"""Seconds without queries after a server failed slowly (`_SLOW_S`), because evaluations wait for one another."""
 _BATCH: Final = 500
-"""Backends between two turns of the loop."""
+"""Backends between two turns of the event loop."""
 _GROUPS_MAX: Final = 64
-"""Of different windows in one look; the backends of those beyond are told to use fewer."""
+"""Most different windows in one evaluation; further backends get a sample without a value."""
 
 _T = TypeVar("_T")
 
 
 @final
 class PrometheusSource:
-    """A `LoadSource`."""
+    """A `LoadSource` that queries Prometheus."""
 
     def __init__(self, api: PrometheusApi, selector: str = "") -> None:
-        """``selector``: label matchers without braces that choose this instance's series among others'."""
+        """``selector``: label matchers, without braces, that select the series of this instance."""
         self._api = api
         self._selector = selector
         self._interval_s: float | None = None
-        """As the latest look learned it."""
+        """Scrape interval learned by the latest evaluation."""
         self._said_interval_s: float | None = None
         self._resting_until = 0.0
         self._resting_why = ""
@@ -172,7 +172,7 @@ class PrometheusSource:
         targets: Targets,  # noqa: ARG002 - of the port
         now: float,
     ) -> Mapping[BackendTag, LoadSample]:
-        """As `LoadSource`. ``targets`` are Prometheus' own affair."""
+        """Read the loads. ``targets`` are ignored: Prometheus finds them by itself."""
         if not asks:
             return {}
         readings: dict[BackendTag, LoadSample] = {}
@@ -189,7 +189,7 @@ class PrometheusSource:
                     [ask for ask in asks if ask.config.query is None], coverage, now, readings
                 )
         except TimeoutError:
-            pass  # the readings that are left out say so
+            pass  # the missing samples get a reason below
         except (PrometheusAway, QueryRefused) as error:
             why = f"Prometheus: {error}"
         if coverage is None and loop.time() - began_at >= _SLOW_S:
@@ -203,7 +203,7 @@ class PrometheusSource:
         """Close the connections to the server."""
         await self._api.close()
 
-    # -- who was scraped ------------------------------------------------------------------------------------------
+    # -- scraped processes ----------------------------------------------------------------------------------------
 
     async def _look(self, asks: Sequence[LoadAsk], at: float) -> Coverage:
         windows = {ask.config.look_back_period_s for ask in asks}
@@ -257,7 +257,7 @@ class PrometheusSource:
         now: float,
         readings: dict[BackendTag, LoadSample],
     ) -> None:
-        """Fill in ``readings``; what was read stays when it raises `PrometheusAway`."""
+        """Fill in ``readings``; samples read before it raises `PrometheusAway` stay."""
         measured = await self._measured(asks, coverage)
         groups: defaultdict[Group, list[CoveredQuery]] = defaultdict(list)
         placer = WindowChooser(coverage, now)
@@ -286,7 +286,7 @@ class PrometheusSource:
                 )
 
     async def _measured(self, asks: Sequence[LoadAsk], coverage: Coverage) -> dict[str, int]:
-        """How many replicas of each backend are on the pages of hosts."""
+        """Number of replicas of each backend on the hosts' metrics pages."""
         if not any(ask.num_replicas for ask in asks):
             return {}
         query = sum_of(CONNECTED, self._selector)
@@ -320,7 +320,7 @@ class PrometheusSource:
         return readings
 
     async def _ask_all(self, expressions: Iterable[str], at: float) -> dict[str, float | str]:
-        """A number for each, or why there is none."""
+        """The result of each expression, or why there is none."""
         answers: dict[str, float | str] = dict.fromkeys(
             expressions,
             f"Prometheus: not asked within {_QUERIES_DEADLINE_S:g} s, there are too many slow queries",
@@ -354,7 +354,7 @@ def _break_told(last_break: tuple[float, float], at: float) -> str:
 
 
 async def _together(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:
-    """All of them at a time; the first that raises ends the others."""
+    """Run all calls concurrently; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]

@@ -1,4 +1,4 @@
-"""What a command changed, for the audit log, as values and in words."""
+"""The changes of a command, for the audit log: as values and as text."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from serve_controller.core.objects import (
 )
 
 AUDIT_BYTES_MAX: Final = 64 * 1024
-"""Of each side, as JSON."""
+"""Most bytes of each side of an entry, as JSON."""
 OBJECT_BYTES_MAX: Final = 16 * 1024
-"""In an object that is larger, large values that users gave are named instead."""
+"""Bytes of an object beyond which large values given by users are replaced by a note."""
 VALUE_BYTES_MAX: Final = 1024
-"""Such a value is large beyond this."""
+"""Bytes beyond which such a value is large."""
 LEFT_OUT: Final = "left out"
-"""The key that says what is not there because of the limits."""
+"""Key of the note about what was left out because of the limits."""
 _NOTE_BYTES: Final = 2048
-"""Kept free for that."""
+"""Bytes reserved for that note."""
 _NAMES_LEFT_OUT_MAX: Final = 5
 _GIVEN_BY_USERS: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime_env", "resources"})
 
 Side: TypeAlias = dict[str, Any] | None
-"""Objects by kind and name ("backend default/a"), None for one that is not there; None: nothing of it is logged."""
+"""Objects by kind and name ("backend default/a"), None for a missing one; None in all if nothing is logged."""
 
 
 def audit_of(before: Checkpoint, changes: ObjectChanges) -> tuple[Side, Side]:
-    """What ``changes`` do to what users decide on, as (old, new); each with the same keys, as far as there is room."""
+    """What ``changes`` do to user-visible objects, as (old, new) with the same keys, as far as the limits allow."""
     changed: list[tuple[Key, CheckpointObject | None]] = [(key_of(value), value) for value in changes.puts]
     changed += [(key, None) for key in changes.deletes]
     old, new = _Entry(), _Entry()
@@ -69,7 +69,7 @@ def _drains(value: CheckpointObject | None) -> bool:
 
 
 def _plain(value: CheckpointObject | None) -> Any:
-    """What is logged of an object; None for what is not there, and for kinds that are not logged."""
+    """The logged value of an object; None for a missing one and for kinds that are not logged."""
     match value:
         case Backend():
             plain: dict[str, Any] = {"target": msgspec.to_builtins(value.target)}
@@ -87,7 +87,7 @@ def _plain(value: CheckpointObject | None) -> Any:
 
 
 class _Entry:
-    """One side of an entry, as it is filled."""
+    """Builder of one side of an entry."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
@@ -95,7 +95,7 @@ class _Entry:
         self._left_out: list[str] = []
 
     def add(self, title: str, value: Any) -> None:
-        """Take in an object while there is room; what comes after the first that has none is only counted."""
+        """Add an object if it fits; from the first one that does not fit, objects are only counted."""
         if self._left_out:
             self._left_out.append(title)
             return
@@ -109,7 +109,7 @@ class _Entry:
         self._objects[title] = value
 
     def content(self) -> Side:
-        """Everything taken in, and a note of what is missing."""
+        """The added objects, and a note of those left out."""
         if not self._left_out:
             return self._objects or None
         named, more = self._left_out[:_NAMES_LEFT_OUT_MAX], len(self._left_out) - _NAMES_LEFT_OUT_MAX
@@ -121,7 +121,7 @@ class _Entry:
 
 
 def _shortened(value: Any, name: str = "") -> Any:
-    """``value`` with a note in place of each value that a user gave and that is large."""
+    """``value`` with large values given by users replaced by a note."""
     if name in _GIVEN_BY_USERS:
         size = _size(value)
         return value if size <= VALUE_BYTES_MAX else f"{LEFT_OUT}: {size} bytes"
@@ -139,14 +139,14 @@ Name = TypeVar("Name", bound=str)
 HEARD_BY_REPLICAS: Final = frozenset(BackendConfig.__struct_fields__) & frozenset(
     ReplicaGoal.__struct_fields__
 )
-"""Options that a running replica must hear of; all others are light."""
+"""Options that running replicas must apply; a change of any other one reaches no replica."""
 _UNSHOWN: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime_env"})
-"""May be large, or secret."""
+"""Fields whose values are not shown: they may be large or secret."""
 _SHOWN_LENGTH_MAX: Final = 80
 
 
 def shown_value(value: Any) -> str:
-    """A value for people, cut."""
+    """A value as text for people, cut."""
     if value is None or value == "":
         return "none"
     if isinstance(value, float):
@@ -161,7 +161,7 @@ def _cut(text: str) -> str:
 
 
 def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collection[str] = ()) -> list[str]:
-    """Each field (of ``names``, or of all) that differs, such as ``num_replicas 3 → 5``."""
+    """Text for each field (of ``names``, or all) that differs, such as ``num_replicas 3 → 5``."""
     words = []
     for name in before.__struct_fields__:
         if names and name not in names:
@@ -198,13 +198,13 @@ def config_change(before: BackendVersion, after: BackendVersion) -> str:
 
 
 def light_changes(before: BackendConfig, after: BackendConfig) -> list[str]:
-    """What changes without a word to any replica, less ``num_replicas``."""
+    """Changed options that reach no replica, except ``num_replicas``."""
     light = frozenset(BackendConfig.__struct_fields__) - HEARD_BY_REPLICAS - {"num_replicas"}
     return changed_fields(before, after, light)
 
 
 def http_changes(before: HttpOptions, after: HttpOptions) -> list[str]:
-    """What changes for all proxies."""
+    """Changed options of all proxies."""
     return changed_fields(before, after)
 
 
@@ -214,7 +214,7 @@ def shown_traffic(traffic: Iterable[tuple[str, float]]) -> str:
 
 
 def endpoint_changes(before: EndpointConfig, after: EndpointConfig) -> list[str]:
-    """What changes of how an endpoint is reached and where it sends requests."""
+    """Changes of an endpoint's route, methods, traffic, shadows and options."""
     words = changed_fields(before, after, ("route",))
     if sorted(before.methods) != sorted(after.methods):
         words.append(f"methods {', '.join(before.methods)} → {', '.join(after.methods)}")
@@ -228,7 +228,7 @@ def endpoint_changes(before: EndpointConfig, after: EndpointConfig) -> list[str]
 
 
 def changed_names(before: Map[Name, Any], after: Map[Name, Any]) -> list[Name]:
-    """Names under which there is something else, nothing any more, or something new; in order."""
+    """Names whose values were changed, removed or added; in order."""
     if before is after:
         return []
     gone = [name for name in before if name not in after]

@@ -43,12 +43,12 @@ def in_units(amount: float) -> int:
 
 
 class HostLoad(msgspec.Struct, frozen=True):
-    """What is taken on a host."""
+    """Capacity taken on a host."""
 
     taken: Map[str, int] = Map()
-    """Units of each resource, also of replicas that still stop there."""
+    """Units of each resource, including those of replicas that are still stopping."""
     goal_bytes: int = 0
-    """Size of the host's goal as far as its replicas make it."""
+    """Size of the replicas in the host's goal."""
     num_wanted: int = 0
     """Replicas that should run there."""
 
@@ -81,7 +81,7 @@ def put_in(outer: Map[Any, Map[K, V]], name: Any, key: K, value: V) -> Map[Any, 
 
 
 def delete_in(outer: Map[Any, Map[K, V]], name: Any, key: K) -> Map[Any, Map[K, V]]:
-    """``outer`` without ``key`` in the inner map of that name; an empty inner map is not kept."""
+    """``outer`` without ``key`` in the inner map of that name; an empty inner map is removed."""
     inner = outer.get(name)
     if inner is None or key not in inner:
         return outer
@@ -93,7 +93,7 @@ NO_LOAD = HostLoad()
 
 
 class Indices:
-    """Maps that are derived from a checkpoint's objects; kept by the functions below."""
+    """Maps derived from a checkpoint's objects; maintained by the functions below."""
 
     __slots__ = (
         "by_host",
@@ -107,28 +107,28 @@ class Indices:
     )
 
     def __init__(self) -> None:
-        """Of no objects."""
+        """Indices of no objects."""
         self.by_host: Map[HostId, Map[ReplicaTag, Replica]] = Map()
         self.loads: Map[HostId, HostLoad] = Map()
         self.pending: Map[GoalId, Goal] = Map()
         self.owners: Map[str, Map[GoalId, None]] = Map()
-        """Pending goals by what they own."""
+        """Pending goals by the keys that they own."""
         self.requests: Map[str, GoalId] = Map()
         """Goals by the clients' request ids."""
         self.routes: Map[str, Map[EndpointTag, None]] = Map()
-        """Who has a route, or may take it back when a goal fails."""
+        """Endpoints by route: those that have it, or may take it back when a goal fails."""
         self.used_by: Map[BackendTag, Map[EndpointTag, None]] = Map()
         """Endpoints that send or copy requests to a backend, or may do so again when a goal fails."""
         self.unplaced: Map[BackendTag, int] = Map()
-        """How many replicas wait for a host."""
+        """Number of replicas that wait for a host, by backend."""
 
     def load_of(self, host_id: HostId) -> HostLoad:
-        """What is taken on a host."""
+        """Capacity taken on a host."""
         return self.loads.get(host_id, NO_LOAD)
 
 
 def index_replica(indices: Indices, before: Replica | None, after: Replica | None) -> None:
-    """A replica came (``before`` is None), changed, or went (``after`` is None)."""
+    """Index a replica that was added (``before`` is None), changed, or deleted (``after`` is None)."""
     if before is not None and before.host_id is not None:
         indices.by_host = delete_in(indices.by_host, before.host_id, before.replica_tag)
         _set_load(indices, before.host_id, changed_load(indices.load_of(before.host_id), before, -1))
@@ -156,7 +156,7 @@ def _set_load(indices: Indices, host_id: HostId, load: HostLoad) -> None:
 
 
 def index_goal(indices: Indices, before: Goal | None, after: Goal | None) -> None:
-    """The same of a goal."""
+    """Index a goal that was added, changed or deleted."""
     if before is not None and before.status is GoalStatus.PENDING:
         indices.pending = indices.pending.delete(before.goal_id)
         for key in set(before.owns):
@@ -172,7 +172,7 @@ def index_goal(indices: Indices, before: Goal | None, after: Goal | None) -> Non
 
 
 def index_endpoint(indices: Indices, before: EndpointRecord | None, after: EndpointRecord | None) -> None:
-    """The same of an endpoint."""
+    """Index an endpoint that was added, changed or deleted."""
     if before is not None:
         for route in {config.route for config in before.configs()}:
             if route is not None:
@@ -223,7 +223,7 @@ class Checkpoint(Indices):
         self.counters = Counters()
 
     def applied(self, changes: ObjectChanges) -> Checkpoint:
-        """The checkpoint after ``changes``; what did not change is shared with this one."""
+        """The checkpoint after ``changes``; unchanged parts are shared with this one."""
         draft = Draft(self)
         for value in changes.puts:
             draft.put(value)
@@ -286,17 +286,17 @@ class Checkpoint(Indices):
 
 
 PARTS: Final = (*Checkpoint.__slots__, *Indices.__slots__)
-"""Names of all that a checkpoint is made of."""
+"""Names of all fields of a checkpoint."""
 Mark = tuple[Any, ...]
 
 
 class Draft(Checkpoint):
-    """A checkpoint being changed by one decision; remembers what changed against its base."""
+    """A mutable checkpoint for one decision; tracks the changes against its base."""
 
     __slots__ = ("_base", "_touched")
 
     def __init__(self, base: Checkpoint) -> None:
-        """Begin with everything as in ``base``."""
+        """Start as a copy of ``base``."""
         for name in PARTS:
             setattr(self, name, getattr(base, name))
         self._base = base
@@ -337,7 +337,7 @@ class Draft(Checkpoint):
                 self.counters = value
 
     def delete(self, key: Key) -> None:  # noqa: C901, PLR0912 - a table
-        """Remove an object; one that is not there is no error."""
+        """Delete an object; a missing one is no error."""
         before = self.lookup(key)
         if before is None:
             return
@@ -374,11 +374,11 @@ class Draft(Checkpoint):
     # -- going back ----------------------------------------------------------------------------------------------------
 
     def mark(self) -> Mark:
-        """A point to go back to."""
+        """A point to roll back to."""
         return tuple(getattr(self, name) for name in PARTS)
 
     def roll_back(self, mark: Mark) -> None:
-        """Undo everything since ``mark``, except that numbers once given stay given."""
+        """Undo everything since ``mark``, except the counters: numbers once given stay given."""
         counters = self.counters
         for name, value in zip(PARTS, mark, strict=True):
             setattr(self, name, value)
@@ -387,7 +387,7 @@ class Draft(Checkpoint):
     # -- numbers that are never given twice ----------------------------------------------------------------------------
 
     def next_goal_id(self) -> GoalId:
-        """A new goal id; ids tell their order, so an unknown one is told from a forgotten one."""
+        """A new goal id. Ids are ordered, so that an unknown one can be distinguished from a forgotten one."""
         self.put(msgspec.structs.replace(self.counters, goal=self.counters.goal + 1))
         return goal_id_of(self.counters.goal)
 
@@ -402,7 +402,7 @@ class Draft(Checkpoint):
         return self.counters.snapshot
 
     def renew_host_goal(self, host_id: HostId) -> int:
-        """Say that this host's goal changes; returns its new generation."""
+        """Give this host's goal a new generation, because it changes; returns it."""
         generation = self.counters.generation + 1
         self.put(msgspec.structs.replace(self.counters, generation=generation))
         known = self.hosts.get(host_id)
@@ -417,15 +417,15 @@ class Draft(Checkpoint):
 
     @property
     def base(self) -> Checkpoint:
-        """What it began with."""
+        """The checkpoint that the draft started from."""
         return self._base
 
     def touched(self) -> list[Key]:
-        """Keys of what was put or deleted, in the order of the first time; some may be as they were."""
+        """Keys that were put or deleted, in the order of the first time; their objects may be unchanged."""
         return list(self._touched)
 
     def changes(self) -> ObjectChanges:
-        """What differs from the base; objects put back as they were do not count."""
+        """Differences from the base; objects that were put back unchanged do not count."""
         puts: list[CheckpointObject] = []
         deletes: list[Key] = []
         for key in self._touched:

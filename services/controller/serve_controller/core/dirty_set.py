@@ -1,9 +1,9 @@
-"""What the next plan must look at.
+"""The set of objects that the next plan must reconcile.
 
-Why: with 10,000 replicas a plan that looks at everything for each report takes longer than the reports leave. So what
-is heard, recorded or due names what it may concern, and only that is looked at. It is a matter of speed alone: a plan
-of `EVERYTHING` is always right, the first plan of a term is one, and everything is looked at again in turn about every
-minute, whatever was heard. The simulation asks after each plan whether one of everything would have done more.
+Why: with 10,000 replicas, a plan of everything for each report would take longer than the interval between reports. So
+every report, change and timer marks the objects that it may affect, and only those are reconciled. This is only an
+optimization: a plan of `EVERYTHING` is always right, the first plan of a term is one, and everything is reconciled
+again in turn within two minutes. The simulation checks after each plan that one of everything would have done no more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from serve_controller.core.observed import (
 
 
 class DirtySet(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at. Sets of names; what does not exist is passed over."""
+    """Objects to reconcile, as sets of names; missing ones are skipped."""
 
     is_everything: bool = False
     backends: frozenset[BackendTag] = frozenset()
@@ -48,24 +48,24 @@ class DirtySet(msgspec.Struct, frozen=True, kw_only=True):
     hosts: frozenset[HostId] = frozenset()
     proxies: frozenset[ProxyId] = frozenset()
     keys: frozenset[str] = frozenset()
-    """Of the bucket."""
+    """Keys of the bucket."""
     has_room: bool = False
-    """Some host may have more room than before: whoever waits for room looks again."""
+    """Some host may have gained capacity: retry backends with unplaced replicas."""
     goals: bool = False
-    """What goals wait for beside replicas (proxies, the bucket) may have come."""
+    """Pending goals may have progressed by other means than replicas (proxies, the bucket)."""
     tidy: bool = False
-    """Forget what is over."""
+    """Delete objects that are no longer needed."""
 
 
 NOTHING = DirtySet()
 EVERYTHING = DirtySet(is_everything=True, tidy=True)
 
 Subject = tuple[str, str]
-"""What a due time is about: ``backend``, ``host`` or ``proxy``, and its name."""
+"""Subject of a due check: ``backend``, ``host_goal``, ``host`` or ``proxy``, and its name."""
 
 
 def of_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet:
-    """What a host's newest report may change."""
+    """Objects that a host's newest report may affect."""
     host_id = after.report.host_id
     if before is None or before.report.incarnation != after.report.incarnation:
         return DirtySet(hosts=frozenset({host_id}), has_room=True)
@@ -78,7 +78,7 @@ def of_host_report(before: HostObserved | None, after: HostObserved) -> DirtySet
 
 
 def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> DirtySet:
-    """What a proxy's newest report may change."""
+    """Objects that a proxy's newest report may affect."""
     if before is None:
         return DirtySet(proxies=frozenset({after.report.proxy_id}), goals=True)
     old, new = before.report, after.report
@@ -89,7 +89,7 @@ def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> Dirty
 
 
 def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) -> DirtySet:
-    """What recorded changes make necessary to look at."""
+    """Objects that recorded changes may affect."""
     backends: set[BackendTag] = set()
     endpoints: set[EndpointTag] = set()
     hosts: set[HostId] = set()
@@ -119,9 +119,9 @@ def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) ->
             case SnapshotRecord():
                 keys.add(value.key)
             case Goal():
-                pass  # its parts are looked at by what they are
+                pass  # the objects it owns are marked by their own changes
             case _:
-                pass  # counters, proxies, revisions: nothing follows from them
+                pass  # counters, proxies, revisions affect nothing else
     has_room = has_room or any(isinstance(value, Replica) for value in gone)
     return DirtySet(
         backends=frozenset(backends),
@@ -134,14 +134,14 @@ def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) ->
 
 
 class DueChecks:
-    """When time alone makes a look necessary: the earliest time for each subject. Soft, rebuilt by any full plan."""
+    """Timers: the earliest due time of each subject. Soft, rebuilt by any full plan."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, Subject]] = []
         self._times: dict[Subject, float] = {}
 
     def add(self, at: float, subject: Subject) -> None:
-        """Look at ``subject`` at ``at``, or before when that was asked for already."""
+        """Schedule a check of ``subject`` at ``at``; an earlier time already scheduled stays."""
         known = self._times.get(subject)
         if known is None or at < known:
             self._times[subject] = at
@@ -154,7 +154,7 @@ class DueChecks:
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> list[Subject]:
-        """Every subject whose time has come, each once."""
+        """Remove and return every subject that is due, each once."""
         due: list[Subject] = []
         while (at := self.next_at()) is not None and at <= now:
             _, subject = heapq.heappop(self._heap)
@@ -164,16 +164,16 @@ class DueChecks:
 
 
 class SilenceDetector:
-    """Notices who has fallen silent, or is heard again, by looking at each only when that may have changed."""
+    """Detects processes that fell silent or report again, by checking each only when that may have changed."""
 
     def __init__(self) -> None:
         self._hosts: dict[HostId, object] = {}
         self._proxies: dict[ProxyId, bool] = {}
         self._doubtful: set[Subject] = set()
-        """Silent for so long that they should be judged, which must wait for a round trip over the bus."""
+        """Subjects whose time has come but whose status needs another round trip over the bus."""
 
     def of_host(self, observed: ObservedState, host_id: HostId, now: float, agenda: DueChecks) -> DirtySet:
-        """Look at one host now, and plan the next look."""
+        """Check one host now, and schedule the next check."""
         status = host_status(observed, host_id, now)
         known = observed.hosts.get(host_id)
         for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S):
@@ -187,7 +187,7 @@ class SilenceDetector:
         return DirtySet(hosts=frozenset({host_id}), has_room=True)
 
     def of_proxy(self, observed: ObservedState, proxy_id: ProxyId, now: float, agenda: DueChecks) -> DirtySet:
-        """Look at one proxy now, and plan the next look."""
+        """Check one proxy now, and schedule the next check."""
         is_live = is_proxy_live(observed, proxy_id, now)
         at = silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S)
         if at is not None and not has_come(observed, at, now):
@@ -198,7 +198,7 @@ class SilenceDetector:
         return DirtySet(proxies=frozenset({proxy_id}), goals=True)
 
     def take_doubtful(self) -> set[Subject]:
-        """Who is to be looked at now that a round trip over the bus was answered; begins anew."""
+        """Remove and return the subjects to check after a round trip over the bus."""
         doubtful, self._doubtful = self._doubtful, set()
         return doubtful
 
@@ -209,15 +209,15 @@ class SilenceDetector:
             self._doubtful.add(subject)
 
     def forget(self, host_ids: set[HostId], proxy_ids: set[ProxyId]) -> None:
-        """Keep only these."""
+        """Drop all hosts and proxies but these."""
         self._hosts = {host_id: status for host_id, status in self._hosts.items() if host_id in host_ids}
         self._proxies = {proxy_id: live for proxy_id, live in self._proxies.items() if proxy_id in proxy_ids}
 
 
 class DirtySets:
-    """Gathers attention until a plan takes it.
+    """Accumulates dirty sets until a plan takes them.
 
-    Changed in place: thousands of reports may add to it between two plans.
+    Mutable: thousands of reports may add to it between two plans.
     """
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class DirtySets:
         self.is_empty = True
 
     def add(self, attention: DirtySet) -> None:
-        """Look at this too."""
+        """Add a dirty set."""
         if attention is NOTHING:
             return
         self.is_empty = False
@@ -251,7 +251,7 @@ class DirtySets:
         )
 
     def take(self) -> DirtySet:
-        """All of it; begins anew."""
+        """Remove and return everything."""
         result = msgspec.structs.replace(
             self._flags,
             backends=frozenset(self._backends),

@@ -1,4 +1,4 @@
-"""What happened, told from what was recorded, and how it reads."""
+"""Events, derived from recorded changes, and their texts."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ MESSAGE_LENGTH_MAX: Final = 500
 
 
 def cut(text: str, length_max: int = MESSAGE_LENGTH_MAX) -> str:
-    """``text``, or its beginning and a sign that there is more."""
+    """``text``, truncated with an ellipsis if too long."""
     return text if len(text) <= length_max else f"{text[: length_max - 1]}…"
 
 
 def last_line(error: str) -> str:
-    """What a traceback comes to."""
+    """The last line of a traceback."""
     lines = error.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def name_of(version: BackendVersion) -> str:
-    """A version for people: as the user named it, or the number of its code."""
+    """A version's name for people: the user's name for it, or its code version."""
     return version.version or str(version.code_version)
 
 
 def host_news(known: HostRecord | None, host: HostRecord) -> Iterator[tuple[str, str]]:
-    """State and message of what happened to a host."""
+    """State and message of each event of a host."""
     if known is None:
         yield "known", "is heard of for the first time"
     was_draining = known is not None and known.draining
@@ -69,7 +69,7 @@ def host_news(known: HostRecord | None, host: HostRecord) -> Iterator[tuple[str,
 
 
 def backend_news(known: Backend | None, backend: Backend, *, has_failed: bool) -> Iterator[tuple[str, str]]:
-    """State and message of what happened to a backend; ``has_failed`` says that its goal failed just now."""
+    """State and message of each event of a backend; ``has_failed``: whether its goal failed by this change."""
     if known is None:
         return
     error = last_line(backend.last_error)
@@ -90,7 +90,7 @@ def backend_news(known: Backend | None, backend: Backend, *, has_failed: bool) -
 
 
 def _went_back(known: Backend, backend: Backend) -> bool:
-    """Whether what last succeeded was made the target again, under the same goal: no command did it."""
+    """Whether the last good version was made the target again under the same goal, so not by a command."""
     if known.last_good is None or known.goal_id != backend.goal_id or known.target == backend.target:
         return False
     number = backend.target.config_version
@@ -98,7 +98,7 @@ def _went_back(known: Backend, backend: Backend) -> bool:
 
 
 class ReplicaWords:
-    """What one change means for replicas. Counts what it needs once, however many replicas changed."""
+    """Texts of what one change means for replicas. Caches counts, however many replicas changed."""
 
     def __init__(self, before: Checkpoint, after: Checkpoint) -> None:
         self._before = before
@@ -106,7 +106,7 @@ class ReplicaWords:
         self._num_wanted: dict[BackendTag, int] = {}
 
     def of_move(self, known: Replica | None, replica: Replica) -> str:
-        """Of a replica that came into its state from that of ``known`` (None: it is new)."""
+        """Text of a replica's transition from the state of ``known`` (None: it is new)."""
         was = None if known is None else known.state
         match replica.state:
             case ReplicaState.SHOULD_START:
@@ -131,7 +131,7 @@ class ReplicaWords:
                 return "is gone"
 
     def of_end(self, replica: Replica) -> str:
-        """Of a replica whose row is gone; ``replica`` is as it was before."""
+        """Text of a replica's end; ``replica`` is its last value."""
         if replica.state not in WANTED:
             return "has stopped"
         if replica.state is ReplicaState.SHOULD_START:
@@ -171,17 +171,17 @@ class ReplicaWords:
 
 
 EVENTS_LIMIT_MAX: Final = 1000
-"""Events in one answer."""
+"""Most events in one reply."""
 
 _Place = tuple[int, str, int]
-"""Of an event among those of one change: its rank, then the name and number of what it is about."""
+"""Sort key of an event among those of one change: rank of its kind, then name and number of its subject."""
 _GOAL_BEGAN, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
 
 
 def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now: float) -> list[EventView]:
-    """What ``changes``, which lead from ``before`` to ``after``, mean for people. The same always in the same order.
+    """Events of ``changes``, which lead from ``before`` to ``after``, in a deterministic order.
 
-    Goals that begin come first and goals that end last, so that what one brought about stands between.
+    New goals come first and ended goals last, so that the effects of a goal come between.
     """
     told = _Telling(before, after, now)
     for value in changes.puts:
@@ -192,19 +192,19 @@ def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now
 
 
 def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalId | None) -> EventView:
-    """A command that was accepted; ``who`` is a claim, and is told as one."""
+    """The event of an accepted command; ``who`` is unverified and shown as a claim."""
     message = cut(f"{verb}, claimed by {who}" if who else verb)
     return EventView(at=now, kind="audit", subject=subject, message=message, state=verb, goal_id=goal_id)
 
 
 def conflict_event(now: float, kind: str, name: str) -> EventView:
-    """Two processes report as the same host or proxy (``kind``). What tells them apart is secret, so not said."""
+    """The event of two processes that report as one host or proxy (``kind``). Their incarnations are secret."""
     message = f"another process reports as this {kind}; it is not believed while the one that was first lives"
     return EventView(at=now, kind=kind, subject=name, message=message, state="identity_conflict")
 
 
 class _Telling:
-    """The events of one change, as they are found."""
+    """Collects the events of one change."""
 
     def __init__(self, before: Checkpoint, after: Checkpoint, now: float) -> None:
         self._before = before
@@ -214,11 +214,11 @@ class _Telling:
         self._found: list[tuple[_Place, EventView]] = []
 
     def events(self) -> list[EventView]:
-        """Everything found, in order."""
+        """All events, in order."""
         return [event for _, event in sorted(self._found, key=lambda found: found[0])]
 
     def of_put(self, value: CheckpointObject) -> None:
-        """Find what the new value of an object means."""
+        """Add the events of an object's new value."""
         match value:
             case Goal():
                 self._goal(self._before.goals.get(value.goal_id), value)
@@ -238,7 +238,7 @@ class _Telling:
                 return
 
     def of_delete(self, kind: ObjectKind, name: str) -> None:
-        """Find what it means that an object is gone."""
+        """Add the events of an object's deletion."""
         if kind is ObjectKind.HOST:
             self._add((_HOST, name, 0), "host", "forgotten", "is lost, runs nothing and is forgotten")
         elif kind is ObjectKind.PROXY:
@@ -276,7 +276,7 @@ class _Telling:
         backend = self._after.backends.get(tag) or self._before.backends.get(tag)
         goal_id = None if backend is None else backend.goal_id
         if goal_id is not None and goal_id not in self._before.pending and goal_id not in self._after.pending:
-            goal_id = None  # it is over: what happens now happens by itself
+            goal_id = None  # the goal has ended: this event is no effect of it
         place = (_REPLICA, tag, replica.ordinal)
         self._add(place, "replica", state.value, message, goal_id=goal_id, subject=replica.replica_tag)
 
@@ -298,7 +298,7 @@ class _Telling:
             state=state,
             goal_id=goal_id,
         )
-        # Goals are told in the order of their numbers, not of their names.
+        # Goals are sorted by their numbers, not by their names.
         self._found.append(((place[0], "" if kind == "goal" else place[1], place[2]), event))
 
 
@@ -308,9 +308,9 @@ def goal_progress(
     goal_ids: Iterable[GoalId],
     last_messages: Mapping[GoalId, str],
 ) -> list[GoalView]:
-    """Those of the goals that wait for something else than ``last_messages`` says, in the order of their numbers.
+    """Views of the goals whose message differs from ``last_messages``, in the order of their numbers.
 
-    Goals that ended or are forgotten are left out: their end is an event by itself. Messages are cut as events' are.
+    Ended and forgotten goals are left out: their end is an event by itself. Messages are truncated as in events.
     """
     views = []
     for goal_id in sorted(set(goal_ids), key=number_of):
@@ -326,10 +326,10 @@ def goal_progress(
 def latest_events(
     events: Reversible[EventView], checkpoint: Checkpoint, limit: int, subject: str | None
 ) -> list[EventView]:
-    """The newest ``limit`` events, the oldest first, of those about ``subject`` (None: of all).
+    """The newest ``limit`` events about ``subject`` (None: about any), the oldest first.
 
-    An event about a replica is also about its backend, and one about a goal also about what the goal is about, as long
-    as the goal is remembered.
+    An event about a replica is also about its backend, and one about a goal is also about the objects that the goal
+    owns, as long as the goal is retained.
     """
     is_meant = _about(subject, checkpoint) if subject is not None else (lambda _: True)
     found: list[EventView] = []

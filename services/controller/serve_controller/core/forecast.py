@@ -1,4 +1,4 @@
-"""What a command would do, told before it is made."""
+"""Dry run: what a command would do."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from serve_controller.core.transitions import ROUTED, WANTED
 
 
 def notes_of(before: Checkpoint, after: Checkpoint, with_replicas: Collection[BackendTag]) -> list[str]:
-    """Every change that no replica tells of. ``with_replicas``: backends of which replicas are planned for."""
+    """Notes on all changes other than those of replicas. ``with_replicas``: backends with planned replicas."""
     return [
         *_applications(before, after),
         *_backends(before, after, with_replicas),
@@ -125,7 +125,7 @@ def _goals(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
 
 
 PLANNED_MAX: Final = 1_000
-"""Replicas that one answer names: it must fit one NATS message. A note counts them all."""
+"""Most replicas in one reply, which must fit into one NATS message. A note counts them all."""
 NOTES_MAX: Final = 300
 WHY_LENGTH_MAX: Final = 300
 NOTE_LENGTH_MAX: Final = 500
@@ -133,7 +133,7 @@ HOSTS_SHOWN_MAX: Final = 5
 
 
 def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now: float) -> PlanView:
-    """What the command whose changes lead from ``before`` to ``after`` would do, once everything is as it asks."""
+    """Forecast the effects of a command whose changes lead from ``before`` to ``after``, until its goal is reached."""
     drained = _newly_drained(before, after)
     moved = {replica.backend_tag for host_id in drained for replica in _on_host(after, host_id)}
     dropped = _dropped(before, after)
@@ -155,7 +155,7 @@ def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now
 
 
 def _differs(before: Checkpoint, after: Checkpoint) -> bool:
-    """Whether anything was decided at all."""
+    """Whether there is any change."""
     return (
         bool(changed_names(before.backends, after.backends))
         or bool(changed_names(before.endpoints, after.endpoints))
@@ -174,7 +174,7 @@ def _newly_drained(before: Checkpoint, after: Checkpoint) -> set[HostId]:
 
 
 def _dropped(before: Checkpoint, after: Checkpoint) -> dict[BackendTag, str]:
-    """Deployments that an application no longer has, and its name: they go once the rest of it runs."""
+    """Deployments left out of an application, with its name: they are deleted once the rest of it runs."""
     dropped = {}
     for name in changed_names(before.applications, after.applications):
         application = after.applications.get(name)
@@ -190,7 +190,7 @@ def _on_host(checkpoint: Checkpoint, host_id: HostId) -> Iterable[Replica]:
 
 
 class _BackendPlan:
-    """What would become of one backend's replicas."""
+    """Planned actions on one backend's replicas."""
 
     def __init__(
         self,
@@ -226,11 +226,11 @@ class _BackendPlan:
         return "the deployment" if self._is_deployment else "the backend"
 
     def replicas(self) -> list[PlannedReplica]:
-        """Everything that would happen, in order."""
+        """All actions, in order."""
         return [*self.starts, *self.stops, *self._reconfigured]
 
     def _follow(self, known: Backend | None, backend: Backend) -> None:
-        """Plan for what is wanted now, by the rules of the rollout."""
+        """Plan for the new target, by the rules of the rollout."""
         target = backend.target
         stay: list[Replica] = []
         num_moved = 0
@@ -272,7 +272,7 @@ class _BackendPlan:
             self._start(added, _num_change(known, backend))
 
     def _empty(self, drained: Collection[HostId]) -> None:
-        """Plan for hosts that are drained: what is wanted is started elsewhere first."""
+        """Plan for drained hosts: replacements are started elsewhere first."""
         for replica in self._running:
             if replica.host_id in drained:
                 why = f"the host {replica.host_id} is drained"
@@ -299,12 +299,12 @@ class _BackendPlan:
 
 
 def _aim(backend: Backend) -> object:
-    """What of a backend decides on its replicas."""
+    """The fields of a backend that decide on its replicas."""
     return backend.target, backend.deleting, backend.halted, backend.kept
 
 
 def _serves(backend: Backend, replica: Replica) -> bool:
-    """Whether the replica runs what is wanted, or what a failed update left and is kept."""
+    """Whether the replica runs the target's code, or a version that a failed update kept."""
     if replica.code_version == backend.target.code_version:
         return True
     kept = backend.kept
@@ -312,7 +312,7 @@ def _serves(backend: Backend, replica: Replica) -> bool:
 
 
 def _must_hear(backend: Backend, replica: Replica) -> bool:
-    """Whether the replica runs, or starts, with another configuration than is wanted, and is to take that."""
+    """Whether the replica runs or starts with another configuration than the target's, and is to be reconfigured."""
     if replica.state is ReplicaState.SHOULD_START or replica.code_version != backend.target.code_version:
         return False
     is_kept = backend.kept is not None and replica.config_version == backend.kept.config_version
@@ -336,7 +336,7 @@ def _num_change(known: Backend | None, backend: Backend) -> str:
 def _room_notes(
     after: Checkpoint, plans: Iterable[_BackendPlan], observed: ObservedState, now: float
 ) -> list[str]:
-    """How many of the new replicas would fit where, beside everything that runs now."""
+    """Notes on how many of the new replicas would fit on which hosts, beside everything that runs now."""
     draft = Draft(after)
     ledger = Ledger(draft, observed, now)
     notes = []
@@ -359,7 +359,7 @@ def _room_notes(
 def _place(
     draft: Draft, ledger: Ledger, tag: BackendTag, version: BackendVersion, count: int
 ) -> Counter[HostId]:
-    """Put so many replicas into the draft as have room, so that the next backend's see what these take."""
+    """Put as many replicas into the draft as fit, so that the next backend's placement includes them."""
     placer = ledger.placer(tag, version)
     where: Counter[HostId] = Counter()
     for _ in range(count):

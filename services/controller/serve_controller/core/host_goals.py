@@ -1,4 +1,4 @@
-"""Whole goals for hosts: everything that one of them should run, sent until it says that it obeys."""
+"""Host goals: everything that a host should run, sent until the host acknowledges it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SendHostGoal(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One backend's or host's part of the plan could not be made; the others' were."""
+    """An error in one backend's or host's part of the plan; the other parts are unaffected."""
 
     about: str
     """The backend's tag or the host's id."""
@@ -30,7 +30,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class DueTime(msgspec.Struct, frozen=True):
-    """When time alone makes a look at something necessary."""
+    """When an object must be reconciled even if nothing is reported."""
 
     at: float
     subject: tuple[str, str]
@@ -40,10 +40,10 @@ class DueTime(msgspec.Struct, frozen=True):
 def send_host_goals(
     checkpoint: Checkpoint, observed: ObservedState, epoch: int, now: float, host_ids: Iterable[HostId]
 ) -> tuple[list[SendHostGoal], list[DueTime], list[Fault]]:
-    """Goals for those of the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`.
+    """Goals for the hosts that have not acknowledged theirs, each at most once in `GOAL_RESEND_AFTER_S`.
 
-    A host that has fallen silent is sent its goal again too: it answers each with a report, so it is asked several
-    times before it counts as lost.
+    A silent host is sent its goal again too: it responds to each with a report, so it is probed several times before it
+    counts as lost.
     """
     if observed.bucket is None:
         # Routers must leave a replica before its host drains it, and nothing can be published yet.
@@ -67,7 +67,7 @@ def send_host_goals(
         try:
             goal = _host_goal(checkpoint, host_id, wanted)
         except Exception:  # noqa: BLE001 - any defect in one host's part; the shell logs it
-            # No goal at all: one that lacks a replica would end it.
+            # No goal at all: one that lacks a replica would stop it.
             faults.append(Fault(host_id, traceback.format_exc()))
             continue
         actions.append(SendHostGoal(goal))

@@ -1,4 +1,4 @@
-"""The objects of the checkpoint, and what one transaction changes of them."""
+"""The objects of the checkpoint, and the changes of one transaction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_common.protocol.snapshots import Snapshot
 
 
 class ReplicaState(Enum):
-    """What was decided about one replica; the moves between them are in `core.transitions`."""
+    """The decided state of a replica; the transitions are in `core.transitions`."""
 
     # The members are single objects; Enum's own hash is a Python call, and states are looked up in sets all the time.
     __hash__ = object.__hash__
@@ -26,27 +26,27 @@ class ReplicaState(Enum):
     SHOULD_START = "should_start"
     """Wanted; no host chosen yet."""
     STARTING = "starting"
-    """In a host's goal; not heard running yet."""
+    """In a host's goal; not reported running yet."""
     RUNNING = "running"
     UPDATING = "updating"
-    """Running; told to take a newer configuration. Still routed to."""
+    """Running; is being given a newer configuration. Still routed to."""
     UNHEALTHY = "unhealthy"
     """Running; its health check fails. Not routed to."""
     SHOULD_STOP = "should_stop"
-    """Not wanted any more; not yet known to its host. Not routed to."""
+    """No longer wanted; its host has not acknowledged that yet. Not routed to."""
     STOPPING = "stopping"
-    """Its host knows and drains it."""
+    """Its host drains it."""
     STOPPED = "stopped"
     """Gone; the row is deleted in the same change, so this state is never stored."""
 
 
 class BackendVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a backend was told to be."""
+    """One version of a backend: its code and its configuration."""
 
     code_version: int
     """Counts changes of the code: replicas of another one are replaced."""
     config_version: int
-    """Counts changes that a running replica must hear of: replicas of another one are reconfigured in place."""
+    """Counts changes that running replicas must apply: replicas of another one are reconfigured in place."""
     version: str | None
     """The user's name of the code, None for unversioned."""
     replica_config: ReplicaConfig
@@ -54,16 +54,16 @@ class BackendVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
-    """A backend: what it should be, and what it last was with success."""
+    """A backend: its target and its last good version."""
 
     backend_tag: BackendTag
     goal_id: GoalId
     """The newest goal about this backend."""
     target: BackendVersion
     last_good: BackendVersion | None
-    """What the last succeeded goal made; a failed goal puts it back as the target."""
+    """Target of the last succeeded goal; a failed goal makes it the target again."""
     kept: BackendVersion | None = None
-    """What a failed update left running (`OnFailure.KEEP`): its replicas that serve are kept while they live."""
+    """Version that a failed update left running (`OnFailure.KEEP`): its serving replicas are kept while they live."""
     others: list[BackendVersion] = []
     """Further versions that replicas still run."""
     newest_code_version: int
@@ -73,21 +73,21 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
     force_kill: bool = False
     """While deleting: replicas are ended without draining."""
     halted: bool = False
-    """The first version failed and there is none to go back to: nothing is started until the next deploy."""
+    """The first version failed and there is none to roll back to: nothing is started until the next deploy."""
     start_failures: int = 0
     """Failed starts of the target's code since the last success."""
     last_error: str = ""
     retry_at: float = 0.0
-    """No start before then, seconds since 1970."""
+    """Earliest time of the next start, seconds since 1970."""
     autoscaling_paused: str = ""
-    """By which command autoscaling was paused; empty while it is on, or while there is none. Outlives a deploy."""
+    """Command that paused autoscaling; empty while it is active or not configured. Outlives a deploy."""
 
     def versions(self) -> list[BackendVersion]:
         """Every version that a replica may have."""
         return [self.target, *self.others, *(v for v in (self.last_good, self.kept) if v is not None)]
 
     def version_of(self, config_version: int) -> BackendVersion | None:
-        """The version with that number, as far as it is remembered."""
+        """The version with that number; None if it is no longer retained."""
         return next((v for v in self.versions() if v.config_version == config_version), None)
 
     @property
@@ -97,7 +97,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def autoscaling(self) -> AutoscalingConfig | None:
-        """How it follows its load now; None where it does not: nothing says how, or it is paused, halted or deleted."""
+        """The active autoscaling configuration; None without one and for a paused, halted or deleted backend."""
         if self.deleting or self.halted or self.autoscaling_paused:
             return None
         return self.target.backend_config.autoscaling_config
@@ -113,16 +113,16 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True):
     options: EndpointOptions = EndpointOptions()
 
     def backend_tags(self) -> set[BackendTag]:
-        """Every backend that it sends or copies requests to."""
+        """Every backend that the endpoint sends or copies requests to."""
         return {*self.traffic, *self.shadows}
 
 
 TRAFFIC: Final = ("traffic", "shadows")
-"""Fields of an endpoint's configuration that say where its requests go."""
+"""Fields of an endpoint's configuration that decide where its requests go."""
 
 
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An endpoint: what it is now, and what it was with the last success."""
+    """An endpoint: its target and its last good configuration."""
 
     endpoint_tag: EndpointTag
     target: EndpointConfig
@@ -133,17 +133,17 @@ class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the configuration that this goal, and pending ones that it replaced, set by themselves."""
 
     def configs(self) -> list[EndpointConfig]:
-        """What it is, and what a failed goal may put back."""
+        """The target, and the configuration that a failed goal may restore."""
         return [self.target] if self.last_good is None else [self.target, self.last_good]
 
     def with_set_alone(self, config: EndpointConfig) -> EndpointConfig:
-        """``config`` with what its own goal set. Rows of former versions do not say what: it was the traffic."""
+        """``config`` with the fields set by the endpoint's own goal. Rows of former versions name none: the traffic."""
         names = self.set_alone or TRAFFIC
         return msgspec.structs.replace(config, **{name: getattr(self.target, name) for name in names})
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True):
-    """The user's unit: marks that a backend and the endpoint of its tag belong together. Remembered when it is gone."""
+    """The user's unit: a backend and the endpoint of its tag. Retained for a while after it is deleted."""
 
     tag: BackendTag
     application: str = ""
@@ -151,21 +151,21 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """When it was first deployed, seconds since 1970."""
     ended_at: float | None = None
-    """When its last replica was gone; None while it is there."""
+    """When its last replica had stopped after a deletion; None while it exists."""
     ended_as: BackendVersion | None = None
-    """What it was when it was deleted."""
+    """Its version when it was deleted."""
     ended_route: str | None = None
     ended_goal_id: GoalId = GoalId("")
-    """Of the goal that deleted it."""
+    """Id of the goal that deleted it; empty while it exists."""
 
 
 class ApplicationVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that an application was told to be."""
+    """One version of an application."""
 
     ingress: BackendTag
     deployments: list[BackendTag]
     takes_over: str | None = None
-    """The route that another one of the deployments has until all of them run; then it is the ingress'."""
+    """Route that another deployment of the application has until all of them run; then the ingress takes it over."""
 
 
 class Application(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +179,7 @@ class Application(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend was with success: where a rollback can go."""
+    """A version of a backend that succeeded: a possible target of a rollback."""
 
     backend_tag: BackendTag
     revision: int
@@ -187,33 +187,33 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
     goal_id: GoalId
     version: BackendVersion
     endpoint: EndpointConfig | None
-    """Of a deployment: how it was reached."""
+    """The endpoint's configuration; None for a backend that is no deployment."""
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica that was decided on."""
+    """One replica, as decided."""
 
     replica_tag: ReplicaTag
     backend_tag: BackendTag
     code_version: int
     config_version: int
-    """What it should run; while UPDATING it may still run an older one."""
+    """Target configuration; while UPDATING the replica may still run an older one."""
     state: ReplicaState
     since: float
-    """When it came into this state, seconds since 1970."""
+    """When it entered this state, seconds since 1970."""
     host_id: HostId | None = None
     generation: int = 0
-    """Of its host's goal when the replica was put in, or taken out of, that goal."""
+    """Generation of the host goal that put the replica in or took it out."""
     message: str = ""
     """Why it waits, for people."""
     needs: dict[str, float] = {}
-    """What it takes from its host, by Ray's names of resources; as it was when it was placed."""
+    """Resources it takes from its host, by Ray's names; as of its placement."""
     goal_bytes: int = 0
-    """What it takes of the size of its host's goal."""
+    """Bytes it takes of its host's goal."""
     force_kill: bool = False
-    """While it stops: its host is told to end it without draining."""
+    """While stopping: its host ends it without draining."""
     companions: dict[BackendTag, int] = {}
-    """Code versions of its application's other backends when it was placed: the versions that it belongs with."""
+    """Code versions of its application's other backends when it was placed; its requests prefer those."""
 
     @property
     def ordinal(self) -> int:
@@ -222,7 +222,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoalKind(Enum):
-    """What a goal is about; what its end leaves behind depends on it."""
+    """Kind of a goal; decides what its success or failure changes."""
 
     DEPLOY = "deploy"
     """One backend, and the endpoint of its tag for a deployment."""
@@ -243,10 +243,10 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     goal_id: GoalId
     kind: GoalKind
     subject: str
-    """What it is about, for people: a tag, an application's name, a host."""
+    """Name of the changed object, for people: a tag, an application's name, a host."""
     owns: list[str]
-    """Keys of what it decides (see `core.goals.scope`), the most important first. A later goal that owns the first
-    one of these replaces this goal."""
+    """Keys of the objects it owns (`core.goals.scope`), the most important first. A later goal that owns the first
+    one supersedes this goal."""
     status: GoalStatus
     created_at: float
     request_id: str | None = None
@@ -255,23 +255,23 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be remembered of a host: the number of its newest goal, and whether it is to run nothing."""
+    """Durable state of a host: the generation of its newest goal, and whether it is drained."""
 
     host_id: HostId
     generation: int
     draining: bool = False
     goal_id: GoalId = GoalId("")
-    """Of the newest `drain_host`; empty for none."""
+    """Goal of the newest `drain_host`; empty for none."""
     holder: str = ""
-    """`observed.holder_of` the incarnation that this id belongs to, so that a new leader believes no other one while
-    that lives; empty before it was recorded."""
+    """`observed.holder_of` the incarnation that this id belongs to, so that a new leader refuses any other one while
+    that lives; empty until it is recorded."""
     adopted_epoch: int = 0
-    """The `Counters.restored_epoch` after which what the host ran by lost goals was adopted; 0 for none. Whatever was
-    left out then may have been told to stop."""
+    """The `Counters.restored_epoch` after which the replicas that the host ran by lost goals were adopted; 0 for none.
+    Those not adopted may have been stopped since."""
 
 
 class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A proxy that goals wait for. Durable, so that a new leader waits for proxies it has not heard of yet."""
+    """A proxy that goals wait for. Durable, so that a new leader waits for proxies that have not reported to it yet."""
 
     proxy_id: ProxyId
     holder: str = ""
@@ -279,7 +279,7 @@ class ProxyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HttpRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What proxies apply to every request, and what they applied with the last success."""
+    """The HTTP options of all proxies: the target and the last good ones."""
 
     target: HttpOptions
     last_good: HttpOptions | None
@@ -294,19 +294,19 @@ class SnapshotRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that must never be given twice; each is the last one given."""
+    """Numbers that must never be given twice; each field is the last one given."""
 
     goal: int = 0
     ordinal: int = 0
     generation: int = 0
     snapshot: int = 0
     restored_at: float = 0.0
-    """When they were last raised because the store had been restored to an earlier state (see `core.restored`), seconds
-    since 1970; 0 for never."""
+    """When the counters were last raised because the store had been restored to an earlier state (`core.restored`),
+    seconds since 1970; 0 for never."""
     restored_epoch: int = 0
-    """The first epoch after that: a host that obeys an older one has yet to hear of it."""
+    """The first epoch after that; a host that follows an older one has not received a goal since."""
     restored_ordinal: int = 0
-    """The last ordinal of the state that was restored: higher ones were given in what is lost."""
+    """The last ordinal of the restored state: higher ones were given in the lost one."""
     restored_snapshot: int = 0
     """Snapshots up to this one are void."""
 
@@ -328,7 +328,7 @@ CheckpointObject = (
 
 
 class ObjectKind(Enum):
-    """What kinds of objects there are; the same word in SQL."""
+    """Kinds of objects; the same words in SQL."""
 
     BACKEND = "backend"
     ENDPOINT = "endpoint"
@@ -345,7 +345,7 @@ class ObjectKind(Enum):
 
 
 Key = tuple[ObjectKind, str]
-"""Which object: its kind and its name within the kind."""
+"""Key of an object: its kind and its name within the kind."""
 
 COUNTERS_KEY: Final[Key] = (ObjectKind.COUNTERS, "counters")
 HTTP_RECORD_KEY: Final[Key] = (ObjectKind.HTTP, "options")
@@ -367,12 +367,12 @@ CLASSES: Final[Mapping[ObjectKind, type[CheckpointObject]]] = {
 
 
 def revision_name(tag: BackendTag, revision: int) -> str:
-    """The name of a revision among all."""
+    """The name of a revision, unique among all backends."""
     return f"{tag}@{revision}"
 
 
 def key_of(value: CheckpointObject) -> Key:  # noqa: C901 - a table
-    """The key under which an object is kept."""
+    """The key under which an object is stored."""
     match value:
         case Backend():
             return ObjectKind.BACKEND, value.backend_tag
@@ -401,7 +401,7 @@ def key_of(value: CheckpointObject) -> Key:  # noqa: C901 - a table
 
 
 class ObjectChanges(msgspec.Struct, frozen=True):
-    """What one transaction writes: objects as they are now, and keys of those that are gone."""
+    """The changes of one transaction: objects to write, and keys of objects to delete."""
 
     puts: tuple[CheckpointObject, ...] = ()
     deletes: tuple[Key, ...] = ()
@@ -416,7 +416,7 @@ def goal_id_of(number: int) -> GoalId:
 
 
 def number_of(goal_id: GoalId) -> int:
-    """The number in a goal's id; 0 for what is no goal id."""
+    """The number in a goal's id; 0 for an invalid id."""
     digits = goal_id.removeprefix("g")
     return (
         int(digits)

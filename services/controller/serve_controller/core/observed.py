@@ -1,6 +1,6 @@
-"""What was last heard: soft, stale by nature, lost with the process and rebuilt from the next reports.
+"""Observed state: soft, stale by nature, lost with the process and rebuilt from the next reports.
 
-Why folding is pure: a late or doubled report must not undo a newer one, and that rule is worth testing by itself.
+Why folding is pure: a late or duplicate report must not undo a newer one, and that rule is worth testing by itself.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from serve_common.protocol.reports import HostReport, ProxyReport, ReplicaReport
 from serve_controller.core.checkpoint import in_units
 
 HOST_SUSPECT_AFTER_S = 3.0
-"""Three missed reports: nothing new is placed there."""
+"""Seconds of silence (three missed reports) after which nothing new is placed on a host."""
 HOST_LOST_AFTER_S = 8.0
-"""Then its replicas are placed elsewhere. Longer than a host process needs to be started anew on a busy machine
-would only delay that; shorter would move replicas for a pause."""
+"""Seconds of silence after which a host's replicas are placed elsewhere: about as long as a host process needs to
+restart on a busy machine. More would only delay failover; less would move replicas because of a pause."""
 PROXY_LOST_AFTER_S = 5.0
-"""Then goals no longer wait for it."""
+"""Seconds of silence after which goals no longer wait for a proxy."""
 GOAL_RESEND_AFTER_S = 1.0
-"""A host goal that no report acknowledges is sent again."""
+"""Seconds after which a host goal that no report acknowledges is sent again."""
 FORGET_AFTER_S = 3600.0
-"""A host or proxy unheard of for so long is no longer listed."""
+"""Seconds of silence after which a host or proxy is no longer listed."""
 IDS_MAX = 20_000
-"""Hosts, and proxies, that are heard of at most."""
+"""Most hosts, and most proxies, that are tracked."""
 
 
 class HeldByAnother(BadField):
-    """A report in the name of a host or proxy of which another incarnation lives."""
+    """A report under the id of a host or proxy of which another incarnation lives."""
 
     def __init__(self, name: str) -> None:
         super().__init__("incarnation", f"is not the one that {name} belongs to while it lives")
 
 
 class HostStatus(Enum):
-    """How a host is treated."""
+    """Liveness of a host."""
 
     LIVE = "live"
     LEAVING = "leaving"
-    """It drains by itself: nothing new is placed there."""
+    """Shutting down and draining: nothing new is placed there."""
     SUSPECT = "suspect"
     LOST = "lost"
 
 
 class HostObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's newest report, when it came, and which goal was last sent to it."""
+    """A host's newest report, when it was received, and the goal last sent to it."""
 
     report: HostReport
     heard_at: float
@@ -65,21 +65,21 @@ class HostObserved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProxyObserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A proxy's newest report and when it came."""
+    """A proxy's newest report, and when it was received."""
 
     report: ProxyReport
     heard_at: float
 
 
 class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything heard by this leader."""
+    """Everything observed by this leader."""
 
     since: float | None
-    """Since when this leader hears without a break: silence from before says nothing about anybody. None while the
-    bus is away, when everybody is silent and nobody is lost."""
+    """Since when the bus has been available without a break: earlier silence means nothing. None while the bus is
+    unavailable, when all are silent and none is lost."""
     heard_to: float = inf
-    """Whatever was sent before this moment has been heard: the newest round trip over the bus that was answered began
-    then. Silence counts up to here, so a bus that hangs makes nobody silent. Infinite where nothing can be late."""
+    """Everything sent before this time has been received: it is the start of the newest completed round trip over the
+    bus. Silence counts up to here, so a hanging bus makes no process silent. Infinite where nothing can be late."""
     hosts: Map[HostId, HostObserved] = Map()
     proxies: Map[ProxyId, ProxyObserved] = Map()
     bucket: Map[str, int] | None = None
@@ -87,10 +87,9 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def observe_host(observed: ObservedState, report: HostReport, now: float, holder: str = "") -> ObservedState:
-    """Fold in a host's report; one that came late changes nothing.
+    """Fold in a host's report; a late one changes nothing.
 
-    ``holder``: whom the id belongs to as far as is recorded. Raises `HeldByAnother`; `LimitReached` where it is one
-    host too many.
+    ``holder``: the recorded holder of the id. Raises `HeldByAnother`, or `LimitReached` for one host too many.
     """
     known = observed.hosts.get(report.host_id)
     if _came_late(observed, report, known, now):
@@ -112,7 +111,7 @@ def _host_observed(
     sent: tuple[int, int] | None,
     sent_at: float,
 ) -> HostObserved:
-    """Parts that say the same as before are shared with what is known: most reports bring nothing new."""
+    """Build the new observation. Unchanged parts are shared with the known one: most reports bring nothing new."""
     same_replicas = known is not None and known.report.replicas == report.replicas
     same_resources = known is not None and known.report.resources == report.resources
     return HostObserved(
@@ -130,12 +129,12 @@ def _host_observed(
 
 
 def holder_of(report: HostReport | ProxyReport) -> str:
-    """What is recorded of whom an id belongs to: a digest, for the incarnation itself proves who reports."""
+    """The recorded holder of an id: a digest of the incarnation, a secret that authenticates reports."""
     return hashlib.blake2b(report.incarnation.encode(), digest_size=16).hexdigest()
 
 
 def is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyReport) -> bool:
-    """Whether both are of one incarnation; one that guesses when it began is of another."""
+    """Whether both are of one incarnation; the start time must match too."""
     return report.incarnation == known.incarnation and report.started_at == known.started_at
 
 
@@ -145,7 +144,7 @@ def _came_late(
     known: HostObserved | ProxyObserved | None,
     now: float,
 ) -> bool:
-    """Whether a newer one is known, of the same life or of a later one that leaves."""
+    """Whether a newer report is known, of the same incarnation or of a later one that leaves."""
     if known is None:
         return False
     if is_same_life(report, known.report):
@@ -164,10 +163,10 @@ def _check_free(
     holder: str,
     now: float,
 ) -> None:
-    """Whether an incarnation may take over an id: its holder was heard to leave, is silent, or is itself.
+    """Check that an incarnation may take over an id: the holder is leaving, is silent, or is itself.
 
-    Reports of holders are folded in first, so what is known may have been said after ``report`` came. Once the holder
-    is silent, when a life began does not matter: its machine's clock may have been set back.
+    Reports of holders are folded in first, so the known report may have been received after ``report``. Once the holder
+    is silent, start times do not matter: a machine's clock may have been set back.
     """
     has_left = known is not None and known.report.leaving and known.heard_at <= now
     is_free = has_left or (known is None and holder in ("", holder_of(report)))
@@ -183,7 +182,7 @@ def _check_room(heard_of: Map[HostId, HostObserved] | Map[ProxyId, ProxyObserved
 def observe_proxy(
     observed: ObservedState, report: ProxyReport, now: float, holder: str = ""
 ) -> ObservedState:
-    """Fold in a proxy's report; see `observe_host`."""
+    """Fold in a proxy's report, with the arguments and errors of `observe_host`."""
     known = observed.proxies.get(report.proxy_id)
     if _came_late(observed, report, known, now):
         return observed
@@ -197,7 +196,7 @@ def observe_proxy(
 def observe_sent(
     observed: ObservedState, host_id: HostId, goal: tuple[int, int], now: float
 ) -> ObservedState:
-    """Remember that a goal was sent to a host."""
+    """Record that a goal was sent to a host."""
     known = observed.hosts.get(host_id)
     if known is None:
         return observed
@@ -206,12 +205,12 @@ def observe_sent(
 
 
 def observe_bucket(observed: ObservedState, bucket: Map[str, int] | None) -> ObservedState:
-    """Remember what the bucket holds."""
+    """Record the content of the bucket."""
     return msgspec.structs.replace(observed, bucket=bucket)
 
 
 def forget_silent(observed: ObservedState, now: float) -> ObservedState:
-    """Leave out what was not heard of for `FORGET_AFTER_S`, so that the state stays bounded."""
+    """Drop hosts and proxies that were silent for `FORGET_AFTER_S`, so that the state stays bounded."""
     hosts, proxies = observed.hosts, observed.proxies
     for host_id, host in observed.hosts.items():
         if now - host.heard_at >= FORGET_AFTER_S:
@@ -223,24 +222,24 @@ def forget_silent(observed: ObservedState, now: float) -> ObservedState:
 
 
 def observe_break(observed: ObservedState, since: float | None) -> ObservedState:
-    """Remember that the bus went away (None) or came back."""
+    """Record that the bus became unavailable (None) or available again."""
     return msgspec.structs.replace(observed, since=since)
 
 
 def observe_round_trip(observed: ObservedState, begun_at: float) -> ObservedState:
-    """Remember that the bus answered what this leader asked at ``begun_at``."""
+    """Record that the round trip over the bus that began at ``begun_at`` ended."""
     return msgspec.structs.replace(observed, heard_to=begun_at)
 
 
 def has_come(observed: ObservedState, at: float, now: float) -> bool:
-    """Whether ``at`` is over and everything that was sent before it has been heard."""
+    """Whether ``at`` has passed and everything sent before it has been received."""
     return min(now, observed.heard_to) >= at
 
 
 def _is_silent(
     observed: ObservedState, known: HostObserved | ProxyObserved | None, after_s: float, now: float
 ) -> bool:
-    """Whether `silent_at` is over: by the same sum, for one that rounds otherwise would miss its own due time."""
+    """Whether `silent_at` has passed. Uses the same sum: other rounding would miss the due time."""
     at = silent_at(observed, known, after_s)
     return at is not None and has_come(observed, at, now)
 
@@ -248,14 +247,14 @@ def _is_silent(
 def silent_at(
     observed: ObservedState, known: HostObserved | ProxyObserved | None, after_s: float
 ) -> float | None:
-    """When somebody will have been silent for ``after_s``; None while the bus is away."""
+    """When a process will have been silent for ``after_s``; None while the bus is unavailable."""
     if observed.since is None:
         return None
     return after_s + (observed.since if known is None else max(known.heard_at, observed.since))
 
 
 def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostStatus:
-    """How the host is treated now. One never heard of is SUSPECT until its lease is over, then LOST."""
+    """The host's status now. One that never reported is SUSPECT until `HOST_LOST_AFTER_S` is over, then LOST."""
     host = observed.hosts.get(host_id)
     if _is_silent(observed, host, HOST_LOST_AFTER_S, now):
         return HostStatus.LOST
@@ -265,7 +264,7 @@ def host_status(observed: ObservedState, host_id: HostId, now: float) -> HostSta
 
 
 def is_proxy_live(observed: ObservedState, proxy_id: ProxyId, now: float) -> bool:
-    """Whether goals wait for the proxy. One not heard of by this leader counts as live until it must be lost."""
+    """Whether goals wait for the proxy. One that has not reported to this leader is live until it would be lost."""
     proxy = observed.proxies.get(proxy_id)
     is_leaving = proxy is not None and proxy.report.leaving
     return not is_proxy_silent(observed, proxy, now) and not is_leaving

@@ -1,7 +1,7 @@
-"""Where a replica runs: the controller chooses the host, Ray chooses the node inside it.
+"""Placement of replicas: the controller chooses the host, Ray chooses the node inside it.
 
 Why a ledger over the draft: several replicas are placed in one decision, and each must see what the ones before it
-took. What is taken is an index of the checkpoint, so a placement looks at hosts and never at other replicas.
+took. What is taken is an index of the checkpoint, so a placement reads hosts and never other replicas.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from serve_controller.core.observed import HostStatus, ObservedState, host_statu
 GOAL_BYTES_MAX: Final = 900_000
 """A host's whole goal must fit into one NATS message: max_payload is 1 MiB by default; the rest is the envelope."""
 _GOAL_BYTES_EACH: Final = 650
-"""Of one replica less what its users gave: names of fields, tags of the greatest length, numbers."""
+"""Bytes of one replica without its users' values: names of fields, tags of the greatest length, numbers."""
 
 NO_COMPANIONS: Final[Mapping[BackendTag, int]] = {}
 
@@ -29,23 +29,23 @@ Rank = tuple[float, float, HostId]
 
 
 def needs_of(version: BackendVersion) -> dict[str, float]:
-    """What one replica of this version takes from its host, by Ray's names of resources."""
+    """Resources that one replica of this version takes from its host, by Ray's names."""
     options = version.replica_config.ray_actor_options
     needs = {"CPU": options.num_cpus, "GPU": options.num_gpus, "memory": options.memory, **options.resources}
     return {name: amount for name, amount in needs.items() if amount > 0}
 
 
 def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS) -> int:
-    """What one replica of this version takes of the size of its host's goal, bytes."""
+    """Bytes that one replica of this version takes of its host's goal."""
     given = (version.replica_config, version.backend_config.user_config, companions)
     return _GOAL_BYTES_EACH + len(msgspec.json.encode(given))
 
 
 class Ledger:
-    """What is free on each host that new replicas may be placed on."""
+    """Free capacity of each host that accepts new replicas."""
 
     def __init__(self, draft: Checkpoint, observed: ObservedState, now: float) -> None:
-        """Looks at ``draft`` again with every question, so it sees what was placed since."""
+        """Reads ``draft`` again with every query, so it includes what was placed since."""
         self._draft = draft
         self._observed = observed
         self._now = now
@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def hosts(self) -> dict[HostId, Mapping[str, int]]:
-        """Whole units of each resource, by host that may take new replicas."""
+        """Total units of each resource, by host that accepts new replicas."""
         if self._hosts is None:
             self._hosts = {}
             for host_id in sorted(self._observed.hosts):
@@ -64,7 +64,7 @@ class Ledger:
         return self._hosts
 
     def load_of(self, host_id: HostId) -> HostLoad:
-        """What is taken on a host now."""
+        """Capacity taken on a host now."""
         return self._draft.load_of(host_id)
 
     def free(self, host_id: HostId) -> dict[str, int]:
@@ -76,7 +76,7 @@ class Ledger:
     def placer(
         self, tag: BackendTag, version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS
     ) -> Placer:
-        """For placing many replicas of one version, one after the other."""
+        """A `Placer` for many replicas of one version."""
         return Placer(self, self._draft, tag, version, companions)
 
     def how_many_fit(self, version: BackendVersion, tag: BackendTag, limit: int) -> int:
@@ -88,7 +88,7 @@ class Ledger:
         return count
 
     def resize(self, host_id: HostId | None, grows_bytes: int) -> bool:
-        """Whether a host's goal has room for a configuration that is so much larger."""
+        """Whether a host's goal may grow by ``grows_bytes``."""
         if host_id is None or grows_bytes <= 0:
             return True
         return self._draft.load_of(host_id).goal_bytes + grows_bytes <= GOAL_BYTES_MAX
@@ -109,11 +109,11 @@ class Ledger:
         return fits(free, needs_of(version))
 
     def count_on(self, tag: BackendTag, host_id: HostId) -> int:
-        """Replicas of one backend on a host, those that still stop included."""
+        """Number of a backend's replicas on a host, including those that are still stopping."""
         return sum(r.host_id == host_id for r in self._draft.replicas_of(tag).values())
 
     def why_not(self, tag: BackendTag, version: BackendVersion) -> str:
-        """For people: why no host has room."""
+        """Why no host has capacity, for people."""
         if not self.hosts:
             return "waits for a replica host: none is live"
         needs = needs_of(version)
@@ -142,7 +142,7 @@ def _in_words(needs: Mapping[str, float]) -> str:
 
 
 class Placer:
-    """Chooses hosts for replicas of one version. What it gave out counts as taken, whether it is put or not."""
+    """Chooses hosts for replicas of one version. Its choices count as taken, whether they are put or not."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Placer:
         version: BackendVersion,
         companions: Mapping[BackendTag, int],
     ) -> None:
-        """Looks at every host once."""
+        """Ranks every host once."""
         config: BackendConfig = version.backend_config
         self.needs = needs_of(version)
         self.goal_bytes = goal_bytes_of(version, companions)
@@ -170,7 +170,7 @@ class Placer:
         self._per_host = NUMBER_MAX if per_host is None else per_host
         self._counts = counts
         self._rooms: dict[HostId, _Room] = {}
-        # By the loads alone; what is really free is worked out for those hosts only that come first.
+        # Ranked by load alone; the free capacity is computed only for the hosts that come first.
         self._heap = [
             self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
             for host_id, units in ledger.hosts.items()
@@ -194,7 +194,7 @@ class Placer:
         return all(room.free.get(name, 0) >= units for name, units in self._units.items())
 
     def place(self) -> HostId | None:
-        """Take room for one replica; None when no host has it."""
+        """Take capacity for one replica; None when no host has it."""
         while self._heap:
             host_id = self._heap[0][2]
             room = self._room(host_id)
@@ -204,7 +204,7 @@ class Placer:
             for name, units in self._units.items():
                 room.free[name] = (
                     room.free.get(name, 0) - units
-                )  # of less than one unit a host need not have any
+                )  # a need below one unit may be absent on the host
             room.goal_bytes -= self.goal_bytes
             room.num_wanted += 1
             room.left -= 1
@@ -217,7 +217,7 @@ NUMBER_MAX: Final = 2**31
 
 
 class _Room:
-    """What is left on one host, counted down by one `Placer`."""
+    """Remaining capacity of one host, counted down by one `Placer`."""
 
     __slots__ = ("free", "goal_bytes", "left", "num_wanted")
 

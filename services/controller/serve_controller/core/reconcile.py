@@ -1,4 +1,4 @@
-"""From goal state and observed state to what to do next; and what is forgotten once it is over."""
+"""Reconciles goal state and observed state into a plan, and deletes objects that are no longer needed."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from serve_controller.core.scaling import apply_scalings
 from serve_controller.core.snapshots import forget_tombstones, renew_snapshots, void_last
 
 FINISHED_KEPT_S = 86_400.0
-"""A finished goal can be asked for at least a day."""
+"""Least seconds for which a finished goal can be queried."""
 FINISHED_KEPT_MAX = 20_000
-"""Beyond this many, the oldest finished goals are forgotten also before that; their ids still tell that they ended."""
+"""Most finished goals; beyond it the oldest are deleted earlier. Their ids still show that they have ended."""
 ENDED_KEPT_MAX = 1_000
-"""Deployments that are gone and still listed."""
+"""Most deleted deployments that are still listed."""
 
 
 def tidy(draft: Draft, observed: ObservedState, now: float) -> None:
-    """Forget finished goals, ended deployments, tombstones and hosts that are lost."""
+    """Delete old finished goals, ended deployments, tombstones and lost hosts."""
     _forget_goals(draft, now)
     _forget_deployments(draft)
     _forget_hosts(draft, observed, now)
@@ -43,7 +43,7 @@ def tidy(draft: Draft, observed: ObservedState, now: float) -> None:
 
 
 def _forget_goals(draft: Draft, now: float) -> None:
-    """A backend's newest goal is always kept."""
+    """Delete old finished goals, except each backend's newest one."""
     newest = {backend.goal_id for backend in draft.backends.values()}
     finished = sorted(
         (g for g in draft.goals.values() if g.finished_at is not None and g.goal_id not in newest),
@@ -65,7 +65,7 @@ def _forget_deployments(draft: Draft) -> None:
 
 
 def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
-    """A lost host that runs nothing is forgotten, unless it is drained: that must outlast its absence."""
+    """Delete lost hosts that run nothing, unless they are drained: that must outlast their absence."""
     for host_id, record in sorted(draft.hosts.items()):
         is_used = host_id in draft.by_host or host_id in observed.hosts
         if not is_used and not record.draining and host_status(observed, host_id, now) is HostStatus.LOST:
@@ -80,7 +80,7 @@ class PublishSnapshot(msgspec.Struct, frozen=True):
 
 
 class RetractSnapshot(msgspec.Struct, frozen=True):
-    """Remove a key of the bucket that the checkpoint does not know. May be performed twice."""
+    """Remove a key of the bucket that the checkpoint does not have. May be performed twice."""
 
     key: str
 
@@ -89,7 +89,7 @@ Action = SendHostGoal | PublishSnapshot | RetractSnapshot
 
 NO_SCALINGS: Final[Mapping[BackendTag, int]] = MappingProxyType({})
 FAULT_RETRY_S = 5.0
-"""When a backend whose part of a plan could not be made is looked at again, whatever is heard."""
+"""Seconds until a backend whose part of a plan failed is reconciled again."""
 
 
 class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,14 +102,14 @@ class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
     actions: tuple[Action, ...]
     """Performed in this order: snapshots first, so that routers leave a replica before its host drains it."""
     due: tuple[DueTime, ...]
-    """When time alone will make a new plan necessary, and of what; the core cannot sleep, so it asks to be called."""
+    """When to make the next plan, and of what, even if nothing is reported meanwhile."""
     attention: DirtySet
-    """What the changes make necessary to look at in the next plan."""
+    """What the next plan must reconcile because of the changes."""
     faults: tuple[Fault, ...]
 
 
 class _Scope:
-    """What one plan looks at; grows while it is made."""
+    """Objects that one plan covers; grows while the plan is made."""
 
     def __init__(self, checkpoint: Checkpoint, observed: ObservedState, attention: DirtySet) -> None:
         self.backends: set[BackendTag] = set(attention.backends)
@@ -136,7 +136,7 @@ class _Scope:
 
 
 def _gone_endpoints(checkpoint: Checkpoint, keys: Iterable[str]) -> Iterator[EndpointTag]:
-    """Endpoints that a snapshot still speaks of: a leader that dies after it recorded a deletion leaves such."""
+    """Deleted endpoints that still have a snapshot: a leader that dies after recording a deletion leaves such."""
     for key in keys:
         if key in checkpoint.snapshots:
             kind, tag = parse_key(key)
@@ -153,9 +153,9 @@ def reconcile(
     *,
     scalings: Mapping[BackendTag, int] = NO_SCALINGS,
 ) -> ReconcilePlan:
-    """The next plan. The same arguments always give the same plan.
+    """Make the next plan. The same arguments always give the same plan.
 
-    ``scalings``: how many replicas the autoscaler wants of some backends; see `core.scaling.apply_scalings`.
+    ``scalings``: numbers of replicas decided by the autoscaler, applied by `core.scaling.apply_scalings`.
     """
     draft = Draft(checkpoint)
     apply_scalings(draft, scalings)
@@ -203,7 +203,7 @@ def _reconcile_backends(
     faults: list[Fault] = []
 
     def guarded(tag: BackendTag, part: Callable[[Backend], None]) -> None:
-        """One backend's error must not stop the others': its part of the draft is undone and reported."""
+        """Isolate the error of one backend: its part of the draft is rolled back and reported as a fault."""
         backend = draft.backends.get(tag)
         if backend is None:
             return
@@ -227,7 +227,7 @@ def _reconcile_backends(
         guarded(tag, lambda backend: follow_reports(draft, observed, backend, epoch, now))
     for tag in tags:
         guarded(tag, lambda backend: fail_if_hopeless(draft, backend, now))
-    # A failed goal of an application changes its other backends too, before any of them is rolled.
+    # A failed goal of an application changes its other backends too, before any of them is rolled out.
     scope.backends.update(BackendTag(name) for kind, name in draft.touched() if kind is ObjectKind.BACKEND)
     if scope.has_room or any(kind is ObjectKind.REPLICA for kind, _ in draft.touched()):
         scope.backends.update(draft.unplaced)
@@ -238,7 +238,7 @@ def _reconcile_backends(
 
 
 def _follow_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None:
-    """Keep the record of a host that is heard of, and of whom its id belongs to."""
+    """Update the record of a reporting host, and the holder of its id."""
     host = observed.hosts.get(host_id)
     if host is None:
         return
@@ -250,7 +250,7 @@ def _follow_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None
 
 
 def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: float) -> None:
-    """Keep the record of those that goals wait for."""
+    """Update the records of the proxies that goals wait for."""
     for proxy_id in sorted(scope.proxies):
         is_live, proxy = is_proxy_live(observed, proxy_id, now), observed.proxies.get(proxy_id)
         holder = None if proxy is None else holder_of(proxy.report)
@@ -263,7 +263,7 @@ def _follow_proxies(draft: Draft, observed: ObservedState, scope: _Scope, now: f
 
 
 def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
-    """The row of a deleted backend goes with its last replica; of a deployment it is remembered what it was."""
+    """Delete backends whose last replica is gone; a deployment's record retains what it was."""
     for tag in sorted(scope.backends):
         backend = draft.backends.get(tag)
         if backend is None or not backend.deleting or draft.replicas_of(tag):
@@ -284,7 +284,7 @@ def _drop_deleted(draft: Draft, scope: _Scope, now: float) -> None:
 
 
 def _goals_in(draft: Draft, scope: _Scope) -> list[GoalId]:
-    """Pending goals about what was looked at, in the order in which they were made."""
+    """Pending goals of the objects in scope, in the order of their creation."""
     found = {goal_id for goal_id in scope.goals if goal_id in draft.pending}
     keys: Iterable[str] = (
         *(backend_key(tag) for tag in scope.backends),
@@ -299,7 +299,7 @@ def _goals_in(draft: Draft, scope: _Scope) -> list[GoalId]:
 
 
 def _bucket_actions(checkpoint: Checkpoint, observed: ObservedState, keys: set[str]) -> list[Action]:
-    """What makes the bucket equal to the recorded snapshots; nothing while it is not known what it holds."""
+    """Actions that make the bucket equal to the recorded snapshots; none while its content is not known."""
     bucket = observed.bucket
     if bucket is None:
         return []

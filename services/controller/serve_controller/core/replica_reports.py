@@ -1,6 +1,6 @@
-"""What the hosts' reports mean for one backend's replicas.
+"""Updates one backend's replicas from the hosts' reports.
 
-Why apart from the rollout: this part only follows reality (what runs, failed, died, is gone, is stuck), the rollout
+Why apart from the rollout: this module only follows reality (what runs, failed, died, is gone, is stuck), the rollout
 only decides what should be. The result of both is recorded before anything is done.
 """
 
@@ -17,18 +17,18 @@ from serve_controller.core.observed import HostObserved, HostStatus, ObservedSta
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, TransitionEvent, moved
 
 SHORT_LIFE_S = 10.0
-"""A replica that dies younger than this counts as a failed start, so that crash loops are slowed down too."""
+"""Age in seconds below which a replica that dies counts as a failed start, so that crash loops back off too."""
 RETRY_WAIT_MIN_S = 0.2
 RETRY_WAIT_MAX_S = 30.0
 RAN_RETRY_WAIT_MAX_S = 1.0
-"""Where it had served: the code can start, and whatever kills replicas (a bad request, memory, somebody) may go on for
-a while. A backend must not stay away for half a minute after that."""
+"""Longest backoff where the replica had served: the code can start, and the cause of its death (a bad request, memory,
+an operator) may last for a while. The backend must not be unavailable for half a minute after that."""
 STUCK_GRACE_S = 15.0
-"""Beyond the time that a start or a stop may take, for the host itself to end it and to say so."""
+"""Seconds beyond the timeout of a start or a stop, for the host itself to end it and report that."""
 
 
 def retry_wait_s(start_failures: int, *, had_run: bool = False) -> float:
-    """How long to wait after so many failed starts in a row: none after the first, then doubling, bounded.
+    """Seconds to back off after so many failed starts in a row: none after the first, then doubling, bounded.
 
     ``had_run``: the last of them had served before it ended.
     """
@@ -44,7 +44,7 @@ def with_event(draft: Draft, replica: Replica, event: TransitionEvent, now: floa
     if state is ReplicaState.STOPPED:
         draft.delete((ObjectKind.REPLICA, replica.replica_tag))
         if replica.host_id is not None and replica.state in IN_HOST_GOAL:
-            # One number names one goal: a late copy of the former must not bring the replica back.
+            # Each generation is one goal: a late copy of the former one must not bring the replica back.
             draft.renew_host_goal(replica.host_id)
         return None
     if state is replica.state:
@@ -67,7 +67,7 @@ def stuck_at(backend: Backend, replica: Replica) -> float | None:
 
 
 def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoch: int, now: float) -> None:
-    """Bring the backend's replicas to what was heard of them by the leader of ``epoch``; count failed starts."""
+    """Update the backend's replicas from the reports to the leader of ``epoch``; count failed starts."""
     for tag in sorted(draft.replicas_of(backend.backend_tag)):
         replica = draft.replicas_of(backend.backend_tag)[tag]
         if replica.host_id is None:
@@ -81,7 +81,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
             continue
         host = observed.hosts.get(replica.host_id)
         if host is None:
-            continue  # not heard of yet: nothing is known, so nothing is done
+            continue  # no report yet: nothing is known, so nothing is done
         report = host.replicas.get(replica.replica_tag)
         if report is None:
             _follow_absence(draft, host, replica, now)
@@ -90,7 +90,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
 
 
 def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
-    """The host should have ended it long ago. A start is given up and replaced; a stop is ordered by force."""
+    """The host failed to end it in time: a stuck start is replaced, a stuck stop is forced."""
     assert replica.host_id is not None
     since_s = now - replica.since
     if replica.state is ReplicaState.STARTING:
@@ -111,15 +111,15 @@ def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
 
 
 def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
-    """A report is whole: a replica that is not in it does not run, unless the host has yet to hear of it."""
+    """A report is complete: a replica that is not in it does not run, unless the host has yet to get its goal."""
     unheard = host.report.generation < replica.generation
     may_yet_start = replica.state in (ReplicaState.STARTING, ReplicaState.SHOULD_STOP)
     if unheard and (may_yet_start or host.report.generation > 0):
-        # It may have been told to start by a goal that is under way: its end is certain once the host has heard the
-        # goal that leaves it out. And the first report that a new leader hears may be a late one.
+        # A goal in flight may start it: its end is certain once the host has received the goal that leaves it out. And
+        # the first report that a new leader receives may be a late one.
         return
     if replica.state is ReplicaState.STARTING and not host.report.leaving:
-        # Told to start it, the host neither does nor says why; without a wait that would go round for ever.
+        # The host has the goal, and neither starts it nor reports why; without a backoff that would loop for ever.
         _count_failure(draft, replica, f"the host {replica.host_id} was told to start it and does not", now)
     with_event(draft, replica, TransitionEvent.GONE, now)
 
@@ -138,15 +138,15 @@ def _follow_report(
     elif (
         status is ReplicaStatus.STARTING and state is not ReplicaState.STARTING and host.report.epoch == epoch
     ):
-        # No late report, for it obeys a goal of this leader's. So a new life of its host was told to run the replica
-        # before that life was heard of: what had served is gone.
+        # Not a late report, for it acknowledges a goal of this leader. So a restarted host got the goal before its
+        # first report was received: the replica that had served is gone.
         with_event(draft, replica, TransitionEvent.UNWANTED, now)
     elif _is_config_refused(draft, replica, report):
         _follow_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
         running = with_event(draft, replica, TransitionEvent.HEARD_RUNNING, now)
         if running is not None and report.config_version < replica.config_version:
-            # It was told of a newer configuration before or while it was unhealthy, and has yet to take it.
+            # A newer configuration was sent before or while it was unhealthy, and is yet to be applied.
             with_event(draft, running, TransitionEvent.RECONFIGURE, now)
     elif status is ReplicaStatus.UNHEALTHY:
         _follow_unhealthy(draft, replica, report, now)
@@ -155,12 +155,12 @@ def _follow_report(
     elif status is ReplicaStatus.DRAINING and (
         host.report.leaving or host.report.epoch < draft.counters.restored_epoch
     ):
-        # The host stops by itself, or obeys a goal that is lost: what it drains must be replaced.
+        # The host leaves, or follows a goal that is lost: the replicas that it drains must be replaced.
         with_event(draft, replica, TransitionEvent.UNWANTED, now)
 
 
 def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
-    """It leaves the routes and is replaced. One that was young never proved itself: that counts as a failed start."""
+    """Stop routing to an unhealthy replica and replace it. For a young one this counts as a failed start."""
     unhealthy = replica
     if replica.state in ROUTED:
         heard = with_event(draft, replica, TransitionEvent.HEARD_UNHEALTHY, now)
@@ -172,7 +172,7 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
     checks_s = (config.health_check_period_s + config.health_check_timeout_s) * (
         config.health_check_failure_threshold + 1
     )
-    never_ran = replica.state is ReplicaState.STARTING  # the report that said so was lost
+    never_ran = replica.state is ReplicaState.STARTING  # as far as is known: a report may have been lost
     if never_ran or now - replica.since < max(SHORT_LIFE_S, checks_s):
         _count_failure(draft, replica, report.error or "its health checks fail", now)
     stopping = with_event(draft, unhealthy, TransitionEvent.UNWANTED, now)
@@ -184,7 +184,7 @@ def _follow_end(
     draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
 ) -> None:
     with_event(draft, replica, TransitionEvent.GONE, now)
-    # What ends while its host leaves says nothing about the code.
+    # An end while the host leaves is no failure of the code.
     wanted = (
         replica.state not in (ReplicaState.SHOULD_STOP, ReplicaState.STOPPING) and not host.report.leaving
     )
@@ -195,13 +195,13 @@ def _follow_end(
 
 
 def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, had_run: bool = False) -> None:
-    """A start that failed delays the next one; that of another version than the target's says nothing about it."""
+    """Count a failed start, which delays the next one; ignored for another version than the target's."""
     backend = draft.backends[replica.backend_tag]
     target = backend.target
     if (replica.code_version, replica.config_version) != (target.code_version, target.config_version):
         return
     if replica.since <= draft.counters.restored_at:
-        return  # it is from before the store was restored, and may have run and ended since
+        return  # started before the store was restored; it may have run and ended since
     failures = backend.start_failures + 1
     draft.put(
         msgspec.structs.replace(
@@ -214,7 +214,7 @@ def _count_failure(draft: Draft, replica: Replica, error: str, now: float, *, ha
 
 
 def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) -> bool:
-    """Whether ``reconfigure`` raised at the target's configuration; another one is replaced anyway."""
+    """Whether ``reconfigure`` raised for the target's configuration; any other one is replaced anyway."""
     target = draft.backends[replica.backend_tag].target
     return (
         replica.state in (ReplicaState.UPDATING, ReplicaState.UNHEALTHY)
@@ -224,7 +224,7 @@ def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) ->
 
 
 def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
-    """``reconfigure`` raised: that fails a pending change; without one, the replica is replaced by a new one."""
+    """``reconfigure`` raised: fail the pending change, or without one replace the replica."""
     goal = goal_at_stake(draft, draft.backends[replica.backend_tag])
     if goal is not None:
         fail(draft, goal, report.error or "reconfigure raised", now, of=replica.backend_tag)

@@ -1,13 +1,13 @@
-"""What a leader does when Postgres was restored to an earlier state than the world outside has seen.
+"""Recovery after Postgres was restored to an earlier state than other processes have seen.
 
-Why it can be noticed: the bucket, proxies, hosts and replicas name the newest numbers that they were told. One that the
-checkpoint has not given yet is a *claim* from what is lost. Were it given again, routers would refuse the new
-snapshot for an old one, hosts would refuse goals or start a tag twice, and goals would succeed before what they changed
-is applied. So all counters are raised to one number above every claim, by a margin for those that are yet to be heard,
-and whatever the checkpoint says is told anew under numbers that nobody has seen.
+How it is detected: the bucket, proxies, hosts and replicas report the newest numbers that they received. A number that
+the checkpoint has not given yet is a *claim* from the lost state. If it were given again, routers would refuse the new
+snapshot as an old one, hosts would refuse goals or start a tag twice, and goals would succeed before their changes are
+applied. So all counters are raised to one number above every claim, by a margin for claims that are yet to be
+received, and the whole checkpoint is published again under unused numbers.
 
-Why one number for all: nobody outside keeps ids of goals or versions of configurations for us, and the same dump may be
-restored twice. Whoever knows one number that was given then thereby keeps all of them from being given again.
+Why one number for all: no other process stores ids of goals or versions of configurations, and the same dump may be
+restored twice. One claim of any kind then keeps all numbers of the lost state from being given again.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from serve_controller.core.snapshots import put_snapshot
 from serve_controller.core.transitions import TransitionEvent
 
 MARGIN: Final = 1_000_000
-"""Counters are raised so far beyond the highest claim: more than can have been given in what is lost unheard."""
+"""Counters are raised by so much above the highest claim: more than the lost state can have given unreported."""
 EPOCH_MARGIN: Final = 1_000
 LOST_CONFIG_VERSION: Final = 0
-"""Of what was adopted; a backend's own versions count from 1."""
+"""Configuration version of adopted replicas; a backend's own versions count from 1."""
 AHEAD_MAX: Final = 1_000_000_000
-"""A claim further ahead than this is refused: nobody may use up the numbers, which end at 2**63, by a forged report."""
+"""A claim further ahead than this is refused: a forged report must not use up the numbers, which end at 2**63."""
 ROLL_CALL_S: Final = HOST_SUSPECT_AFTER_S + 1.5
-"""So long a leader that finds its store behind listens before it acts: hosts and proxies report every second, and those
-that began after what is recorded are believed once the life that is recorded counts as silent."""
+"""Seconds for which a leader whose store is behind collects claims before it acts: hosts and proxies report every
+second, and restarted ones are accepted once the recorded incarnation counts as silent."""
 _HOLDS: Final = (ReplicaStatus.STARTING, ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True):
-    """The highest numbers that somebody says were given."""
+    """The highest numbers that were reported as given."""
 
     epoch: int = 0
     goal: int = 0
@@ -60,11 +60,11 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: int = 0
 
     def with_those(self, other: Claims) -> Claims:
-        """The higher of each."""
+        """The higher of each number."""
         return Claims(**{name: max(getattr(self, name), getattr(other, name)) for name in _NUMBERS})
 
     def are_ahead_of(self, other: Claims, by: int = 0) -> bool:
-        """Whether any exceeds that of ``other`` by more than ``by``."""
+        """Whether any number exceeds that of ``other`` by more than ``by``."""
         return (
             self.snapshot > other.snapshot + by
             or self.generation > other.generation + by
@@ -79,7 +79,7 @@ NO_CLAIMS: Final = Claims()
 
 
 def restored_event(draft: Draft, now: float) -> EventView:
-    """Tells that the store was restored, and what that means."""
+    """The event that the store was restored, with its consequences."""
     before, after = draft.base.counters, draft.counters
     message = (
         f"Postgres was restored to an earlier state: what was decided since is lost; goals go on after g{after.goal} "
@@ -93,7 +93,7 @@ def _ordinal(tag: ReplicaTag) -> int:
 
 
 def claims_of_leader(checkpoint: Checkpoint, epoch: int) -> Claims:
-    """What a leader has given."""
+    """The numbers that a leader has given."""
     given = checkpoint.counters
     return Claims(
         epoch=epoch,
@@ -105,26 +105,26 @@ def claims_of_leader(checkpoint: Checkpoint, epoch: int) -> Claims:
 
 
 def claims_of_report(report: HostReport | ProxyReport, known: HostObserved | None = None) -> Claims:
-    """What a report says was given. What is as in the report that is ``known`` of the same host was looked at then."""
+    """The claims of a report. Replicas unchanged since ``known``, the same host's former report, are skipped."""
     if isinstance(report, ProxyReport):
         return Claims(snapshot=max(report.applied_snapshot_id, report.http_error_snapshot_id))
     ordinal = 0
     if known is None or known.report.replicas != report.replicas:
-        # Of a tag that is none, the number is 0: who runs it is told to stop it like any other that is unknown.
+        # The number of an invalid tag is 0: its replica is stopped by its host's goal like any unknown one.
         ordinal = max((_ordinal(r.replica_tag) for r in report.replicas), default=0)
     epoch = max(report.epoch, report.leader_epoch)
     return Claims(epoch=epoch, generation=report.generation, ordinal=ordinal)
 
 
 def raised_above(counters: Counters, others: Counters | Claims, by: int) -> Counters:
-    """``counters`` with one number for all that are given, above the highest of both by as much."""
+    """``counters`` with all set to one number, which is above the highest of both arguments by ``by``."""
     names = ("goal", "ordinal", "generation", "snapshot")
     number = max(getattr(those, name) for those in (counters, others) for name in names) + by
     return msgspec.structs.replace(counters, **dict.fromkeys(names, number))
 
 
 def roll_call_over_at(checkpoint: Checkpoint, observed: ObservedState, now: float) -> float | None:
-    """When everybody who can speak will have spoken, at the latest; None while the bus is away."""
+    """When all live processes will have reported, at the latest; None while the bus is unavailable."""
     if observed.since is None:
         return None
     unheard = [host_id for host_id in checkpoint.hosts if host_id not in observed.hosts]
@@ -135,9 +135,9 @@ def roll_call_over_at(checkpoint: Checkpoint, observed: ObservedState, now: floa
 def overtake(
     checkpoint: Checkpoint, observed: ObservedState, claims: Claims, epoch: int, now: float
 ) -> Draft:
-    """Everything that the checkpoint says, under numbers that nobody has seen. ``epoch`` is above all claims.
+    """The whole checkpoint under unused numbers. ``epoch`` is above all claims.
 
-    Goals that were pending then are pending again and go on: nothing that proxies and hosts claim can fulfil them now.
+    Goals that were pending in it go on: none of the numbers that proxies and hosts have reported can fulfil them.
     """
     draft, given = Draft(checkpoint), checkpoint.counters
     counters = raised_above(given, claims, MARGIN)
@@ -160,7 +160,7 @@ def overtake(
     for key in sorted(observed.bucket or ()):
         if key not in draft.snapshots and _is_key(key):
             put_snapshot(draft, key, None, epoch)
-    # The last one, because it voids whatever was not told anew.
+    # The last one, because it voids every snapshot that was not published again.
     put_snapshot(
         draft, HTTP_KEY, None if draft.http is None else HttpSnapshot(options=draft.http.target), epoch
     )
@@ -176,7 +176,7 @@ def _is_key(key: str) -> bool:
 
 
 def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
-    """Replicas may have taken configurations that are lost, and hosts apply only what rises."""
+    """Renumber versions: replicas may have lost configurations, and hosts apply only rising numbers."""
     config_version = max(backend.newest_config_version, above) + 1
     target = msgspec.structs.replace(backend.target, config_version=config_version)
     last_good = backend.last_good
@@ -200,28 +200,28 @@ def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
 
 
 def _doubt(draft: Draft, observed: ObservedState, replica: Replica, now: float) -> None:
-    """A replica that was about to start may have run, and ended, since: its tag is not used again unless it runs."""
+    """Drop a replica that was about to start, unless it runs: it may have run and ended since, under the same tag."""
     if replica.state is ReplicaState.SHOULD_START:
         with_event(draft, replica, TransitionEvent.GONE, now)
     elif replica.state is ReplicaState.STARTING:
         host = observed.hosts.get(replica.host_id) if replica.host_id is not None else None
         if host is None:
-            return  # not heard of yet
+            return  # no report yet
         report = host.replicas.get(replica.replica_tag)
         if report is None or report.status not in _HOLDS:
             with_event(draft, replica, TransitionEvent.GONE, now)
         else:
-            draft.put(msgspec.structs.replace(replica, since=now))  # else it had been starting since then
+            draft.put(msgspec.structs.replace(replica, since=now))  # otherwise it would count as stuck
     elif replica.state is ReplicaState.STOPPING:
         draft.put(msgspec.structs.replace(replica, since=now))
 
 
 def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: float) -> set[BackendTag]:
-    """Record what a host runs by a goal that is lost, for backends that are there; returns which these are.
+    """Record the replicas that a host runs by a lost goal, for existing backends; returns those backends.
 
-    It serves, perhaps alone: recorded as replicas of whatever version they are, they are replaced, or are too many, by
-    the same rules as all others, so they stop only as far as what is wanted serves. That is done once, before the host
-    is told anything: what is left out then is told to stop, and routers must not be sent there by a later look.
+    They serve, perhaps alone: once recorded, under a version of their own, they are replaced or scaled down by the same
+    rules as all others, so they stop only as far as wanted replicas serve. This is done once, before the host gets its
+    first goal: replicas left out then are stopped, and a later plan must not route to them.
     """
     host, counters = observed.hosts.get(host_id), draft.counters
     if host is None or host.report.epoch >= counters.restored_epoch or host.report.leaving:
@@ -260,9 +260,9 @@ def adopt_replicas(draft: Draft, observed: ObservedState, host_id: HostId, now: 
 
 
 def _lost_version(draft: Draft, tag: BackendTag) -> BackendVersion:
-    """The version of what was adopted: other code than the target's, as far as is known, and so to be replaced.
+    """The version of adopted replicas: treated as other code than the target's, and so to be replaced.
 
-    Its number is below all others, so that hosts do not reconfigure what it stands for: code that is lost.
+    Its number is below all others, so that hosts do not reconfigure these replicas, whose code is lost.
     """
     backend = draft.backends[tag]
     lost = backend.version_of(LOST_CONFIG_VERSION)

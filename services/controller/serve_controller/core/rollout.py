@@ -1,4 +1,4 @@
-"""How a backend gets from what runs to what should run, without taking away what serves."""
+"""Rolls a backend from what runs to its target, without removing replicas that still serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, Tran
 
 
 def companions_of(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
-    """Wanted code versions of the other backends of the application that a backend is in; empty for one in none."""
+    """Target code versions of the other backends of the backend's application; empty without an application."""
     deployment = checkpoint.deployments.get(tag)
     if deployment is None or deployment.ended_at is not None:
         return {}
@@ -31,33 +31,33 @@ def companions_of(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, i
 
 
 def _share(num_replicas: int, percent: float) -> int:
-    """So many percent of the replicas, rounded up: at least one unless it is 0 %, as Kubernetes rounds its surge."""
+    """A percentage of the replicas, rounded up as Kubernetes rounds its surge: at least one unless it is 0 %."""
     return math.ceil(max(num_replicas, 1) * percent / 100.0)
 
 
 def surge_of(config: BackendConfig) -> int:
-    """How many replicas more than wanted may run during an update."""
+    """Extra replicas allowed during an update."""
     return _share(config.num_replicas, config.max_surge_percent)
 
 
 def unavailable_of(config: BackendConfig) -> int:
-    """How many replicas fewer than wanted may serve during an update where there is no room for more."""
+    """Replicas that may be missing during an update where there is no capacity for extra ones."""
     return _share(config.num_replicas, config.max_unavailable_percent)
 
 
 def wanted_replicas(draft: Draft, backend: Backend) -> list[Replica]:
-    """Replicas that should go on or come up, the oldest first."""
+    """Replicas that should keep running or start, the oldest first."""
     replicas = draft.replicas_of(backend.backend_tag).values()
     return sorted((r for r in replicas if r.state in WANTED), key=age_rank)
 
 
 def age_rank(replica: Replica) -> tuple[int, str]:
-    """The oldest first: of one backend's tags the longer has the higher ordinal; reading the number costs far more."""
+    """Sort key by age. Of one backend's tags the longer has the higher ordinal; parsing the number costs far more."""
     return (len(replica.replica_tag), replica.replica_tag)
 
 
 def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
-    """Whether a wanted replica is what the target asks for, where it may be; the others are to be replaced."""
+    """Whether a wanted replica matches the target and is on a host that is not drained; others are to be replaced."""
     host = None if replica.host_id is None else draft.hosts.get(replica.host_id)
     if host is not None and host.draining:
         return False
@@ -67,17 +67,17 @@ def _is_current(draft: Draft, backend: Backend, replica: Replica) -> bool:
 
 
 def current_replicas(draft: Draft, backend: Backend) -> list[Replica]:
-    """Those of them that are what the target asks for."""
+    """Wanted replicas that match the target."""
     return [r for r in wanted_replicas(draft, backend) if _is_current(draft, backend, r)]
 
 
 def old_replicas(draft: Draft, backend: Backend) -> list[Replica]:
-    """Those of them that are to be replaced."""
+    """Wanted replicas that are to be replaced."""
     return [r for r in wanted_replicas(draft, backend) if not _is_current(draft, backend, r)]
 
 
 def is_kept(backend: Backend, replica: Replica) -> bool:
-    """Whether a failed update left the replica with what it has (`OnFailure.KEEP`)."""
+    """Whether a failed update retained the replica with its version (`OnFailure.KEEP`)."""
     kept = backend.kept
     return (
         kept is not None
@@ -90,11 +90,11 @@ NO_ROOM_FOR_CONFIG = "the whole goal of its host has no room for a configuration
 
 
 def _differs_by_number(backend: Backend, replica: Replica) -> bool:
-    """Whether the replica has the target's configuration already, under a number from before the store was restored."""
+    """Whether the replica has the target's configuration under a number from before the store was restored."""
     version, target = backend.version_of(replica.config_version), backend.target
     if version is None:
         return False
-    # How many there are to be is nothing that a replica is given, and the autoscaler may have moved it since.
+    # Replicas do not get num_replicas, and the autoscaler may have changed it since.
     num_replicas = target.backend_config.num_replicas
     config = msgspec.structs.replace(version.backend_config, num_replicas=num_replicas)
     number = target.config_version
@@ -102,9 +102,9 @@ def _differs_by_number(backend: Backend, replica: Replica) -> bool:
 
 
 def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Give the target's configuration to replicas that run its code with an older one, as many as the budget allows."""
+    """Reconfigure replicas that run the target's code with an older configuration, as many as the budget allows."""
     target = backend.target
-    # Also on a host that is drained: where nothing can replace them, they serve for long.
+    # Also on a drained host: where they cannot be replaced, they may serve for long.
     same_code = [r for r in wanted_replicas(draft, backend) if r.code_version == target.code_version]
     stale = [r for r in same_code if r.config_version != target.config_version and not is_kept(backend, r)]
     if not stale:
@@ -116,7 +116,7 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
         if replica.state is ReplicaState.RUNNING and room <= 0:
             continue
         if replica.state is ReplicaState.RUNNING and is_risky and not _differs_by_number(backend, replica):
-            continue  # what took it did not live: no more are put at risk
+            continue  # a replica with this configuration failed: no more are put at risk
         if replica.state not in (ReplicaState.RUNNING, ReplicaState.UPDATING):
             continue
         size = goal_bytes_of(target, replica.companions)
@@ -141,13 +141,13 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
 
 
 def start(draft: Draft, backend: Backend, now: float) -> None:
-    """Decide on as many new replicas as are missing, within the surge budget."""
+    """Add as many new replicas as are missing, within the surge budget."""
     wanted, current, old = backend.num_wanted, current_replicas(draft, backend), old_replicas(draft, backend)
     missing = wanted - len(current)
     if old:
         surge = surge_of(backend.target.backend_config)
         room = wanted + surge - len(current) - len(old)
-        # Where far fewer are wanted than run, all of the old ones wait for a first new one to serve.
+        # Where far fewer are wanted than run, all old ones stay until a first new one serves.
         missing = min(missing, max(room, surge - len(current)))
     if missing <= 0 or now < backend.retry_at:
         return
@@ -165,7 +165,7 @@ def start(draft: Draft, backend: Backend, now: float) -> None:
 
 
 def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Give those that wait for a host one that has room, or say why there is none."""
+    """Place replicas that wait for a host, or record why no host has capacity."""
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
@@ -183,7 +183,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
                 placed,
                 host_id=host_id,
                 generation=draft.renew_host_goal(host_id),
-                # It starts with the newest configuration, even if an older one was current when it was decided on.
+                # It starts with the newest configuration, even if an older one was current when it was added.
                 config_version=backend.target.config_version,
                 needs=placer.needs,
                 goal_bytes=placer.goal_bytes,
@@ -198,7 +198,7 @@ def _tell_why_not(
     message = ledger.why_not(backend.backend_tag, backend.target)
     if len(waiting) > 1:
         message = f"{placed} of {len(waiting)} more fit: {message}"
-    # One says it for all: else the rows of thousands would be written anew whenever a number in the text changes.
+    # One replica has the message of all: else thousands of rows would be written whenever a number in it changes.
     for replica in waiting[placed:]:
         told = message if replica is waiting[placed] else ""
         if replica.message != told:
@@ -206,7 +206,7 @@ def _tell_why_not(
 
 
 def stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
-    """Scale down: what serves least goes first, then the newest."""
+    """Scale down: replicas that do not serve stop first, then the newest."""
     current = current_replicas(draft, backend)
     surplus = len(current) - backend.num_wanted
     if surplus <= 0:
@@ -219,25 +219,25 @@ _ORDER = list(ReplicaState)
 
 
 def stop_rank(replica: Replica) -> tuple[bool, int, int]:
-    """The lower, the sooner a replica is stopped when fewer are wanted: what serves least, then the newest."""
+    """Sort key for scaling down: replicas that do not serve come first, then the newest."""
     is_routed = replica.state in ROUTED
     return (is_routed, -_ORDER.index(replica.state) if is_routed else 0, -replica.ordinal)
 
 
 def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Stop replicas that are to be replaced as far as the target's serve in their place."""
+    """Stop replicas that are to be replaced, as far as the target's replicas serve in their place."""
     old = old_replicas(draft, backend)
     if not old:
         return
     wanted = backend.num_wanted
     if backend.start_failures and backend.last_good is not None and wanted > 0:
-        return  # the new version does not prove itself: nothing is given up for it
+        return  # the new version fails to start: no old replica is stopped for it
     serving = sum(r.state in ROUTED for r in wanted_replicas(draft, backend))
     # With fewer replicas wanted than serve, the surplus still stays until the new version serves at all.
     is_proven = wanted == 0 or any(r.state in ROUTED for r in current_replicas(draft, backend))
     floor = wanted
     if surge_of(backend.target.backend_config) == 0:
-        # None may run beside the old ones, so some of these go first.
+        # No extra replica is allowed, so some old ones stop first.
         floor, is_proven = wanted - unavailable_of(backend.target.backend_config), True
     for replica in old:
         if replica.state not in ROUTED:
@@ -249,7 +249,7 @@ def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None
 
 
 def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Where no replica of the target can be placed, old ones leave first, within the unavailable budget."""
+    """Where no replica of the target can be placed, stop old ones first, within the unavailable budget."""
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
@@ -261,7 +261,7 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
     serving = sum(r.state in ROUTED for r in wanted_replicas(draft, backend))
     old, made = old_replicas(draft, backend), 0
     for host_id in dict.fromkeys(r.host_id for r in old):
-        leaving: list[Replica] = []  # a larger new one may need the room of several
+        leaving: list[Replica] = []  # a larger new one may need the capacity of several
         for replica in old:
             if replica.host_id != host_id:
                 continue
@@ -275,7 +275,7 @@ def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> No
 
 
 def take_out_of_goals(draft: Draft, backend: Backend) -> None:
-    """A replica that should stop leaves its host's goal; one that never had a host is simply gone."""
+    """Take replicas that should stop out of their hosts' goals; delete those that never had a host."""
     is_forced = backend.deleting and backend.force_kill
     for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=age_rank):
         if replica.state is ReplicaState.SHOULD_STOP:
@@ -298,7 +298,7 @@ def take_out_of_goals(draft: Draft, backend: Backend) -> None:
 
 
 def _is_taken_out(draft: Draft, replica: Replica) -> bool:
-    """Whether the replica left its host's goal in an earlier decision (its state was recorded then)."""
+    """Whether the replica was taken out of its host's goal by an earlier plan."""
     before = draft.base.replicas_of(replica.backend_tag).get(replica.replica_tag)
     return before is not None and before.state not in IN_HOST_GOAL
 
@@ -307,7 +307,7 @@ __all__ = ["look_again_at", "roll"]
 
 
 def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
-    """Start, place, reconfigure and stop replicas of one backend, one step nearer to its target."""
+    """Start, place, reconfigure and stop replicas of one backend: one step towards its target."""
     tag = backend.backend_tag
     _forgive(draft, backend, now)
     start(draft, draft.backends[tag], now)
@@ -320,7 +320,7 @@ def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
 
 
 def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
-    """When time alone makes another step possible, or None."""
+    """When another step becomes possible by time alone, or None."""
     times = []
     if backend.retry_at > now and backend.num_wanted > 0:
         times.append(backend.retry_at)
@@ -334,10 +334,10 @@ def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
 
 
 def _forgive(draft: Draft, backend: Backend, now: float) -> None:
-    """A replica of the target that came up after the last failure and has served for a while ends the series.
+    """Reset the failure count once a replica of the target that came up after the last failure has served for a while.
 
-    One that served before it proves nothing: it may run on a better host, or with an older configuration. But where as
-    many as are wanted have served for so long, none is left to start that could prove more.
+    A replica that served before proves nothing: it may run on a better host, or with an older configuration. But once
+    all wanted replicas have served for so long, none is left to start that could prove more.
     """
     if not backend.start_failures:
         return
@@ -353,7 +353,7 @@ def _forgive(draft: Draft, backend: Backend, now: float) -> None:
 
 
 def _prune_versions(draft: Draft, backend: Backend) -> None:
-    """Forget versions that no replica runs."""
+    """Delete versions that no replica runs."""
     if not backend.others and backend.kept is None:
         return
     used = {r.config_version for r in draft.replicas_of(backend.backend_tag).values()}

@@ -1,13 +1,13 @@
-"""Who decides how many replicas a backend has: the user, the autoscaler, or both in their order.
+"""Precedence of the user and the autoscaler in setting a backend's number of replicas.
 
-Why one place: a command, a deploy, a rollback and the autoscaler all set ``num_replicas``, and the user must win over
-the autoscaler in the same way whichever of them it was.
+Why one place: a command, a deploy, a rollback and the autoscaler all set ``num_replicas``, and the user must take
+precedence over the autoscaler in the same way for each of them.
 
-The rules. With an ``autoscaling_config`` the autoscaler owns ``num_replicas``, within the limits: what a deploy says of
-it counts for nothing, and a backend that is deployed anew keeps what it has; new code for one that sleeps begins with
-`initial_replicas`, so that it is tried before the deploy is said to be done. New limits hold at once. A user who sets
-``num_replicas`` (`Scale`, `UpdateBackendConfig`) gets just that, and autoscaling pauses until it is resumed; the pause
-outlives deploys and ends with `ResumeAutoscaling`, or when the ``autoscaling_config`` is taken away.
+The rules. With an ``autoscaling_config`` the autoscaler owns ``num_replicas``, within the limits: the value of a deploy
+is ignored, and a backend that is deployed again keeps its number; new code for one scaled to zero starts with
+`initial_replicas`, so that it is tried before the deploy succeeds. New limits apply at once. A user who sets
+``num_replicas`` (`Scale`, `UpdateBackendConfig`) gets exactly that, and autoscaling pauses until it is resumed; the
+pause outlives deploys and ends with `ResumeAutoscaling`, or when the ``autoscaling_config`` is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from serve_controller.core.objects import Backend, BackendVersion
 def scaled_config(
     config: BackendConfig, existing: Backend | None, *, is_new_code: bool = False
 ) -> BackendConfig:
-    """``config`` as it is deployed: with autoscaling, ``num_replicas`` is what it came to, within the new limits."""
+    """``config`` as deployed: with autoscaling, ``num_replicas`` is the autoscaler's, within the new limits."""
     scaling = config.autoscaling_config
     if scaling is None:
         return config
@@ -42,7 +42,7 @@ def scaled_config(
 
 
 def check_within_limits(config: BackendConfig, field: str) -> None:
-    """Raise `BadField` when a user's ``num_replicas`` is outside of what autoscaling may do."""
+    """Raise `BadField` when a user's ``num_replicas`` is outside the limits of autoscaling."""
     scaling, num_replicas = config.autoscaling_config, config.num_replicas
     if scaling is None or scaling.min_replicas <= num_replicas <= scaling.max_replicas:
         return
@@ -51,7 +51,7 @@ def check_within_limits(config: BackendConfig, field: str) -> None:
 
 
 def apply_scalings(draft: Draft, scalings: Mapping[BackendTag, int]) -> None:
-    """Let backends have as many replicas as the autoscaler says, unless a user has spoken meanwhile."""
+    """Set the numbers of replicas decided by the autoscaler, except where a user has paused it meanwhile."""
     for tag, num_replicas in sorted(scalings.items()):
         backend = draft.backends.get(tag)
         if backend is None or backend.autoscaling is None:
@@ -59,7 +59,7 @@ def apply_scalings(draft: Draft, scalings: Mapping[BackendTag, int]) -> None:
         target = _scaled_version(backend.target, num_replicas)
         if target == backend.target:
             continue
-        # Should a deploy that is under way fail, what comes back must bear the same load.
+        # If a pending deploy fails, the restored version must have the capacity for the same load.
         last_good = backend.last_good
         if last_good is not None and last_good.backend_config.autoscaling_config is not None:
             last_good = _scaled_version(last_good, num_replicas)
@@ -80,7 +80,7 @@ def _with_num(config: BackendConfig, num_replicas: int) -> BackendConfig:
 def scaling_events(
     before: Checkpoint, after: Checkpoint, decisions: Mapping[BackendTag, ScalingDecision], now: float
 ) -> list[EventView]:
-    """What the autoscaler changed, and why; of what came to nothing, nothing."""
+    """Events for the numbers of replicas that the autoscaler changed, with the reasons."""
     events = []
     for tag, decision in sorted(decisions.items()):
         known, backend = before.backends.get(tag), after.backends.get(tag)
@@ -92,5 +92,5 @@ def scaling_events(
 
 
 def scaling_event(tag: BackendTag, verdict: ScalingDecisionKind, words: str, now: float) -> EventView:
-    """One thing that the autoscaler did or could not do."""
+    """One event about the autoscaling of a backend."""
     return EventView(at=now, kind="autoscaling", subject=tag, message=cut(words), state=verdict.value)

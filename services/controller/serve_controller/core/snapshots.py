@@ -1,4 +1,4 @@
-"""What routers need, derived from the checkpoint alone; and the route of an application whose ingress changes."""
+"""Snapshots for routers, derived from the checkpoint alone; and moving a route to an application's new ingress."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from serve_controller.core.transitions import DRAINING, ROUTED
 def taken_over(
     checkpoint: Checkpoint, route: str | None, ingress: BackendTag, members: Collection[BackendTag]
 ) -> str | None:
-    """``route`` when another one of ``members`` has it now, so that the ingress must wait for it; otherwise None."""
+    """``route`` if another one of ``members`` has it now, so that the ingress must wait for it; otherwise None."""
     if route is None:
         return None
     others = {EndpointTag(tag) for tag in members if tag != ingress}
@@ -47,7 +47,7 @@ def taken_over(
 
 
 def _claimants(checkpoint: Checkpoint, route: str) -> Iterable[EndpointTag]:
-    """Who has the route, or may take it back."""
+    """Endpoints that have the route, or may take it back when a goal fails."""
     return sorted(checkpoint.routes.get(route, {}))
 
 
@@ -59,7 +59,7 @@ def route_meanwhile(
     *,
     is_ingress: bool,
 ) -> str | None:
-    """The route of a deployment of an application until all of it runs."""
+    """The route of an application's deployment until the whole application runs."""
     if takes_over is None:
         return target_route if is_ingress else None
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
@@ -68,7 +68,7 @@ def route_meanwhile(
 
 
 def check_not_moving(checkpoint: Checkpoint, tag: BackendTag, field: str = "name") -> None:
-    """Raise `Conflict` while a deployment's route is to come from another one, or to go to another one."""
+    """Raise `Conflict` while a deployment's route is being moved from or to another deployment."""
     deployment = checkpoint.deployments.get(tag)
     application = None if deployment is None else checkpoint.applications.get(deployment.application)
     if application is None or application.goal_id not in checkpoint.pending:
@@ -84,7 +84,7 @@ def check_not_moving(checkpoint: Checkpoint, tag: BackendTag, field: str = "name
 
 
 def move_route(draft: Draft, application: Application | None) -> bool:
-    """Give the ingress the route that it takes over; whether there was one to take."""
+    """Give the ingress the route that it takes over; returns whether there was one."""
     if application is None or application.deleting or application.target.takes_over is None:
         return False
     route, ingress = application.target.takes_over, EndpointTag(application.target.ingress)
@@ -105,13 +105,13 @@ def _put_route(draft: Draft, tag: EndpointTag, route: str | None) -> None:
 
 
 CODE_VERSIONS_MAX = 5_000
-"""Of more replicas the code versions are not told: beside their tags they could exceed one value of the bucket. Routers
-then take any replica, as they do where one version runs."""
+"""Most replicas whose code versions are published: with more, tags and versions could exceed one value of the bucket.
+Routers then use any replica, as they do where one version runs."""
 TOMBSTONES_MAX = 1000
-"""Snapshots that say "gone" are kept for that many names, so that a late value cannot revive one."""
+"""Most tombstones that are retained, so that a late value cannot revive a deleted name."""
 
 
-# What equals the default is told by the object that is the default, so that it takes no bytes.
+# A value that equals the default is replaced by the default object itself, so that encoding omits it.
 _OPTIONS: Final = EndpointSnapshot(endpoint_tag=EndpointTag(""), route=None, methods=[], traffic={}).options
 _PROTECTION: Final = BackendSnapshot(
     backend_tag=BackendTag(""), replicas=[], draining=[], max_concurrent_queries=0, max_queued_requests=0
@@ -119,7 +119,7 @@ _PROTECTION: Final = BackendSnapshot(
 
 
 def derive_endpoint(endpoint: EndpointRecord) -> EndpointSnapshot:
-    """What routers need of an endpoint."""
+    """The snapshot of an endpoint."""
     return EndpointSnapshot(
         endpoint_tag=endpoint.endpoint_tag,
         route=endpoint.target.route,
@@ -131,7 +131,7 @@ def derive_endpoint(endpoint: EndpointRecord) -> EndpointSnapshot:
 
 
 def derive_backend(backend: Backend, replicas: list[Replica]) -> BackendSnapshot:
-    """What routers need of a backend."""
+    """The snapshot of a backend."""
 
     def tags(states: frozenset[ReplicaState]) -> list[ReplicaTag]:
         return sorted(r.replica_tag for r in replicas if r.state in states)
@@ -190,8 +190,8 @@ def renew_snapshots(
             derive_endpoint(endpoint) if endpoint is not None and leads_somewhere else None
         )
     contents[HTTP_KEY] = None if draft.http is None else HttpSnapshot(options=draft.http.target)
-    # Backends before endpoints: a router that hears of an endpoint already knows where its traffic goes. And the
-    # other way round when things go away. Who gives up a route comes after who takes it over: somebody always has it.
+    # Backends before endpoints: a router that receives an endpoint already knows its backends. And the other way round
+    # for deletions. An endpoint that gives up a route comes after the one that takes it over: one always has it.
     there = [key for key, content in contents.items() if content is not None]
     for key in sorted(there, key=lambda key: (_gives_up_route(draft, key, contents[key]), key)):
         _renew(draft, key, contents[key], epoch)
@@ -201,7 +201,7 @@ def renew_snapshots(
 
 
 def forget_tombstones(draft: Draft) -> None:
-    """Bound the number of snapshots that say "gone"."""
+    """Delete the oldest tombstones beyond `TOMBSTONES_MAX`."""
     tombstones = sorted(
         (r for r in draft.snapshots.values() if r.snapshot.content is None),
         key=lambda r: r.snapshot.snapshot_id,
@@ -226,7 +226,7 @@ def _renew(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) 
 
 
 def void_last(draft: Draft, bucket: Mapping[str, int] | None, epoch: int) -> None:
-    """Keep what voids all older snapshots behind those that are yet to be published: these are not gone."""
+    """Renumber the snapshot that voids all older ones after those that are yet to be published and must stay valid."""
     record = draft.snapshots.get(HTTP_KEY)
     if record is None or not record.snapshot.voids_below or bucket is None:
         return
@@ -236,7 +236,7 @@ def void_last(draft: Draft, bucket: Mapping[str, int] | None, epoch: int) -> Non
 
 
 def put_snapshot(draft: Draft, key: str, content: SnapshotContent | None, epoch: int) -> None:
-    """Record a snapshot with a new id, whatever the former one said."""
+    """Record a snapshot with a new id, even if its content is unchanged."""
     restored = draft.counters.restored_snapshot
     snapshot = Snapshot(
         snapshot_id=draft.next_snapshot_id(),

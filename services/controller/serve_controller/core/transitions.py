@@ -1,9 +1,8 @@
-"""The life of a replica, as one table.
+"""The life cycle of a replica, as one table.
 
-Theory. A replica's *state* is what was decided (durable); its host's report is what was seen. A state changes
-for one of the events below and for nothing else, and everything that affects a replica's life lives in this
-file. A replica's number is never used again: one that is gone is replaced by a new one, so no move leads
-backwards.
+A replica's *state* is what was decided (durable); its host's report is what was observed. A state changes only by one
+of the events below, and everything that affects a replica's life cycle is in this file. A replica's number is never
+reused: one that is gone is replaced by a new one, so no transition leads backwards.
 
 ::
 
@@ -23,7 +22,7 @@ from serve_controller.core.objects import ReplicaState as S
 
 
 class TransitionEvent(Enum):
-    """What can happen to a replica."""
+    """Events in the life cycle of a replica."""
 
     PLACED = "placed"
     """A host was chosen."""
@@ -37,9 +36,9 @@ class TransitionEvent(Enum):
     UNWANTED = "unwanted"
     """It should stop."""
     ACKNOWLEDGED = "acknowledged"
-    """Its host knows that it should stop."""
+    """Its host has received the goal without it."""
     GONE = "gone"
-    """Its process does not exist (any more)."""
+    """Its process does not exist."""
 
 
 TRANSITIONS: Final[dict[S, dict[TransitionEvent, S]]] = {
@@ -86,17 +85,17 @@ WANTED: Final = frozenset({S.SHOULD_START, S.STARTING, S.RUNNING, S.UPDATING, S.
 ROUTED: Final = frozenset({S.RUNNING, S.UPDATING})
 """Is sent new requests."""
 IN_HOST_GOAL: Final = frozenset({S.STARTING, S.RUNNING, S.UPDATING, S.UNHEALTHY})
-"""Its host is told to run it."""
+"""Is in its host's goal."""
 DRAINING: Final = frozenset({S.UNHEALTHY, S.SHOULD_STOP, S.STOPPING})
-"""Is sent nothing new and may still answer what it has."""
+"""Is sent no new requests and may still finish those it has."""
 
 
 class IllegalTransition(AssertionError):
-    """A programmer's error: an event that cannot happen in this state. Nothing was changed."""
+    """A programming error: an event that is not allowed in this state. Nothing was changed."""
 
 
 def moved(state: S, event: TransitionEvent) -> S:
-    """The state after ``event``; raises `IllegalTransition` when the table has no such move."""
+    """The state after ``event``; raises `IllegalTransition` when the table has no such transition."""
     try:
         return TRANSITIONS[state][event]
     except KeyError:

@@ -1,4 +1,4 @@
-"""Admin calls as they come from NATS: JSON in, JSON or an error out; waits for goals; backups in pages."""
+"""Admin API behind NATS: JSON requests and replies, waits for goals, backups in pages."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from serve_controller.shell.boundary import Boundary
 from serve_controller.shell.queries import LeadingTerm, QueryApi, ReadLoad, parse_request
 
 FILES_MAX: Final = 4
-"""Backups, and uploads, that are under way at once; of more, the one that was asked for longest ago is dropped."""
+"""Most backups, and most uploads, in progress at once; beyond it the one written longest ago is dropped."""
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 IDLE_S: Final = 60.0
 
 
 class _Kept(msgspec.Struct):
-    """A file, or the part of it that has come."""
+    """A file, or the part of it received so far."""
 
     data: bytes
     used_at: float
 
 
 class BackupTransfers:
-    """What is under way; belongs to one process, and a change of leader means to begin anew."""
+    """Backups and uploads in progress. They belong to one process: after a change of leader they start over."""
 
     def __init__(self, files: Backups, clock: Clock) -> None:
         self._files = files
@@ -53,7 +53,7 @@ class BackupTransfers:
         """A page of a backup, which is taken with the first one. Raises `NotFound`, `BadField`."""
         backup_id = query.backup_id or uuid.uuid4().hex
         if not query.backup_id:
-            # Values never change: another thread may read them while the next ones are decided.
+            # Checkpoints are immutable: another thread may read one while the next is decided.
             data = await asyncio.to_thread(self._files.write, term.checkpoint, term.epoch, self._clock.now())
             self._keep(self._taken, backup_id, data)
         kept = self._kept(self._taken, backup_id)
@@ -67,9 +67,9 @@ class BackupTransfers:
         return BackupPage(backup_id=backup_id, page=query.page, pages=pages, data=data)
 
     async def take(self, command: Restore) -> tuple[str, Checkpoint] | RestoreReply:
-        """Take in a page; with the last one, what the whole file holds, in words and as a checkpoint.
+        """Receive a page; with the last one, return the contents of the whole file, as a summary and a checkpoint.
 
-        Raises `BadField` for a page out of order and for a file that cannot be restored, `LimitReached`.
+        Raises `BadField` for a page out of order and for a file that cannot be restored, `LimitReached` for a size.
         """
         if not 1 <= command.pages <= FILE_BYTES_MAX // BACKUP_PAGE_BYTES_MAX:
             raise LimitReached(f"pages: a backup has at most {FILE_BYTES_MAX} bytes")
@@ -113,7 +113,7 @@ WAITERS_MAX: Final = 20_000
 
 
 class GoalWaits:
-    """Who waits for which goal."""
+    """Callers that wait for goals, by goal."""
 
     def __init__(self) -> None:
         self._waiting: dict[GoalId, set[asyncio.Future[None]]] = {}
@@ -140,26 +140,26 @@ class GoalWaits:
                     del self._waiting[goal_id]
 
     def wake(self, goal_ids: Iterable[GoalId]) -> None:
-        """Let those look again who wait for one of these goals."""
+        """Wake the callers that wait for one of these goals."""
         for goal_id in goal_ids:
             for waiter in self._waiting.get(goal_id, ()):
                 if not waiter.done():
                     waiter.set_result(None)
 
     def wake_all(self) -> None:
-        """Let everybody look again."""
+        """Wake all waiting callers."""
         self.wake(list(self._waiting))
 
 
 class GoalViews:
-    """Views of pending goals, kept while nothing changes: a thousand may give up waiting for one goal at once."""
+    """Cache of views of pending goals while nothing changes: a thousand waits for one goal may time out at once."""
 
     def __init__(self) -> None:
         self._of: tuple[Checkpoint, ObservedState] | None = None
         self._views: dict[GoalId, GoalView] = {}
 
     def view(self, checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
-        """See `core.views.view_goal`."""
+        """View one goal. Raises `NotFound` for an unknown or forgotten id."""
         if self._of is None or self._of[0] is not checkpoint or self._of[1] is not observed:
             self._of, self._views = (checkpoint, observed), {}
         view = self._views.get(goal_id)
@@ -171,7 +171,7 @@ class GoalViews:
 
 
 class AdminApi:
-    """Answers every verb from the current term."""
+    """Serves every admin verb from the current term."""
 
     def __init__(
         self,
@@ -183,9 +183,9 @@ class AdminApi:
         *,
         backups: Backups | None = None,
     ) -> None:
-        """``current_term`` gives the term while this controller leads; replies to commands cross ``boundary``.
+        """``current_term`` returns the term while this controller leads; replies to commands cross ``boundary``.
 
-        ``read_load`` scrapes all services, ``backups`` writes and reads files; None: this controller cannot.
+        ``read_load`` scrapes all services, ``backups`` encodes and decodes files; None disables those verbs.
         """
         self._backups = None if backups is None else BackupTransfers(backups, clock)
         self._boundary = boundary
@@ -195,19 +195,19 @@ class AdminApi:
         self._seen = GoalViews()
 
     def on_goals(self, goal_ids: Collection[GoalId]) -> None:
-        """These goals changed, as recorded: let those who wait for one of them look again."""
+        """These goals were recorded: wake the callers that wait for one of them."""
         self._waits.wake(goal_ids)
 
     def on_term_end(self) -> None:
-        """Nothing more will be heard of any goal: who waits must ask the next leader. Also after a checkpoint was
-        read anew, when any goal may have changed."""
+        """Wake all waiting callers: the term has ended and they must ask the next leader, or the checkpoint was
+        reloaded and any goal may have changed."""
         self._seen = GoalViews()
         self._waits.wake_all()
 
     async def answer(self, verb: str, payload: bytes, who: str = "") -> bytes:
-        """The reply as JSON. Raises a `ServeError` for everything that a caller can understand.
+        """Handle a request; returns the reply as JSON. Raises a `ServeError` for errors to report to the caller.
 
-        ``who`` is what the caller says of itself, for the audit log.
+        ``who`` is the name that the caller gives for itself, for the audit log.
         """
         request = parse_request(verb, payload)
         term = self._term()
@@ -254,7 +254,7 @@ class AdminApi:
             reply = await term.execute(command, payload, who)
             return await self._boundary.cross("reply", encoded)
         except FencedOut as error:
-            # The fence wrote nothing; to a caller this is a change of leader like any other.
+            # Nothing was written; to a caller this is a change of leader like any other.
             term.on_change()
             raise NotLeading(f"this controller leads no more ({error}); try again") from error
 
@@ -269,6 +269,6 @@ class AdminApi:
                 while request.goal_id in self._term().checkpoint.pending:
                     await self._waits.changed(request.goal_id)
         except TimeoutError:
-            pass  # it is answered with what is known now
+            pass  # reply with the goal as it is now
         term = self._term()
         return self._seen.view(term.checkpoint, term.observed, request.goal_id)

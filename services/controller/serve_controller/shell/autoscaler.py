@@ -1,7 +1,7 @@
-"""Lets the numbers of replicas follow the loads, for one term of leadership.
+"""Autoscales backends by their load, for one term of leadership.
 
-Why beside the loop and not in it: reading a load takes a query to another server, and nothing that a plan does may wait
-for that. What comes out is handed to the term, which records it with its next plan like all that is decided.
+Why in a task beside the control loop: reading a load takes a query to another server, and no plan may wait for that.
+Decisions are handed to the term, which records them with its next plan.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ _log = structlog.get_logger()
 
 TICK_S: Final = 1.0
 READINGS_MAX: Final = 60
-"""Of one backend, that a policy is shown."""
+"""Most load samples of one backend that a policy gets."""
 POLICIES_AT_ONCE: Final = 8
 
 
 class ScalingTerm(Protocol):
-    """What is needed of a term: `shell.term.Term`."""
+    """What the autoscaler needs of a term: `shell.control_loop.Term`."""
 
     autoscaling: dict[BackendTag, ScalingStatus]
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """As it was last recorded."""
+        """The checkpoint as last recorded."""
         ...
 
     @property
     def observed(self) -> ObservedState:
-        """As it was last heard."""
+        """The state as last observed."""
         ...
 
     def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
-        """Decided: part of the next plan."""
+        """Apply decisions with the next plan."""
         ...
 
     def tell(self, events: Sequence[EventView]) -> None:
-        """Tell what happened."""
+        """Publish events."""
         ...
 
 
 class _Followed:
-    """What is remembered of one backend between two looks."""
+    """State of one backend between two evaluations."""
 
     def __init__(self) -> None:
         self.look_at = 0.0
@@ -80,27 +80,27 @@ class _Followed:
         self.readings: deque[LoadSample] = deque(maxlen=READINGS_MAX)
         self.read_at: float | None = None
         self.counts: Counter[str] = Counter()
-        """Decisions by verdict."""
+        """Number of decisions by verdict."""
         self.wakeups = 0
 
 
 @final
 class Autoscaler:
-    """Follows every backend that has an ``autoscaling_config`` and is not paused."""
+    """Scales every backend that has an ``autoscaling_config`` and is not paused."""
 
     def __init__(self, term: ScalingTerm, loads: LoadSource, policies: PolicyRunner, clock: Clock) -> None:
         self.readings: Counter[tuple[str, str]] = Counter()
-        """Readings so far, by source and outcome (``ok`` or ``missing``)."""
+        """Number of load samples so far, by source and outcome (``ok`` or ``missing``)."""
         self._term = term
         self._loads = loads
         self._policies = policies
         self._clock = clock
         self._followed: dict[BackendTag, _Followed] = {}
         self._known: object = None
-        """The table of backends that `_followed` was made from."""
+        """The checkpoint's backends that `_followed` was built from."""
 
     async def run(self) -> None:
-        """Look for ever. A look that fails is logged; the next one begins anew."""
+        """Evaluate periodically until cancelled. A failed evaluation is logged."""
         while True:
             try:
                 await self.look(self._clock.now())
@@ -109,16 +109,16 @@ class Autoscaler:
             now = self._clock.now()
             await asyncio.sleep(TICK_S - now % TICK_S)
 
-    # -- what it did, for metrics --------------------------------------------------------------------------------------
+    # -- metrics -------------------------------------------------------------------------------------------------------
 
     def counts(self) -> Mapping[BackendTag, tuple[Mapping[str, int], int]]:
-        """Decisions by verdict, and wake-ups, of each backend that is followed."""
+        """For each followed backend: number of decisions by verdict, and of wake-ups."""
         return {tag: (dict(f.counts), f.wakeups) for tag, f in list(self._followed.items())}
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- evaluations ---------------------------------------------------------------------------------------------------
 
     async def look(self, now: float) -> None:
-        """Read and decide about every backend whose time has come."""
+        """Read the loads of all backends that are due, and decide on their replicas."""
         self._follow()
         due = [tag for tag, followed in self._followed.items() if now >= followed.look_at]
         if not due:
@@ -143,7 +143,7 @@ class Autoscaler:
         self._term.scale(decisions)
 
     def _follow(self) -> None:
-        """Begin with backends that are new and forget those that are gone."""
+        """Add backends that are new and remove those that are gone."""
         backends = self._term.checkpoint.backends
         if self._known is backends:
             return
@@ -157,7 +157,7 @@ class Autoscaler:
         followed = self._followed.get(tag)
         backend = self._term.checkpoint.backends.get(tag)
         if followed is None or backend is None or backend.autoscaling is None:
-            return None  # somebody spoke meanwhile
+            return None  # paused or deleted while the load was read
         self.readings[reading.source or "none", "missing" if reading.seen is None else "ok"] += 1
         inputs = self._inputs(backend)
         followed.readings.append(reading)
@@ -226,7 +226,7 @@ class Autoscaler:
     # -- waking --------------------------------------------------------------------------------------------------------
 
     def wake(self, message: Wake) -> None:
-        """Requests wait for a backend: give it replicas if it was scaled to zero. Anything else is left as it is."""
+        """Requests wait for a backend: scale it up if it was scaled to zero, otherwise do nothing."""
         self._follow()
         tag = BackendTag(message.backend_tag)
         followed, backend = self._followed.get(tag), self._term.checkpoint.backends.get(tag)
@@ -245,7 +245,7 @@ class Autoscaler:
 
 
 def _next_look(now: float, interval_s: float) -> float:
-    """The next multiple of the interval: backends that are looked at equally often are read by one query."""
+    """The next multiple of the interval, so that backends with the same interval share one query."""
     return (math.floor(now / interval_s) + 1) * interval_s
 
 

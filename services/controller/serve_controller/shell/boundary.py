@@ -1,4 +1,4 @@
-"""The one crossing between what is decided and the outside; and crash mode, which ends the process at one."""
+"""The boundary that every effect on the outside crosses; and crash mode, which kills the process there."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ EFFECTS: Final = (
     "send_host_goal",
     "reply",
 )
-"""Every effect that crosses the boundary. ``reply`` stands between what is recorded and its answer."""
+"""Every effect that crosses the boundary. ``reply`` comes between recording a command and sending its reply."""
 
 
 class Boundary(Protocol):
     """Lets one effect through."""
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
-        """Perform the effect of that name; what it raises is raised."""
+        """Perform the effect of that name; its errors are raised."""
         ...
 
 
 class Telemetry(Protocol):
-    """Told what the controller does, as it happens."""
+    """Notified of what the controller does, as it happens."""
 
     def effect_performed(self, effect: str, seconds: float, error: str | None) -> None:
         """An effect crossed the boundary."""
@@ -51,12 +51,12 @@ class Telemetry(Protocol):
         ...
 
     def message_refused(self, kind: str, sender: str, error: Exception) -> None:
-        """A report could not be taken in; ``kind`` as of `RefusedMessages`."""
+        """A message was refused; ``kind`` is one of `RefusedMessages`."""
         ...
 
 
 class OpenBoundary:
-    """The boundary of production: performs, measures and reports, also as spans of the operation under way."""
+    """The boundary of production: performs and measures effects, also as spans of the current operation."""
 
     def __init__(self, telemetry: Telemetry, monotonic: Callable[[], float]) -> None:
         """``monotonic`` gives seconds for durations."""
@@ -64,7 +64,7 @@ class OpenBoundary:
         self._monotonic = monotonic
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
-        """See `Boundary.cross`."""
+        """Perform the effect and report its duration and error."""
         begun = self._monotonic()
         error: str | None = "interrupted"
         try:
@@ -82,8 +82,8 @@ class OpenBoundary:
 class LeadersBoundary:
     """Lets effects through only while this controller can be sure that it leads.
 
-    Why: Postgres fences what is recorded, but nothing fences what goes onto the bus. A process that was stopped for
-    longer than its lease must not go on with what it was about to do.
+    Why: Postgres fences what is recorded, but nothing fences messages on the bus. A process that was suspended for
+    longer than its lease must not continue with what it was about to send.
     """
 
     def __init__(self, inner: Boundary, is_sure: Callable[[], bool]) -> None:
@@ -92,7 +92,7 @@ class LeadersBoundary:
         self._is_sure = is_sure
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
-        """See `Boundary.cross`. Raises `FencedOut` instead of performing what may be another leader's to do."""
+        """Perform the effect, or raise `FencedOut` when another controller may lead."""
         if not self._is_sure():
             raise FencedOut(
                 f"{effect}: this process stood still for as long as its lease; another one may lead"
@@ -108,32 +108,32 @@ SEED: Final = "MUSTER_CRASH_SEED"
 _NTH_MAX: Final = 1_000_000
 _SEED_MAX: Final = 2**32 - 1
 _SEND_S: Final = 0.02
-"""What was handed to NATS leaves the process a moment later; a crash *after* a message must find it sent."""
+"""Seconds to let the NATS client flush, so that a crash *after* a message happens once it is sent."""
 
 
 class CrashPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One place to die at."""
+    """One point at which to crash."""
 
     effect: str
     is_after: bool
     nth: int = 1
-    """Of this process' effects of that name."""
+    """Which of this process' effects of that name, from 1."""
 
     def __str__(self) -> str:
         return f"{'after' if self.is_after else 'before'}:{self.effect}:{self.nth}"
 
 
 class CrashMode(msgspec.Struct, frozen=True, kw_only=True):
-    """When to die; at least one of the two is given."""
+    """When to crash; ``at``, ``probability`` or both are set."""
 
     at: CrashPoint | None
     probability: float
-    """Before, and again after, each effect; 0 to 1."""
+    """Probability of a crash before, and again after, each effect; 0 to 1."""
     seed: int
 
 
 def read_crash_mode(environment: Environment) -> CrashMode | None:
-    """What the environment asks for, or None. Raises `BadField` naming the variable."""
+    """Read crash mode from the environment, or None. Raises `BadField` naming the variable."""
     at = environment.optional(AT)
     probability = environment.optional(PROBABILITY)
     if at is None and probability is None:
@@ -175,13 +175,13 @@ def _parse_probability(text: str) -> float:
 
 
 def kill_this_process() -> None:
-    """End at once, as by ``kill -9``: nothing is closed, released or written any more."""
+    """End at once, as by ``kill -9``: nothing is closed, released or written."""
     os.kill(os.getpid(), signal.SIGKILL)
     os._exit(137)  # the first process of a container cannot kill itself
 
 
 def kill_after(flush: Callable[[], None]) -> Callable[[], None]:
-    """`kill_this_process` after ``flush``: log lines leave by a thread, and the last one says where the end was."""
+    """Return `kill_this_process` preceded by ``flush``: a thread sends the log, and its last line names the point."""
 
     def die() -> None:
         flush()
@@ -191,7 +191,7 @@ def kill_after(flush: Callable[[], None]) -> Callable[[], None]:
 
 
 class CrashingBoundary:
-    """A boundary that does not let every effect through alive."""
+    """A boundary that kills the process at some effects."""
 
     def __init__(self, inner: Boundary, mode: CrashMode, die: Callable[[], None] = kill_this_process) -> None:
         """``die`` does not return in a real process."""
@@ -210,7 +210,7 @@ class CrashingBoundary:
         )
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
-        """See `Boundary.cross`. What failed has not happened: there is no after."""
+        """Perform the effect, and crash before or after it. A failed effect has no after."""
         self._begun[effect] += 1
         before = CrashPoint(effect=effect, is_after=False, nth=self._begun[effect])
         if self._is_to_die_at(before):

@@ -51,7 +51,7 @@ BUS_RETRY_S: Final = 0.5
 
 
 class Performing:
-    """Performs actions and takes in what became of them."""
+    """Performs actions and records their outcome in the observations."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Performing:
         *,
         on_change: Callable[[], None],
     ) -> None:
-        """``hearing`` learns what was sent and published; ``on_change`` is called when a plan should be made soon."""
+        """``hearing`` is updated with what was sent and published; ``on_change`` is called to request a plan soon."""
         self._host_link = host_link
         self._publisher = publisher
         self._boundary = boundary
@@ -72,12 +72,12 @@ class Performing:
         self._on_change = on_change
 
     async def perform_all(self, actions: Sequence[Action]) -> float | None:
-        """Perform a plan's actions in their order. Returns when to look again at the latest, or None."""
+        """Perform a plan's actions in order. Returns when the next plan is due at the latest, or None."""
         for number, action in enumerate(actions):
             try:
                 await self._perform(action)
             except LimitReached as error:
-                # Trying again cannot help this one, and it must not hold up the others.
+                # A retry cannot succeed, and this action must not block the others.
                 _log.error("action_impossible", action=type(action).__name__, error=str(error))
             except BusUnavailable as error:
                 _log.warning("plan_not_performed", error=str(error))
@@ -106,7 +106,7 @@ class Performing:
 
 
 def _of_actions(actions: Sequence[Action]) -> DirtySet:
-    """What to look at again because these were not performed."""
+    """What the next plan must reconcile because these actions were not performed."""
     return DirtySet(
         hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
         keys=frozenset(a.key for a in actions if not isinstance(a, SendHostGoal)),
@@ -119,7 +119,7 @@ STORE_RETRY_S: Final = 0.5
 
 
 class Term:
-    """What a leader knows and does from the moment it leads."""
+    """State and behavior of a leader during one term."""
 
     def __init__(
         self,
@@ -139,19 +139,19 @@ class Term:
     ) -> None:
         """``checkpoint`` was loaded after leadership of ``epoch`` was gained.
 
-        ``regain`` begins a new epoch above a number, ``claims`` are those of this process's former terms.
-        ``is_store_away`` says that the store was asked in vain last, beside this term.
+        ``regain`` begins a new epoch above a number; ``claims`` are those of this process's former terms.
+        ``is_store_away`` returns whether the last request to the store outside of this term failed.
         """
         self._is_store_away = is_store_away
         self.epoch = epoch
         self.checkpoint = checkpoint
         self.is_store_available = True
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a plan should be made soon."""
+        """Called to request a plan soon."""
         self.on_goals: Callable[[Collection[GoalId]], None] = lambda _: None
-        """Called when goals were recorded, for those who wait for them."""
+        """Called with goals that were recorded, to wake the callers that wait for them."""
         self.on_reload: Callable[[], None] = lambda: None
-        """Called when the checkpoint was read anew: any goal may have ended."""
+        """Called when the checkpoint was reloaded: any goal may have ended."""
         self._hearing = TermObservations(clock.now(), telemetry.message_refused, claims)
         self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
@@ -164,67 +164,67 @@ class Term:
         self._telemetry = telemetry
         self._regain = regain
         self.goals_ended: Counter[GoalStatus] = Counter()
-        """Since this term began."""
+        """Goals that ended in this term, by status."""
         self.autoscaling: dict[BackendTag, ScalingStatus] = {}
-        """What the autoscaler found last of each backend that it follows; kept by `shell.autoscaler`."""
+        """The autoscaler's latest result for each backend that it follows; maintained by `shell.autoscaler`."""
         self._scalings: dict[BackendTag, ScalingDecision] = {}
-        """What it decided and no plan has taken in yet."""
+        """Decisions of the autoscaler that no plan has applied yet."""
         self._cause: SpanRef | None = None
         """The span of the first command since the last plan, if it is traced."""
         self._turn = asyncio.Lock()
         self._is_checkpoint_certain = True
         self._is_behind = False
-        """The store lacks what others have seen, and the counters are yet to be raised."""
+        """The store lacks numbers that other processes have seen, and the counters are yet to be raised."""
         self._is_over = False
 
     @property
     def claims(self) -> Claims:
-        """The highest numbers that this term gave or heard of."""
+        """The highest numbers that this term gave or received."""
         return self._hearing.claims.with_those(claims_of_leader(self.checkpoint, self.epoch))
 
     @property
     def observed(self) -> ObservedState:
-        """What was last heard."""
+        """The state as last observed."""
         return self._hearing.observed
 
     @property
     def events(self) -> Reversible[EventView]:
-        """What happened lately, the newest last."""
+        """The latest events, the newest last."""
         return self._telling.events
 
     def end(self) -> None:
-        """The term is over: a command that still waits for its turn is refused, and no new epoch is begun for it."""
+        """End the term: a command that still waits for its turn is refused and begins no new epoch."""
         self._is_over = True
 
-    # -- hearing -------------------------------------------------------------------------------------------------------
+    # -- observations --------------------------------------------------------------------------------------------------
 
     def hear(self, report: HostReport | ProxyReport) -> None:
-        """Take in a report; it is folded in by the next cycle."""
+        """Queue a report; the next cycle folds it in."""
         self._hearing.hear(report, self._clock.now())
         self.on_change()
 
     def bus_went(self) -> None:
-        """The bus is away: from now on silence says nothing about anybody."""
+        """The bus is unavailable: from now on silence means nothing."""
         self._hearing.hear_break(None)
         self.on_change()
 
     def bus_came(self) -> None:
-        """The bus is back: from now on silence counts again."""
+        """The bus is available again: silence counts from now on."""
         self._hearing.hear_break(self._clock.now())
         self.on_change()
 
     def hear_round_trip(self, begun_at: float) -> None:
-        """The bus answered what this process asked it at ``begun_at``: silence counts up to then."""
+        """The round trip over the bus that began at ``begun_at`` ended: silence counts up to that time."""
         if self._hearing.hear_round_trip(begun_at, self._clock.now()):
             self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """See `TermObservations.hear_bucket`."""
+        """Fold in entries of the bucket, or with ``whole`` its whole content."""
         self._hearing.hear_bucket(entries, whole=whole)
         self.on_change()
 
     def scale(self, decisions: Mapping[BackendTag, ScalingDecision]) -> None:
-        """The autoscaler's word on some backends, in place of what it said of them before; part of the next plan."""
+        """Apply the autoscaler's decisions with the next plan; they replace its former ones for the same backends."""
         for tag, decision in decisions.items():
             backend = self.checkpoint.backends.get(tag)
             if backend is not None and backend.num_wanted != decision.target:
@@ -238,16 +238,16 @@ class Term:
     async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str = "") -> CommandReply:
         """Decide a command, record it, and only then return the reply.
 
-        ``request`` is the command as it was sent and ``who`` who sent it, for the audit log. Raises a `CommandRefused`
-        (nothing changed), `StoreUnavailable` (it may have been made: the caller tries again) or `FencedOut`.
+        ``request`` is the encoded command and ``who`` its sender, for the audit log. Raises a `CommandRefused`
+        (nothing changed), `StoreUnavailable` (it may have been recorded: the caller retries) or `FencedOut`.
         """
         if self._is_store_away():
-            # In their turn, each would wait until its attempt has failed, and the last one for minutes.
+            # Otherwise each would wait for its own attempt to time out, and the last of a queue for minutes.
             raise StoreUnavailable("Postgres does not answer; nothing was changed")
         async with self._turn:
             await self._make_certain()
             if self.observed.bucket is None or self._hears_claims():
-                # Whatever it gave an id now might be told of by the goal that had it before.
+                # An id given now might belong to a lost goal, and the caller would wait for that one.
                 raise NotLeading("this controller has yet to hear what was done before it led; try again")
             now = self._clock.now()
             accepted = decide(self.checkpoint, command, now)
@@ -280,20 +280,20 @@ class Term:
             verb=_verb(command),
             subject=accepted.subject,
             goal_id=accepted.goal_id,
-            # Always JSON, or the database would refuse the change with it.
+            # Always JSON, or the database would refuse the whole change.
             request=request.decode("utf-8", "replace") if request.strip() else "{}",
             old=None if old is None else msgspec.json.encode(old).decode(),
             new=None if new is None else msgspec.json.encode(new).decode(),
         )
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
-        """See `Store.read_history`."""
+        """A page of the audit log, the newest first. Raises `StoreUnavailable`."""
         return await self._tried(self._store.read_history(limit, subject, before))
 
     async def run_cycle(self) -> float | None:
-        """Make one plan, record it, perform it. Returns when to look again at the latest, or None.
+        """Make one plan, record it, perform it. Returns when the next one is due at the latest, or None.
 
-        Raises `FencedOut` when another controller leads; everything transient is logged, and tried again later.
+        Raises `FencedOut` when another controller leads; transient errors are logged and retried later.
         """
         with ExitStack() as traced:
             return await self._run_cycle(traced)
@@ -355,7 +355,7 @@ class Term:
         history: list[HistoryEntry],
         told: list[EventView],
     ) -> None:
-        """Make changes durable, then visible. When it is not known whether they are, read what is before going on."""
+        """Make changes durable, then visible. If the outcome is unknown, the checkpoint is reloaded before the next."""
         before = self.checkpoint
         self._is_checkpoint_certain = False
         await self._boundary.cross(
@@ -372,12 +372,12 @@ class Term:
         if self._is_over:
             raise FencedOut(f"the term of epoch {self.epoch} is over")
         if not self._is_checkpoint_certain:
-            # A write whose answer was lost may still be under way: a new epoch makes it too late for good.
+            # A write whose response was lost may still be in progress: a new epoch fences it.
             await self._begin_epoch(above=0)
 
     async def _begin_epoch(self, *, above: int) -> None:
         self._is_checkpoint_certain = False
-        self._hearing.claims = self.claims  # the store may come back as it was before some of that
+        self._hearing.claims = self.claims  # the store may have been restored to a state before some of them
         self.epoch = await self._tried(self._regain(above))
         self.checkpoint = await self._tried(self._store.load())
         self._is_checkpoint_certain = True
@@ -387,15 +387,15 @@ class Term:
     # -- a store that was restored to an earlier state -----------------------------------------------------------------
 
     def _hears_claims(self) -> bool:
-        """Whether somebody has seen numbers that this leader has yet to give."""
+        """Whether any process has reported numbers that this leader has not given yet."""
         self._hearing.given = claims_of_leader(self.checkpoint, self.epoch)
         self._hearing.take_in(self.checkpoint)
         return self._hearing.claims.are_ahead_of(self._hearing.given)
 
     async def _overtake(self) -> float | None:
-        """Raise the counters above all that is claimed. Returns until when to wait before any plan, or None.
+        """Raise the counters above all claims. Returns until when to wait before any plan, or None.
 
-        A plan that is made before the bucket is known, or while others know numbers that are yet to be given, would
+        A plan made before the bucket is known, or while other processes have seen numbers that are not given yet, would
         give some of them again.
         """
         hears_claims = self._hears_claims()
@@ -405,7 +405,7 @@ class Term:
             self._is_behind = False
             return None
         if not self._is_behind:
-            # One that leads no more without knowing hears of such numbers too: the store knows.
+            # A leader that lost its lease unnoticed receives such numbers too; the store detects that.
             await self._begin_epoch(above=0)
             if not self._hears_claims():
                 return None
@@ -433,19 +433,19 @@ class Term:
         self.is_store_available = True
         return result
 
-    # -- telling -------------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def tell(self, events: Sequence[EventView]) -> None:
-        """Tell what happened beside what is recorded."""
+        """Publish events that follow from no recorded change."""
         self._telling.tell(events, self.checkpoint, self.observed)
 
     def remember(self, events: Sequence[EventView]) -> None:
-        """Take over events of earlier terms, the oldest first."""
+        """Prepend events of earlier terms, the oldest first."""
         self._telling.remember(events)
 
 
 def _counts(plan: ReconcilePlan, epoch: int) -> dict[str, Value]:
-    """What a trace says of ``plan``."""
+    """Attributes of the span of ``plan``."""
     actions = plan.actions
     return {
         "muster.epoch": epoch,

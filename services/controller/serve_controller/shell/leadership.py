@@ -1,4 +1,4 @@
-"""Gaining, keeping and losing leadership, and whether the bus answers this controller."""
+"""Acquires, renews and releases leadership, and tracks whether the bus responds to this controller."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from serve_controller.ports import Store
 
 PING_EVERY_S: Final = 1.0
 ANSWER_WITHIN_S: Final = 2.0
-"""A round trip that takes longer says that the bus is away."""
+"""Seconds after which a round trip without a response means that the bus is unavailable."""
 
 
 @final
 class BusLiveness:
-    """Takes in round trips, and says when the bus went and came."""
+    """Tracks from round trips whether the bus is available."""
 
     def __init__(self, now: float) -> None:
         self.is_away = False
         self._answered_at = now
-        """When the newest answer came, or the connection."""
+        """When the newest response arrived or the connection was made."""
 
     def went(self) -> None:
-        """The connection is lost."""
+        """The connection was lost."""
         self.is_away = True
 
     def came(self, now: float) -> None:
-        """The connection is there again."""
+        """The connection was restored."""
         self.is_away = False
         self._answered_at = now
 
     def unanswered(self, begun_at: float) -> bool:
-        """What was asked at ``begun_at`` was not answered within `ANSWER_WITHIN_S`; True when the bus went by that."""
+        """The round trip begun at ``begun_at`` timed out; True if that made the bus unavailable."""
         if self.is_away or begun_at < self._answered_at:
-            return False  # it was lost with a connection that has been made anew since
+            return False  # it was lost with a former connection
         self.is_away = True
         return True
 
     def answered(self, now: float) -> bool:
-        """The bus answered; True when it was away until now.
+        """The bus responded; True when it was unavailable until now.
 
-        It counts as away also while nobody noticed: this process may have stood still itself, and what others said
-        meanwhile may not have been read yet.
+        A gap without responses counts too: this process may have been suspended, and what others sent meanwhile may not
+        have been read yet.
         """
         was_away = self.is_away or now - self._answered_at > PING_EVERY_S + ANSWER_WITHIN_S
         self.came(now)
@@ -63,14 +63,14 @@ STANDBY_POLL_S: Final = 0.25
 STORE_RETRY_S: Final = 0.5
 BEAT_S: Final = 0.5
 STORE_SLOW_S: Final = 2.0
-"""A leader whose store has not answered for so long is not ready, before the attempt has failed."""
+"""Seconds without a response from the store after which a leader is not ready, before the attempt has failed."""
 
 Lead = Callable[[int, Checkpoint], Awaitable[None]]
 """Leads with an epoch from a checkpoint until cancelled, or raises `FencedOut`."""
 
 
 class Leadership:
-    """Leads whenever the store says so; for ever, until cancelled."""
+    """Leads whenever it holds the lease in the store, until cancelled."""
 
     def __init__(self, controller_id: ControllerId, store: Store, lead: Lead) -> None:
         self._controller_id = controller_id
@@ -79,26 +79,26 @@ class Leadership:
         self.epoch: int | None = None
         """The epoch while this controller leads."""
         self.is_store_away = False
-        """Whether the store was asked in vain last: nothing could be recorded, and nobody could take over."""
+        """Whether the last request to the store failed: nothing can be recorded, and no controller can take over."""
         self.is_store_slow = False
-        """Whether it has not answered a renewal for `STORE_SLOW_S`; a leader's only."""
+        """Whether a leader's renewal has been waiting for `STORE_SLOW_S`."""
         self._lease = asyncio.Lock()
         self._beat_at = float("-inf")
-        """When the lease was last known to be ours or, failing that, when the store was last asked in vain."""
+        """When the lease was last known to be ours or, failing that, when the last request to the store failed."""
         self._is_in_doubt = False
         self._asked_at: float | None = None
-        """Since when the store has not answered a renewal; None while it is not asked."""
+        """When the pending renewal was sent; None while none is pending."""
 
     @property
     def is_sure(self) -> bool:
-        """False after this process stood still for so long that another one may lead, until the store was asked.
+        """False after this process was suspended for so long that another one may lead, until the store has confirmed.
 
-        A store that does not answer is no reason to doubt: then nobody can take over.
+        A store that does not respond is no reason to doubt: then no controller can take over.
         """
         return not self._is_in_doubt and not self._has_stood_still()
 
     async def run(self) -> None:
-        """Become leader, lead, and begin again when leadership is lost."""
+        """Become leader, lead, and start over when leadership is lost."""
         while True:
             epoch, checkpoint = await self._gain()
             _log.info("leadership_gained", epoch=epoch)
@@ -111,9 +111,9 @@ class Leadership:
                 self.epoch = None
 
     async def regain(self, above: int = 0) -> int:
-        """Begin a new epoch, higher than ``above``, within the term: no write of unknown fate can be made any more.
+        """Begin a new epoch, higher than ``above``, within the term; writes of the former one are fenced from then on.
 
-        Raises `FencedOut` when another controller took over, `StoreUnavailable` when the store is away.
+        Raises `FencedOut` when another controller took over, `StoreUnavailable` when the store is unavailable.
         """
         async with self._lease:
             epoch = await self._acquire(above)
@@ -137,7 +137,7 @@ class Leadership:
             try:
                 if not is_migrated:
                     await self._store.migrate()
-                    # Once: standing by must cost the database next to nothing, and hold no lock in it.
+                    # Once: a standby must put next to no load on the database, and hold no lock in it.
                     is_migrated = True
                 epoch = await self._acquire()
                 self.is_store_away = False
@@ -158,7 +158,7 @@ class Leadership:
     async def _load(self, epoch: int, *, has_stood_by: bool) -> Checkpoint:
         try:
             if has_stood_by:
-                # A newer controller may have been here; its schema is not ours to write.
+                # A newer controller may have led meanwhile: check that its schema can still be written.
                 await self._store.migrate()
             checkpoint = await self._store.load()
         except PermanentError:
@@ -173,7 +173,7 @@ class Leadership:
         parts: list[asyncio.Task[None]] = []
 
         async def until_lost(part: Callable[[], Awaitable[None]]) -> None:
-            # No error to the task group: one that ends with an error keeps a cancellation from outside to itself.
+            # Errors are kept from the task group: one that ends with an error swallows a cancellation from outside.
             try:
                 await part()
             except FencedOut as error:
@@ -217,7 +217,7 @@ class Leadership:
                     self._asked_at, self.is_store_slow = None, False
 
     async def _keep_beating(self) -> None:
-        """A store that hangs holds up whoever asks it, for longer than the lease; that is no standing still."""
+        """Beat beside `_renew`: a hanging store may block it for longer than the lease, which is no suspension."""
         while True:
             raise_if_cancelled()
             await asyncio.sleep(BEAT_S)
@@ -226,7 +226,7 @@ class Leadership:
             self.is_store_slow = asked_at is not None and self._beat_at - asked_at >= STORE_SLOW_S
 
     def _know_from(self, begun: float) -> None:
-        """The store has said that the lease is ours; it was asked at ``begun``."""
+        """The store confirmed the lease; the request was sent at ``begun``."""
         self._beat_at = begun
         self._is_in_doubt = False
 
@@ -238,7 +238,7 @@ class Leadership:
         return asyncio.get_running_loop().time() - self._beat_at >= LEASE_TTL_S
 
     async def _release(self, epoch: int) -> None:
-        """On an ordered stop the next controller need not wait for the lease to end."""
+        """Release the lease on an ordered stop, so that the next controller need not wait for its end."""
         try:
             async with asyncio.timeout(2.0):
                 await self._store.release_leadership(self._controller_id, epoch)

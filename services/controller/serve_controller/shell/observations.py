@@ -47,47 +47,47 @@ from serve_controller.core.views import view_goal
 from serve_controller.ports import EventSink
 
 INBOX_MAX: Final = 50_000
-"""Reports that wait to be folded in; beyond it the oldest are dropped, and the next reports say it again."""
+"""Reports waiting to be folded in; beyond it the oldest are dropped, as the next reports repeat their content."""
 TIDY_EVERY_S: Final = 60.0
 SWEEP_S: Final = 120.0
-"""Within this time everything is looked at once, whatever was heard."""
+"""Seconds in which everything is reconciled at least once, whether or not anything was reported."""
 SWEEP_STEP_S: Final = 1.0
 
 
 CONFLICT_TOLD_EVERY_S: Final = 60.0
-"""Of one host or proxy."""
+"""Least seconds between two conflict events of one host or proxy."""
 CONFLICTS_TOLD_MAX: Final = 20
-"""Within that time, of all: more would push out what else happened."""
+"""Most conflict events of all senders within that time, so that they do not displace other events."""
 
 
 class _Conflicts:
-    """Who reported in another's name, as far as it is worth telling.
+    """Detects processes that report under the id of another one.
 
-    A process that was killed and started again is refused as well, until the life before it counts as silent. So a
-    conflict is one only where both are heard: the holder again after the other one.
+    A process that was killed and restarted is refused as well, until its former incarnation counts as silent. So it
+    counts as a conflict only when the holder of the id reports again after the refused one.
     """
 
     def __init__(self) -> None:
         self._refused: set[tuple[str, str]] = set()
-        """Kind and name; of those that are known, so there are as many at most."""
+        """(kind, name) of refused senders; bounded by the number of known hosts and proxies."""
         self._told_at: dict[tuple[str, str], float] = {}
         self._found: set[tuple[str, str]] = set()
 
     def refused(self, report: HostReport | ProxyReport) -> str:
-        """A report was not believed; returns whose name it bears."""
+        """A report was refused; returns its sender's kind and name."""
         kind, name = _sender(report)
         self._refused.add((kind, name))
         return f"{kind} {name}"
 
     def believed(self, report: HostReport | ProxyReport, before: HostObserved | ProxyObserved | None) -> None:
-        """A report was taken in, after what is known by ``before``."""
+        """A report was accepted; ``before`` is the one known until then."""
         if self._refused and (sender := _sender(report)) in self._refused:
             self._refused.discard(sender)
             if before is not None and is_same_life(report, before.report):
                 self._found.add(sender)
 
     def take(self, now: float) -> list[EventView]:
-        """Events of what was found since the last time."""
+        """Return events for the conflicts found since the last call."""
         if not self._found:
             return []
         found, self._found = sorted(self._found), set()
@@ -98,7 +98,7 @@ class _Conflicts:
         return [conflict_event(now, kind, name) for kind, name in new]
 
     def forget(self, now: float) -> None:
-        """Let go of what was told long ago."""
+        """Forget conflicts that were published more than `CONFLICT_TOLD_EVERY_S` ago."""
         self._told_at = {
             sender: at for sender, at in self._told_at.items() if now - at < CONFLICT_TOLD_EVERY_S
         }
@@ -111,14 +111,14 @@ def _sender(report: HostReport | ProxyReport) -> tuple[str, str]:
 
 
 class TermObservations:
-    """Soft knowledge of one term."""
+    """Soft state of one term."""
 
     def __init__(
         self, now: float, on_refused: Callable[[str, str, Exception], None], claims: Claims = NO_CLAIMS
     ) -> None:
-        """Begins with a look at everything, for nothing is known but the ``claims`` of this process's former terms.
+        """Start with everything dirty: nothing is known but the ``claims`` of this process's former terms.
 
-        ``on_refused`` as `Telemetry.message_refused`.
+        ``on_refused`` has the arguments of `Telemetry.message_refused`.
         """
         self._on_refused = on_refused
         self.observed = ObservedState(since=now)
@@ -128,29 +128,29 @@ class TermObservations:
         self._silence = SilenceDetector()
         self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
         self._revisions: Map[str, int] = Map()
-        """The bucket's revision of each key, also of those that are gone."""
+        """The bucket's revision of each key, including removed ones."""
         self._tidy_at = now + TIDY_EVERY_S
         self._sweep_at = now + SWEEP_STEP_S
         self._to_sweep: deque[DirtySet] = deque()
         self._heard_hosts: set[HostId] = set()
         self._heard_proxies: set[ProxyId] = set()
         self.claims = claims
-        """The highest numbers that anybody said were given."""
+        """The highest numbers that any process reported as given."""
         self.given = NO_CLAIMS
-        """What this leader has given, about: claims far ahead of it are refused."""
+        """Numbers that this leader has given, approximately: claims far ahead of them are refused."""
         self._conflicts = _Conflicts()
 
     def hear(self, report: HostReport | ProxyReport, now: float) -> None:
-        """Take in a report; it is folded in by `fold`."""
+        """Queue a report; `fold` folds it in."""
         self._inbox.append((now, report))
 
     def hear_break(self, since: float | None) -> None:
-        """The bus went away (None) or came back at ``since``."""
+        """The bus became unavailable (None) or available again at ``since``."""
         self.observed = observe_break(self.observed, since)
         self.attending.add(EVERYTHING)
 
     def hear_round_trip(self, begun_at: float, now: float) -> bool:
-        """The bus answered what was asked at ``begun_at``; True when somebody must be looked at for that."""
+        """The round trip over the bus begun at ``begun_at`` ended; True when a host or proxy must be checked now."""
         self.observed = observe_round_trip(self.observed, begun_at)
         doubtful = self._silence.take_doubtful()
         for subject in doubtful:
@@ -158,10 +158,10 @@ class TermObservations:
         return bool(doubtful)
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """Take in what the bucket holds: revision and snapshot id by key (None: the key is gone).
+        """Fold in entries of the bucket: revision and snapshot id by key (None: the key was removed).
 
-        ``whole`` says that ``entries`` is all of it; otherwise entries that are older than what is known (the echo of
-        this leader's own writes) change nothing.
+        With ``whole``, ``entries`` is the whole content; otherwise entries older than what is known (the echo of this
+        leader's own writes) are ignored.
         """
         bucket: Map[str, int] | None = Map() if whole else self.observed.bucket
         if bucket is None:
@@ -181,7 +181,7 @@ class TermObservations:
                     self._believe(claims)
                 except BadField as error:
                     self._on_refused("snapshot", key, error)
-                    snapshot_id = 0  # noqa: PLW2901 - so that it is put right
+                    snapshot_id = 0  # noqa: PLW2901 - so that it is overwritten
                 bucket = bucket.set(key, snapshot_id)
             elif key in bucket:
                 bucket = bucket.delete(key)
@@ -205,20 +205,20 @@ class TermObservations:
         self.observed = observe_sent(self.observed, host_id, goal, now)
 
     def due(self, times: Iterable[DueTime]) -> None:
-        """Look again at these times."""
+        """Schedule checks."""
         for time in times:
             self._agenda.add(time.at, time.subject)
 
     def next_at(self) -> float:
-        """When to look at the latest."""
+        """When the next check is due at the latest."""
         at = self._agenda.next_at()
         return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
 
     def take_in(self, checkpoint: Checkpoint) -> None:
-        """Fold in every report that came.
+        """Fold in every queued report.
 
-        First of those whom the ids belong to: whether these are silent is not known before all they said is taken in,
-        and this process may have stood still.
+        Reports of the ids' holders come first: whether a holder is silent is known only once all its reports are folded
+        in, and this process may have been suspended.
         """
         others: deque[tuple[float, HostReport | ProxyReport]] = deque()
         while self._inbox:
@@ -259,22 +259,22 @@ class TermObservations:
             self._believe(claims)
         except HeldByAnother as error:
             self._on_refused("identity", self._conflicts.refused(report), error)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with one report costs that report only
+        except Exception as error:  # noqa: BLE001 - an error in one report costs that report only
             kind, sender = _sender(report)
             self._on_refused(f"{kind}_report", sender, error)
 
     def _check(self, claims: Claims) -> None:
-        """Raises `BadField` for what cannot be claimed: then nothing of that message counts."""
+        """Raise `BadField` for impossible claims; the whole message is then refused."""
         if claims.are_ahead_of(self.given, AHEAD_MAX):
             raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
 
     def _believe(self, claims: Claims) -> None:
-        """Remember what is claimed."""
+        """Remember the claims if they are the highest."""
         if claims.are_ahead_of(self.claims):
             self.claims = self.claims.with_those(claims)
 
     def fold(self, checkpoint: Checkpoint, now: float) -> DirtySet:
-        """Fold in everything that came, and say what to look at now."""
+        """Fold in everything received; returns what the next plan must reconcile."""
         self.take_in(checkpoint)
         hosts, self._heard_hosts = self._heard_hosts, set()
         proxies, self._heard_proxies = self._heard_proxies, set()
@@ -297,7 +297,7 @@ class TermObservations:
         return self.attending.take()
 
     def take_conflicts(self, now: float) -> list[EventView]:
-        """What to tell of processes that reported in others' names; begins anew."""
+        """Return the identity conflicts found since the last call, as events."""
         return self._conflicts.take(now)
 
     def _fold_host(self, report: HostReport, heard_at: float, checkpoint: Checkpoint) -> None:
@@ -344,7 +344,7 @@ class TermObservations:
         self.attending.add(DirtySet(tidy=True))
 
     def _sweep(self, checkpoint: Checkpoint, now: float) -> None:
-        """Look at one more slice of everything; the last slices of a round may hold what is gone by now."""
+        """Mark the next slice of everything as dirty; the last slices of a round may name removed objects."""
         self._sweep_at = now + SWEEP_STEP_S
         if not self._to_sweep:
             slices = int(SWEEP_S / SWEEP_STEP_S)
@@ -365,28 +365,28 @@ class TermObservations:
 
 
 EVENTS_MAX: Final = 5_000
-"""Events that are remembered for `get_events`."""
+"""Events retained for `get_events`."""
 PROGRESS_MAX: Final = 50
-"""Goals whose progress is told after one plan; of more, the rest is told later or never."""
+"""Goals whose progress is published after one plan; that of further goals is published later or never."""
 
 
 class EventLog:
     """The events of one term."""
 
     def __init__(self, sink: EventSink) -> None:
-        """``sink``: where they are published."""
+        """``sink`` publishes them."""
         self.events: deque[EventView] = deque(maxlen=EVENTS_MAX)
-        """What happened lately, the newest last."""
+        """The latest events, the newest last."""
         self._sink = sink
         self._progress: dict[GoalId, str] = {}
-        """What was last told of each pending goal."""
+        """The message last published for each pending goal."""
 
     def remember(self, events: Sequence[EventView]) -> None:
-        """Take over events of earlier terms, the oldest first."""
+        """Prepend events of earlier terms, the oldest first."""
         self.events.extendleft(reversed(events))
 
     def tell(self, events: Sequence[EventView], checkpoint: Checkpoint, observed: ObservedState) -> None:
-        """Publish and remember events. Of a goal, its view is published: as it is in ``checkpoint``."""
+        """Publish and retain events. For a goal, its view in ``checkpoint`` is published."""
         self.events.extend(events)
         for event in events:
             if event.kind == "goal" and event.goal_id is not None:
@@ -397,7 +397,7 @@ class EventLog:
                 self._sink.publish_event(event.kind, event.subject, msgspec.json.encode(event))
 
     def tell_progress(self, checkpoint: Checkpoint, observed: ObservedState) -> None:
-        """Publish what pending goals wait for, where that changed."""
+        """Publish the progress of pending goals where it changed."""
         goal_ids = sorted(checkpoint.pending)[:PROGRESS_MAX]
         for view in goal_progress(checkpoint, observed, goal_ids, self._progress):
             self._progress[view.goal_id] = view.message

@@ -1,4 +1,4 @@
-"""Queries: answered from what the term knows, and changing nothing."""
+"""Read-only queries, answered from the state of the term."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from serve_controller.core.views.hosts import checked_limit
 
 
 class LeadingTerm(Protocol):
-    """What is asked of a term: `shell.term.Term`."""
+    """What queries and commands need of a term: `shell.control_loop.Term`."""
 
     @property
     def epoch(self) -> int:
-        """Of this leader."""
+        """Epoch of this leader."""
         ...
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """As it was last recorded."""
+        """The checkpoint as last recorded."""
         ...
 
     @property
     def observed(self) -> ObservedState:
-        """As it was last heard."""
+        """The state as last observed."""
         ...
 
     @property
     def autoscaling(self) -> Mapping[BackendTag, ScalingStatus]:
-        """What the autoscaler found last."""
+        """The autoscaler's latest result for each backend that it follows."""
         ...
 
     @property
     def is_store_available(self) -> bool:
-        """Whether Postgres answered last."""
+        """Whether the last request to Postgres succeeded."""
         ...
 
     @property
     def events(self) -> Reversible[EventView]:
-        """What happened lately, the newest last."""
+        """The latest events, the newest last."""
         ...
 
     async def execute(self, command: AnyCommand | RestoreFrom, request: bytes, who: str) -> CommandReply:
@@ -70,7 +70,7 @@ class LeadingTerm(Protocol):
 
     @property
     def on_change(self) -> Callable[[], None]:
-        """Called when a plan should be made soon."""
+        """Called to request a plan soon."""
         ...
 
 
@@ -81,10 +81,10 @@ _OF_FIELD: Final = re.compile(
 
 
 def parse_request(verb: str, payload: bytes) -> Request:
-    """The request in ``payload``. Raises `BadField` with the path of what is wrong.
+    """Decode the request in ``payload``. Raises `BadField` with the path of the invalid field.
 
-    An empty payload means ``{}`` for queries only. Who may not send a command could have one sent without a content,
-    by what publishes on others' behalf (JetStream does), so a command must say what it is about.
+    An empty payload means ``{}`` for queries only. A client that may not send commands could have an empty message
+    published on its behalf (by JetStream, say), so a command must have a body.
     """
     request_type, _reply_type = VERBS[verb]
     if not payload.strip() and verb in COMMANDS:
@@ -98,7 +98,7 @@ def parse_request(verb: str, payload: bytes) -> Request:
         named = _OF_FIELD.match(text)
         path = [] if found is None or not found["path"] else [found["path"]]
         path += [] if named is None else [named["name"]]
-        # What the caller wrote comes back in the message, so it is cut.
+        # The message repeats parts of the request, so it is cut.
         raise BadField(".".join(path)[:200] or "request", text[:300]) from error
     except UNREADABLE as error:
         raise BadField("request", f"is not JSON: {error}") from error
@@ -110,28 +110,28 @@ def _required(request_type: type[Request]) -> str:
 
 
 def error_view(error: ServeError) -> ErrorView:
-    """An error as it is sent."""
+    """Convert an error to its form on the wire."""
     field = error.field if isinstance(error, BadField) else ""
     return ErrorView(code=error.error_code, message=str(error), field=field)
 
 
 ReadLoad: TypeAlias = Callable[[Targets, float], Awaitable[LoadView]]
-"""Scrapes all of the targets, by the time that is given, and sums up."""
+"""Scrapes all targets at the given time and sums up their loads."""
 HISTORY_LIMIT_MAX: Final = 500
 HISTORY_ID_MAX: Final = 2**63 - 1
 
 
 class QueryApi:
-    """Answers every query but the one that waits."""
+    """Answers every query except `WaitForGoal`."""
 
     def __init__(self, controller_id: str, clock: Clock, read_load: ReadLoad | None) -> None:
-        """``read_load`` scrapes all services; None: this controller cannot."""
+        """``read_load`` scrapes all services; None disables `GetLoad`."""
         self._controller_id = controller_id
         self._clock = clock
         self._read_load = read_load
 
     async def answer(self, term: LeadingTerm, query: Request) -> object:
-        """The answer from ``term``; a `WaitForGoal` is none of these. Raises a `ServeError`."""
+        """Answer any query but `WaitForGoal` from ``term``. Raises a `ServeError`."""
         match query:
             case q.GetHistory():
                 return await _history(term, query)
@@ -219,7 +219,7 @@ async def _history(term: LeadingTerm, query: q.GetHistory) -> list[HistoryView]:
 
 
 def _recorded_subject(checkpoint: Checkpoint, subject: str) -> str:
-    """The subject as commands are recorded with it: hosts and applications by their names, all else by its tag."""
+    """The subject as recorded in the audit log: the name of a host or application, otherwise the full tag."""
     if subject in checkpoint.hosts or subject in checkpoint.applications:
         return subject
     return deployment_tag(subject, "subject")

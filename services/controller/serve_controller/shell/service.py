@@ -1,7 +1,7 @@
 """The controller as a running service: leads or stands by, and connects the bus to the term.
 
-Why handlers only hand over: what comes from the bus is put aside and the loop is woken, so that the controller runs at
-its own pace however fast the reports come.
+Why handlers only enqueue: messages from the bus are queued and the loop is woken, so that the controller runs at its
+own pace however fast reports arrive.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from serve_controller.shell.queries import ReadLoad
 _log = structlog.get_logger()
 
 IDLE_WAIT_S = 5.0
-"""The loop looks again at least this often, whatever it was told: a lost wake-up costs seconds and never more."""
+"""Longest time between two cycles, seconds: a lost wake-up delays the next plan by no more than this."""
 CYCLE_GAP_S = 0.002
-"""Reports that come in a burst are taken together."""
+"""Seconds to wait after a wake-up, so that a burst of reports is handled by one cycle."""
 
 
 class ScalingParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +59,10 @@ class ControllerService:
         scaling: ScalingParts | None = None,
         backups: Backups | None = None,
     ) -> None:
-        """``scaling`` None: nothing is autoscaled by this controller; ``backups`` None: nothing is backed up by it."""
+        """``scaling`` None disables autoscaling in this controller, ``backups`` None disables backups."""
         self.term: Term | None = None
         self.autoscaler: Autoscaler | None = None
-        """Of the present term."""
+        """The autoscaler of the current term; None while there is none."""
         self.admin = AdminApi(
             controller_id,
             clock,
@@ -81,19 +81,19 @@ class ControllerService:
         self._wake = asyncio.Event()
         self._newest_epoch = 0
         self._liveness = BusLiveness(clock.now())
-        """Kept between terms: one that begins while the bus is away must not take silence for death."""
+        """Outlives terms: one that begins while the bus is unavailable must not take silence for death."""
         self._claims = NO_CLAIMS
-        """What former terms of this process gave: should the store lack it, it was restored to an earlier state."""
+        """Numbers given by former terms of this process: a store that lacks them was restored to an earlier state."""
         self._leadership = Leadership(controller_id, store, self._lead)
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises what no retry can help against."""
+        """Serve until cancelled. Raises errors that no retry can fix."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_bus(), name="watch_bus")
             await self._leadership.run()
 
     def why_not_ready(self) -> str | None:
-        """Why this controller neither leads well nor could take over; None when it does, or could."""
+        """Return why this controller can neither lead nor take over; None when it is ready."""
         term = self.term
         if self._liveness.is_away:
             return "NATS does not answer"
@@ -106,9 +106,9 @@ class ControllerService:
         return None
 
     def _leading_term(self) -> Term | None:
-        """The term, unless this process slept so long that another one may lead by now.
+        """The term, unless this process was suspended for so long that another one may lead by now.
 
-        Raises `StoreUnavailable` when the store, which alone could tell, does not answer either.
+        Raises `StoreUnavailable` when the store, which alone could confirm it, is unavailable too.
         """
         if self._leadership.is_sure:
             return self.term
@@ -119,12 +119,12 @@ class ControllerService:
         return None
 
     def hear(self, report: HostReport | ProxyReport) -> None:
-        """A report came; only a leader needs it."""
+        """Receive a report; ignored unless this controller leads."""
         if self.term is not None:
             self.term.hear(report)
 
     def hear_wake(self, wake: Wake) -> None:
-        """Requests wait for a backend without replicas. Only a leader may act on it."""
+        """Receive a wake message: requests wait for a backend without replicas. Ignored unless leading."""
         if self.autoscaler is not None and self._leadership.is_sure:
             self.autoscaler.wake(wake)
 
@@ -136,24 +136,24 @@ class ControllerService:
         return [tag for tag, b in backends.items() if b.autoscaling is not None and b.num_wanted == 0]
 
     def bus_went(self) -> None:
-        """See `Term.bus_went`."""
+        """The bus became unavailable."""
         self._liveness.went()
         if self.term is not None:
             self.term.bus_went()
 
     def bus_came(self) -> None:
-        """See `Term.bus_came`."""
+        """The bus is available again."""
         self._liveness.came(self._clock.now())
         if self.term is not None:
             self.term.bus_came()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
-        """The bucket's content came; see `Term.hear_bucket`."""
+        """Receive entries of the bucket, or with ``whole`` its whole content; ignored unless this controller leads."""
         if self.term is not None:
             self.term.hear_bucket(entries, whole=whole)
 
     def hear_leader(self, notice: LeaderNotice) -> None:
-        """A controller began to lead. One with a higher epoch ends this one's term, also while Postgres is away."""
+        """Receive a leader's notice. A higher epoch ends this controller's term, even while Postgres is unavailable."""
         if self.term is not None and notice.epoch > self.term.epoch:
             self._newest_epoch = notice.epoch
             self._wake.set()
@@ -173,7 +173,7 @@ class ControllerService:
             claims=self._claims,
             is_store_away=lambda: self._leadership.is_store_away,
         )
-        self._newest_epoch = 0  # the store has just said that this epoch is the newest
+        self._newest_epoch = 0  # the store has just confirmed that this epoch is the newest
         term.on_change = self._wake.set
         term.on_goals = self.admin.on_goals
         term.on_reload = self.admin.on_term_end
@@ -198,12 +198,12 @@ class ControllerService:
             self.term = self.autoscaler = None
             self._claims = term.claims
             term.end()
-            self.admin.on_term_end()  # who waits for a goal must ask the next leader
+            self.admin.on_term_end()  # callers that wait for a goal must ask the next leader
             await beside.close(timeout_s=0.1)
             await self._bus.end_term()
 
     async def _watch_bus(self) -> None:
-        """Ask the bus again and again, so that silence counts only while it answers."""
+        """Probe the bus periodically, so that silence of hosts and proxies counts only while it responds."""
         while True:
             raise_if_cancelled()
             begun_at = self._clock.now()
@@ -224,11 +224,11 @@ class ControllerService:
             self.bus_came()
         if term is not None:
             term.hear_round_trip(begun_at)
-            if was_away:  # everybody's silence counts anew, and they are asked to end it
+            if was_away:  # every silence counts from now, and all hosts and proxies are asked to report
                 await self._bus.announce(LeaderNotice(controller_id=self._controller_id, epoch=term.epoch))
 
     async def _recall_events(self, term: Term) -> None:
-        """Beside the loop: a slow stream must not delay the first plan."""
+        """Load events of earlier terms, in a task of its own: a slow stream must not delay the first plan."""
         term.remember(await self._bus.recent_events(EVENTS_MAX))
 
     async def _wait_until(self, look_again_at: float | None) -> None:

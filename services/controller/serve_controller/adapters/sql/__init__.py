@@ -30,9 +30,9 @@ class Migration(msgspec.Struct, frozen=True):
 def parse_queries(text: str) -> dict[str, str]:
     """The queries in ``text`` by name.
 
-    A query begins with the line ``-- name: <name>``, followed by a comment line that tells its purpose, and
-    ends where the next one begins. What stands before the first is a preamble. Raises ValueError for a query
-    without name, purpose or body and for a name that is used twice.
+    A query begins with the line ``-- name: <name>``, followed by a comment line with its purpose, and ends where the
+    next one begins. Text before the first is a preamble. Raises ValueError for a query without name, purpose or body
+    and for a name that is used twice.
     """
     _, *parts = _NAME.split(text)
     queries: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How many replicas a load asks for, before limits; the delays, limits and reasons that all decisions share."""
+"""Replicas needed for a load, before limits; and the delays, limits and texts that all decisions share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_controller.core.autoscaling.values import LoadSample, ScalingInput, S
 
 
 def number_text(value: float) -> str:
-    """``value`` with as many digits as say something."""
+    """``value`` with its significant digits."""
     if value >= 1000 or value == int(value):
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2g}"
@@ -24,17 +24,17 @@ def replicas_text(count: int) -> str:
 
 
 def requests_text(count: str) -> str:
-    """``count``, as `number_text` writes it, with its noun."""
+    """``count``, as formatted by `number_text`, with its noun."""
     return f"{count} request" if count == "1" else f"{count} requests"
 
 
 def waiting_reason(count: int) -> str:
-    """So many requests that wait."""
+    """``count`` requests that wait, as text."""
     return "1 request waits" if count == 1 else f"{count} requests wait"
 
 
 def wanted_reason(seen: str, count: int, limited: int) -> str:
-    """What the load comes to, and what the limits make of it."""
+    """Text of the replicas that a load needs, and of the limit that applies."""
     words = f"{seen}: {replicas_text(count)} wanted"
     if limited < count:
         return f"{words}, max_replicas is {limited}"
@@ -42,55 +42,55 @@ def wanted_reason(seen: str, count: int, limited: int) -> str:
 
 
 def waits_reason(load: str, waited_s: float, delay_s: float, what: str) -> str:
-    """How much of a delay is over."""
+    """Text of how much of a delay is over."""
     return f"{load}; waits {max(waited_s, 0.0):.0f} s of {delay_s:.0f} s before {what}"
 
 
 SPARE: Final = 0.1
-"""Of one replica."""
+"""Spare capacity, in replicas times the square root of their number."""
 STALE_AFTER_S: Final = 15.0
-"""Readings that are older count as missing, unless they are younger than three looks."""
+"""Age in seconds beyond which a load sample counts as missing, unless younger than three metrics intervals."""
 WANTED_MAX: Final = 1e9
 _NOISE: Final = 1e-6
-"""Of one replica: what sums of floats may be off."""
+"""Rounding error of float sums, in replicas."""
 _NOTHING: Final = 1e-9
-"""Of one request: below it nothing was seen. One request of 1 ms in an hour is 2.8e-7."""
+"""Requests below which the load counts as zero. One request of 1 ms in an hour is 2.8e-7."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What the load comes to."""
+    """Replicas needed for a load."""
 
     seen: float
     wanted: float
     """Replicas, not rounded."""
     counted: float
-    """The same without requests that only wait because replicas are still starting."""
+    """The same without requests that wait only because replicas are still starting."""
     more: int
-    """More than so many are not needed."""
+    """Replicas beyond which no more are needed."""
     keep: int
-    """Fewer than so many would have nothing to spare."""
+    """Replicas below which there would be no spare capacity."""
     burst: float | None
-    """Replicas that the load over `panic_window_s` comes to; None where that is not known or must not count."""
+    """Replicas needed for the load over `panic_window_s`; None where it is not known or must not count."""
     is_idle: bool
-    """Nothing at all was seen."""
+    """Whether there was no load at all."""
     queued: float
     at: float
     words: str
-    """What was seen, for people."""
+    """The load as text for people."""
 
 
 def stale_after_s(config: AutoscalingConfig) -> float:
-    """How old a reading may be."""
+    """Greatest age of a usable load sample, seconds."""
     return max(3 * config.metrics_interval_s, STALE_AFTER_S)
 
 
 def round_up(replicas: float) -> int:
-    """Up, but not for what float sums are off."""
+    """Round up, tolerating the rounding error of float sums."""
     return max(math.ceil(replicas - _NOISE), 0)
 
 
 def with_spare(replicas: float) -> int:
-    """The fewest that bear the load of ``replicas`` with something to spare: n >= replicas + SPARE * sqrt(n)."""
+    """The fewest replicas n for the load of ``replicas`` with spare capacity: n >= replicas + SPARE * sqrt(n)."""
     if replicas <= _NOISE:
         return 0
     root = (SPARE + math.sqrt(SPARE * SPARE + 4 * replicas)) / 2
@@ -98,10 +98,10 @@ def with_spare(replicas: float) -> int:
 
 
 def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting: bool) -> Demand | str:
-    """What the newest reading asks for; or, for people, why it says nothing.
+    """Demand of the newest load sample; or the reason why it cannot be used, for people.
 
-    While replicas start (``is_starting``), what waits does so because they start. It is a reason to have them, but not
-    to have more: only the requests that replicas work on are.
+    While replicas start (``is_starting``), requests wait because of that: they justify those replicas, but no further
+    ones. Only requests in replicas do.
     """
     reading = series[-1] if series else None
     problem = _problem_of(reading, inputs.config, now)
@@ -139,7 +139,7 @@ def read_demand(inputs: ScalingInput, series: Series, now: float, *, is_starting
 
 
 def _wanted(inputs: ScalingInput, reading: LoadSample, seen: float) -> tuple[float, str] | str:
-    """Replicas that a reading comes to, and what was seen, for people; or why it says nothing."""
+    """Replicas needed for a load sample, and the load as text; or the reason why it cannot be used."""
     query = inputs.config.query
     if inputs.asked is not None:
         asked = float(min(max(inputs.asked, 0), WANTED_MAX))
@@ -158,7 +158,7 @@ def _wanted(inputs: ScalingInput, reading: LoadSample, seen: float) -> tuple[flo
 
 
 def _problem_of(reading: LoadSample | None, config: AutoscalingConfig, now: float) -> str:
-    """Why this reading says nothing; empty when it does."""
+    """Why this load sample cannot be used; empty if it can."""
     if reading is None:
         return "nothing was read yet"
     if reading.seen is None:
@@ -188,18 +188,18 @@ def within(count: int, config: AutoscalingConfig) -> int:
 
 
 def punctual(delay_s: float, config: AutoscalingConfig) -> float:
-    """What must have passed of ``delay_s``: a look that comes milliseconds early must not cost a whole interval."""
+    """``delay_s`` less a tolerance: an evaluation that is milliseconds early must not cost a whole interval."""
     return delay_s - min(0.1 * delay_s, 0.1 * config.metrics_interval_s, _LATENESS_MAX_S)
 
 
 def to_zero_delay_s(config: AutoscalingConfig) -> float:
-    """How long the last replica must not have been wanted."""
+    """Seconds for which the last replica must not have been wanted."""
     delay_s = config.downscale_to_zero_delay_s
     return config.downscale_delay_s if delay_s is None else delay_s
 
 
 def grown(state: ScalingState, target: int, now: float) -> ScalingState:
-    """``state`` after ``target`` replicas, more than before, were decided on."""
+    """``state`` after scaling up to ``target`` replicas."""
     return msgspec.structs.replace(
         state,
         decided=target,
@@ -213,8 +213,8 @@ def grown(state: ScalingState, target: int, now: float) -> ScalingState:
 
 
 Fewer = tuple[tuple[int, float], ...]
-"""Entries (n, since), n falling and since rising: fewer than n, and so fewer than anything up to the n of the entry
-before, have been wanted since then."""
+"""Entries (n, since), n falling and since rising: fewer than n, and so fewer than any number up to the n of the
+preceding entry, have been wanted since then."""
 
 FEWER_MAX: Final = 32
 
@@ -232,8 +232,8 @@ def note_wanted(fewer: Fewer, wanted: int, now: float) -> Fewer:
         if not noted or wanted + 1 < noted[-1][0]:
             noted.append((wanted + 1, now))
     while len(noted) > FEWER_MAX:
-        # Its numbers fall to the next entry, which is younger: they wait longer, never shorter. Where entries are
-        # closest that is least; the first one is what lets anything go at all.
+        # Its numbers fall to the next entry, which is younger: their delay gets longer, never shorter. The effect is
+        # least where entries are closest. The first entry stays: without it nothing could be scaled down.
         del noted[min(range(1, len(noted) - 1), key=lambda index: noted[index + 1][1] - noted[index - 1][1])]
     return tuple(noted)
 
@@ -247,7 +247,7 @@ def since_fewer_than(fewer: Fewer, num_replicas: int) -> float | None:
 
 
 def largest_wanted(fewer: Fewer, now: float, delay_s: float) -> int | None:
-    """The largest number wanted during the last ``delay_s``; None when that is not known for so long."""
+    """The largest number wanted during the last ``delay_s``; None when the record does not go back so far."""
     largest = None
     for than, since in fewer:
         if now - since < delay_s:
@@ -257,7 +257,7 @@ def largest_wanted(fewer: Fewer, now: float, delay_s: float) -> int | None:
 
 
 def without_gap(state: ScalingState, now: float, gap_s: float) -> ScalingState:
-    """``state`` as if the last ``gap_s`` had not been: what was not seen counts for no delay."""
+    """``state`` without the last ``gap_s``: time in which the load was not known counts for no delay."""
 
     def moved(at: float | None) -> float | None:
         return None if at is None else min(at + gap_s, now)

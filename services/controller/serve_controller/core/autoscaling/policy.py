@@ -1,4 +1,4 @@
-"""Decides how many replicas a backend shall have, from its load: wake, panic, more, fewer, or as many."""
+"""Decides the number of replicas of a backend from its load: wake, panic, scale up, scale down, or stay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from serve_controller.core.autoscaling.values import (
 )
 
 STEP_MAX: Final = 10.0
-"""Times as many replicas after one step up at most."""
+"""Largest factor of one step up."""
 
 
 @final
@@ -64,7 +64,7 @@ class Look:
         self._words = wanted_reason(demand.words, demand.more, self._more)
 
     def decide(self) -> ScalingDecision:
-        """By the first rule that applies: wake, panic, more, fewer, as many."""
+        """Apply the first matching rule: wake, panic, scale up, scale down, stay."""
         if not self._num_replicas:
             return self._from_zero()
         burst = self._burst()
@@ -78,7 +78,7 @@ class Look:
 
     def _from_zero(self) -> ScalingDecision:
         is_plain = self._config.query is None and not self._asked
-        # A replica that is being stopped may still work on something; that alone needs no other one.
+        # A stopping replica may still process requests; that alone needs no new one.
         if self._more and (self._demand.queued > 0 or not is_plain):
             return self._add(self._more, ScalingDecisionKind.WOKEN, f"{self._words} and none is there")
         return self._stay(ScalingDecisionKind.STEADY, f"{self._words}; there is none, and none waits")
@@ -123,7 +123,7 @@ class Look:
         )
 
     def _step_up(self) -> int:
-        """To how many a step up goes whose delay is over; as many as there are while none is due."""
+        """Target of a step up if its delay is over; the current number while none is due."""
         config, count, since = self._config, self._num_replicas, self._state.up_since
         if since is None or self._now - since < punctual(config.upscale_delay_s, config):
             return count
@@ -133,7 +133,7 @@ class Look:
         )
 
     def _step(self, wanted: float) -> int:
-        """Towards ``wanted``, as far as one step may go."""
+        """``wanted``, limited to what one step up may add."""
         count = round_up(wanted)
         if self._config.query is None and not self._asked:
             factor = max(self._config.upscaling_factor or 1.0, 1.0)
@@ -169,7 +169,7 @@ class Look:
                 f"{self._words}; held for {(state.panic_until or 0.0) - self._now:.0f} s more after a burst",
             )
         fewer = tuple(entry for entry in state.fewer if entry[0] <= target)
-        if target > rest:  # the next part of the step has a delay of its own
+        if target > rest:  # the next part of the step waits for its own delay
             fewer = note_wanted((), self._keep, self._now)
         self._state = msgspec.structs.replace(
             state,
@@ -225,14 +225,14 @@ class Look:
 
 
 STARTING_S: Final = 120.0
-"""For how long replicas that start hold back others."""
+"""Seconds for which starting replicas delay further ones at most."""
 WAKING_S: Final = 3.0
-"""After a wake-up: for how long those who wait with other routers still count as having come at once."""
+"""Seconds after a wake-up during which requests that wait with other routers count as simultaneous."""
 _ASLEEP: Final = "none is there, of which the query could give an average; a waiting request adds the first"
 
 
 def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, now: float) -> ScalingDecision:
-    """How many replicas there shall be at ``now`` (seconds since 1970), by the newest of ``series``. Never raises."""
+    """Decide the number of replicas at ``now`` (seconds since 1970) from the newest of ``series``. Never raises."""
     if state.decided is not None and state.decided != inputs.num_replicas:
         state = msgspec.structs.replace(state, up_since=None, down_since=None, zero_since=None, fewer=())
     if inputs.asked_state is not None:
@@ -251,10 +251,10 @@ def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, no
 
 
 def wake(inputs: ScalingInput, waiting: int, now: float, state: ScalingState) -> ScalingDecision:
-    """From zero, because ``waiting`` requests wait with a router.
+    """Scale up from zero, because ``waiting`` requests wait with a router.
 
-    Where none runs yet but some are already starting, more may still be asked for during `WAKING_S`: the requests
-    that came together may wait with several routers. Later ones wait because replicas start.
+    While replicas are starting and none runs, more may be added during `WAKING_S`: simultaneous requests may wait with
+    several routers. Later requests wait because replicas are starting.
     """
     config, num_replicas = inputs.config, inputs.num_replicas
     is_early = state.last_up_at is not None and now - state.last_up_at <= WAKING_S
@@ -289,7 +289,7 @@ def _is_per_replica(config: AutoscalingConfig) -> bool:
 
 
 def _settled(inputs: ScalingInput, state: ScalingState, now: float) -> ScalingState:
-    """Whether those that were added last are running by now."""
+    """Update `settled_at`: whether the replicas that were added last are running."""
     if state.last_up_at is None or state.settled_at is not None:
         return state
     if inputs.num_running < inputs.num_replicas and now - state.last_up_at < STARTING_S:
@@ -298,14 +298,14 @@ def _settled(inputs: ScalingInput, state: ScalingState, now: float) -> ScalingSt
 
 
 def _is_starting(inputs: ScalingInput, series: Series, state: ScalingState) -> bool:
-    """Whether what is looked at goes back to when replicas were starting that had been decided on."""
+    """Whether the newest sample's window reaches back to when decided replicas were still starting."""
     if state.last_up_at is None or not series:
         return False
     return state.settled_at is None or series[-1].at - inputs.config.look_back_period_s < state.settled_at
 
 
 def _known(config: AutoscalingConfig, state: ScalingState, now: float) -> ScalingState:
-    """The load is known again: since when it was not counts for nothing."""
+    """The load is known; a time in which it was not counts for no delay."""
     if state.known_at is not None:
         gap_s = max(now - state.known_at, 0.0)
         is_gap = state.is_unknown or gap_s > stale_after_s(config)
@@ -314,7 +314,7 @@ def _known(config: AutoscalingConfig, state: ScalingState, now: float) -> Scalin
 
 
 def _not_ahead(state: ScalingState, now: float) -> ScalingState:
-    """A clock that was set back must not make anything last longer."""
+    """Cap times at ``now``: a clock that was set back must not prolong any delay."""
     if state.last_up_at is None or state.last_up_at <= now:
         return state
     return msgspec.structs.replace(
@@ -334,7 +334,7 @@ def _unknown(inputs: ScalingInput, state: ScalingState, problem: str) -> Scaling
 
 
 def _limited(decision: ScalingDecision, num_replicas: int, limited: int, now: float) -> ScalingDecision:
-    """Limits hold at once, whatever else was decided."""
+    """Adjust a decision to changed limits, which apply at once."""
     state, verdict = decision.state, decision.verdict
     name = "max_replicas" if limited < num_replicas else "min_replicas"
     why = f"{num_replicas} → {decision.target} replicas as {name} is {limited} now; {decision.why}"

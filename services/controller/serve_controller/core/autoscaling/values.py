@@ -1,4 +1,4 @@
-"""What the autoscaling policy sees, remembers and says, and whose load is to be read for it."""
+"""Inputs, state and decisions of the autoscaling policy, and the loads to be read for it."""
 
 from __future__ import annotations
 
@@ -16,103 +16,103 @@ from serve_controller.core.transitions import ROUTED
 
 
 class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of one backend, as one look at a source found it."""
+    """The load of one backend, as read from a source at one time."""
 
     at: float
-    """Of the newest sample in it, seconds since 1970."""
+    """Time of the newest data in it, seconds since 1970."""
     seen: float | None
-    """Requests that replicas work on plus those that wait, over `look_back_period_s` by `aggregation_function`; or
-    what the query gave. None: not known, and `missing` says why."""
+    """Requests in replicas plus waiting requests, aggregated over `look_back_period_s` by `aggregation_function`; or
+    the value of the query. None: not known, and `missing` has the reason."""
     burst: float | None = None
-    """The same, averaged over `panic_window_s`; None where that is not known (a query has none)."""
+    """The same, averaged over `panic_window_s`; None where not known (a query has none)."""
     queued: float = 0.0
-    """Of `seen`: those that waited in routers."""
+    """The part of `seen` that waited in routers."""
     source: str = ""
     """``prometheus`` or ``scrape``."""
     over_s: float | None = None
-    """Over how long `seen` really was seen: shorter than `look_back_period_s` soon after a start, longer where
-    Prometheus scrapes too seldom. None: as asked."""
+    """Actual window of `seen` in seconds: shorter than `look_back_period_s` soon after a start, longer where Prometheus
+    scrapes too rarely. None: as requested."""
     missing: str = ""
-    """Why `seen` is None, for people: what was not scraped, is stale, or gave no number."""
+    """Why `seen` is None, for people: not scraped, stale, or not a number."""
 
 
 Series = Sequence[LoadSample]
-"""The latest readings, the oldest first; never empty when a policy is asked. At least those of the look-back period."""
+"""The latest samples, the oldest first, at least those of the look-back period; never empty for a policy."""
 
 
 class ScalingState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy remembers between two decisions. Soft: a new leader begins with an empty one, which only delays."""
+    """State of a policy between two decisions. Soft: a new leader starts with an empty one, which only delays."""
 
     up_since: float | None = None
-    """Since when more have been wanted without a break; None while not."""
+    """Since when more replicas have been wanted without a break; None while not."""
     down_since: float | None = None
     zero_since: float | None = None
     """Since when the last replica has not been wanted."""
     panic_until: float | None = None
     last_up_at: float | None = None
-    """When it last decided on more."""
+    """When it last decided to scale up."""
     last_down_at: float | None = None
     decided: int | None = None
-    """What it came to. Another number of replicas next time is somebody else's doing: all waiting begins anew."""
+    """The last decision. If the number of replicas differs next time, something else changed it: all delays restart."""
     fewer: tuple[tuple[int, float], ...] = ()
-    """Each (n, t): fewer than n have been wanted since t without a break; see `waits`. Never more than 32."""
+    """Each (n, t): fewer than n have been wanted since t without a break; see `demand.Fewer`. At most 32."""
     known_at: float | None = None
     """When the load was known last."""
     is_unknown: bool = False
-    """Whether it was not known at the last decision."""
+    """Whether the load was not known at the last decision."""
     settled_at: float | None = None
-    """When all replicas were seen running that it then decided on; None while they are not."""
+    """When all replicas of the last scale-up were running; None until then."""
     policy_state: dict[str, Any] = {}
-    """Of the user's function."""
+    """State returned by the user's function."""
 
 
 class ScalingDecisionKind(Enum):
-    """What a decision came to."""
+    """Outcome of a decision."""
 
     STEADY = "steady"
-    """As many as are wanted."""
+    """As many replicas as wanted."""
     WAITS_UP = "waits_up"
-    """More are wanted; `upscale_delay_s` is not over."""
+    """More replicas are wanted; `upscale_delay_s` is not over."""
     WAITS_DOWN = "waits_down"
     UP = "up"
     DOWN = "down"
     PANIC = "panic"
-    """Added at once, because the load is a multiple of what the replicas bear."""
+    """Scaled up at once, because the load is a multiple of the replicas' capacity."""
     HELD = "held"
-    """Nothing is done because the load is not known, or because a panic is not over."""
+    """Not scaled because the load is not known or a panic is not over."""
     WOKEN = "woken"
-    """From zero, by a request that waits."""
+    """Scaled up from zero because of a waiting request."""
 
 
 class ScalingInput(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a backend that a decision depends on, but its load and the time."""
+    """Everything about a backend that a decision depends on, except its load and the time."""
 
     config: AutoscalingConfig
     num_replicas: int
-    """As it was decided last."""
+    """The current target."""
     num_running: int
     """Replicas that take requests now."""
     asked: int | None = None
-    """What the user's function said; None for the default policy."""
+    """Number of replicas returned by the user's function; None for the default policy."""
     asked_state: dict[str, Any] | None = None
-    """And what it wants to be given next time."""
+    """State returned by the user's function; None leaves it unchanged."""
 
 
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there shall be, and why."""
+    """The number of replicas to run, and why."""
 
     target: int
     state: ScalingState
     verdict: ScalingDecisionKind
     seen: float | None
     wanted: float | None
-    """What the load alone comes to, before limits, factors and delays; None where it is not known."""
+    """Replicas for the load alone, before limits, factors and delays; None where the load is not known."""
     why: str
-    """For people, in one line: what was seen and why it moved or held."""
+    """Reason in one line, for people: the load and why the number changed or not."""
 
 
 class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose load is to be read, and who must have been heard for it to count."""
+    """A request for the load of one backend, and the processes that must have been scraped for it to count."""
 
     backend_tag: BackendTag
     config: AutoscalingConfig
@@ -121,43 +121,43 @@ class LoadAsk(msgspec.Struct, frozen=True, kw_only=True):
     hosts: frozenset[HostId]
     """Every host that runs a replica of it."""
     num_replicas: int = 0
-    """So many replicas must be on the pages of hosts: one that is cut off is on none, and its load would be missing
-    without a word."""
+    """Replicas that must be on the hosts' metrics pages: one that is disconnected is on none, and its load would be
+    missing silently."""
     began_at: Mapping[str, float] = {}
-    """When the processes of these proxies and hosts began, seconds since 1970, where it is known: what has just begun
-    bore nothing before, so that nobody needs to have scraped it then."""
+    """Start times of these proxies and hosts, seconds since 1970, where known: a process had no load before its start,
+    so it need not have been scraped then."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the services' metrics are, by what they say of themselves in their reports."""
+    """Addresses of the services' metrics, from their reports."""
 
     urls: frozenset[str]
 
 
 class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last look at one backend found and came to."""
+    """The latest decision on one backend, and the load that it was based on."""
 
     decision: ScalingDecision
     decided_at: float
     source: str = ""
-    """Of the newest reading."""
+    """Source of the newest load sample."""
     read_at: float | None = None
-    """When the newest reading that could be used was taken; None before the first."""
+    """Time of the newest usable load sample; None before the first."""
 
 
 MEASURED_AFTER_S: Final = 20.0
-"""A replica that serves for so long must be on its host's page, as it was scraped last."""
+"""Seconds after which a serving replica must be on its host's metrics page."""
 
 
 def autoscaled(checkpoint: Checkpoint) -> list[BackendTag]:
-    """Backends whose number of replicas follows their load now, in order."""
+    """Backends with active autoscaling, in order."""
     return sorted(tag for tag, backend in checkpoint.backends.items() if backend.autoscaling is not None)
 
 
 def asks_of(
     checkpoint: Checkpoint, observed: ObservedState, tags: Iterable[BackendTag], now: float
 ) -> list[LoadAsk]:
-    """What to read of these backends; of those that are not autoscaled (any more), nothing."""
+    """Load requests for these backends; those that are not (or no longer) autoscaled are left out."""
     proxies = frozenset(p for p in observed.proxies if is_proxy_live(observed, p, now))
     began_at = {str(p): observed.proxies[p].report.started_at for p in proxies}
     began_at |= {str(host_id): host.report.started_at for host_id, host in observed.hosts.items()}
@@ -184,7 +184,7 @@ def asks_of(
 
 
 def targets_of(observed: ObservedState, now: float) -> Targets:
-    """Where everybody who was heard of lately can be scraped."""
+    """Metrics addresses of all live proxies and of all hosts that are not lost."""
     proxy_ids: list[ProxyId] = [p for p in observed.proxies if is_proxy_live(observed, p, now)]
     urls = {observed.proxies[proxy_id].report.metrics_url for proxy_id in proxy_ids}
     for host_id, host in observed.hosts.items():
@@ -199,7 +199,7 @@ def num_running(checkpoint: Checkpoint, tag: BackendTag) -> int:
 
 
 def unmeasured(ask: LoadAsk, measured: int) -> str:
-    """Why a load is not known though everybody was scraped; empty when that is not so. ``measured``: replicas found."""
+    """Why a load is not known though all services were scraped; empty if it is. ``measured``: replicas found."""
     if measured >= ask.num_replicas:
         return ""
     return (

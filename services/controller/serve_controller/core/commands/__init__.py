@@ -1,4 +1,4 @@
-"""Commands: what a caller wants, turned into a new goal state or refused.
+"""Commands: turned into a new goal state, or refused.
 
 Why pure: the reply to a command is a promise, and a promise must depend on nothing but the checkpoint it was made
 on. The shell records the changes before it replies.
@@ -66,8 +66,8 @@ __all__ = ["Accepted", "decide"]
 def decide(checkpoint: Checkpoint, command: AnyCommand | RestoreFrom, now: float) -> Accepted:  # noqa: C901, PLR0912 - a table
     """Turn a command into a new goal state.
 
-    Raises a `CommandRefused` (BadField, NotFound, Conflict, LimitReached), which changes nothing. The same command
-    again is accepted again: every command is idempotent.
+    Raises a `CommandRefused` (BadField, NotFound, Conflict, LimitReached) and changes nothing then. Every command is
+    idempotent: the same command again is accepted again.
     """
     match command:
         case Deploy():

@@ -1,4 +1,4 @@
-"""What a decision comes to, and how it makes a goal."""
+"""The outcome of a command, and the goal that it creates."""
 
 from __future__ import annotations
 
@@ -18,53 +18,52 @@ GOALS_PENDING_MAX = 20_000
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """What to record and then to answer. Empty changes: there was nothing to do."""
+    """What to record, and the reply to send afterwards. Empty changes: there was nothing to do."""
 
     changes: ObjectChanges
     reply: CommandReply
     subject: str
-    """What the command was about, for the audit log."""
+    """Name of the changed object, for the audit log."""
     goal_id: GoalId | None
 
 
 def changed(draft: Draft, subject: str, goal_id: GoalId | None) -> Accepted:
-    """A change that is to be recorded and waited for."""
+    """The outcome of a command that changes something."""
     reply = ChangeReply(goal_id=goal_id, updating=True)
     return Accepted(changes=draft.changes(), reply=reply, subject=subject, goal_id=goal_id)
 
 
 def nothing_to_do(subject: str, goal_id: GoalId | None, *, updating: bool = False) -> Accepted:
-    """Everything is as asked, or a goal that makes it so is under way."""
+    """The outcome of a command whose target is reached already, or is being reached by a pending goal."""
     reply = ChangeReply(goal_id=goal_id or None, updating=updating)
     return Accepted(changes=ObjectChanges(), reply=reply, subject=subject, goal_id=None)
 
 
 def nothing_there(checkpoint: Checkpoint, subject: str, owned: str) -> Accepted:
-    """What is to be deleted is gone already; while not everybody knows, a goal can still be waited for.
+    """The outcome of a deletion of a missing object; a deletion that is still pending can be waited for.
 
-    ``owned`` is what the goal that deleted it owns.
+    ``owned`` is the key that the pending goal owns.
     """
     goal_id = min(checkpoint.owners.get(owned, {}), key=number_of, default=None)
     return nothing_to_do(subject, goal_id, updating=goal_id is not None)
 
 
 def ended_badly(checkpoint: Checkpoint, goal_id: GoalId) -> bool:
-    """Whether a goal came to nothing: who asks for what is there already must not be answered with it."""
+    """Whether a goal failed or was superseded: it must not be the reply to a command with the same target."""
     goal = checkpoint.goals.get(goal_id)
     return goal is not None and goal.status in (GoalStatus.FAILED, GoalStatus.SUPERSEDED)
 
 
 def is_going(checkpoint: Checkpoint, backend: Backend) -> bool:
-    """Whether a backend is being deleted by a goal that can still be waited for."""
+    """Whether a backend is being deleted by a pending goal."""
     return backend.deleting and backend.goal_id in checkpoint.pending
 
 
 def retried(checkpoint: Checkpoint, request_id: str | None, subject: str, owned: str) -> Accepted | None:
-    """The answer to a command that was accepted before under the same request id, or None.
+    """The outcome of a command that was accepted before under the same request id, or None.
 
-    ``owned`` is what its goal must own: an id that was used for something else is no retry.
-
-    Raises `BadField` for an id that is no name.
+    ``owned`` is the key that its goal must own: an id used for something else is no retry. Raises `BadField` for an
+    invalid id.
     """
     if request_id is None:
         return None
@@ -85,10 +84,10 @@ def new_goal(
     *,
     request_id: str | None = None,
 ) -> GoalId:
-    """A pending goal; pending ones that it replaces end SUPERSEDED.
+    """Create a pending goal; the pending goals that it replaces end SUPERSEDED.
 
-    A change of one part of something larger that is pending (a deployment of an application that is being deployed)
-    becomes a goal of the whole, so that the rest is not forgotten.
+    A change of one part of a larger pending change (a deployment of an application that is being deployed) becomes a
+    goal of the whole, so that the rest still has one.
     """
     replaced = {goal_id for key in owns for goal_id in draft.owners.get(key, {})}
     whole = _whole_of(draft, replaced, kind, owns)
@@ -115,7 +114,7 @@ def new_goal(
 
 
 def _whole_of(draft: Draft, replaced: Collection[GoalId], kind: GoalKind, owns: Sequence[str]) -> Goal | None:
-    """The goal of an application, among those that are replaced, of which the new goal is about a part alone."""
+    """The replaced goal of an application of which the new goal covers only a part, if any."""
     if kind not in (GoalKind.DEPLOY, GoalKind.DELETE):
         return None
     for goal_id in sorted(replaced, key=number_of):
@@ -138,12 +137,12 @@ def _end_replaced(
             end_goal(draft, former, GoalStatus.SUPERSEDED, now, f"replaced by {goal_id}")
             application = application_of(draft, former)
             if application is not None and application.deleting and former.owns[0] not in owns:
-                # Part of what was being deleted is wanted again: the rest goes by itself, the group is no more.
+                # Part of a deleted application is deployed again: the rest is deleted, and so is the group.
                 draft.delete((ObjectKind.APPLICATION, application.name))
 
 
 def _hand_over(draft: Draft, former: Goal, goal_id: GoalId) -> None:
-    """Let the goal that replaces ``former`` be the one that is answered for all that it was about."""
+    """Make the goal that replaces ``former`` the newest goal of all objects that ``former`` covered."""
     application = application_of(draft, former)
     if application is not None:
         draft.put(msgspec.structs.replace(application, goal_id=goal_id))

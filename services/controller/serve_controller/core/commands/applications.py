@@ -39,11 +39,11 @@ from serve_controller.core.objects import Application, ApplicationVersion, Backe
 from serve_controller.core.snapshots import route_meanwhile, taken_over
 
 DEPLOYMENTS_MAX = 100
-"""Of one application: what must be recorded at once stays bounded."""
+"""Most deployments of one application, to bound what is recorded in one transaction."""
 
 
 def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: float) -> Accepted:
-    """See `DeployApplication`."""
+    """Create or update an application with all its deployments, as one change."""
     name = check_name(command.name, "name")
     parts, options = _checked_parts(command)
     again = retried(checkpoint, command.request_id, name, application_owned(name))
@@ -100,11 +100,11 @@ def deploy_application(checkpoint: Checkpoint, command: DeployApplication, now: 
 def _part(
     checkpoint: Checkpoint, tag: BackendTag, wanted: Wanted, config: EndpointConfig, goal_id: GoalId
 ) -> Backend:
-    """The backend of one deployment, as the goal of its application wants it."""
+    """The backend of one deployment, as the target of its application's goal."""
     backend = checkpoint.backends.get(tag)
     if backend is None or not is_deployed_as(checkpoint, backend, wanted, config):
         return make_backend(backend, tag, goal_id, wanted)
-    # What crashed before counts for nothing: the goal has its own tries.
+    # Earlier failures do not count: the goal has its own retries.
     return msgspec.structs.replace(backend, goal_id=goal_id, start_failures=0, retry_at=0.0)
 
 
@@ -133,7 +133,7 @@ def _checked_parts(
 
 
 def _check_name_free(checkpoint: Checkpoint, name: str, tags: set[BackendTag]) -> None:
-    """A new application takes over the deployments of its name that were deployed one by one, if it names them all."""
+    """Raise `Conflict` unless the new application includes all deployments already deployed under its name."""
     prefix = f"{name}/"
     for tag, deployment in sorted(checkpoint.deployments.items()):
         if deployment.ended_at is None and tag.startswith(prefix) and tag not in tags:
@@ -160,7 +160,7 @@ def _is_same(
 
 
 def delete_application(checkpoint: Checkpoint, command: DeleteApplication, now: float) -> Accepted:
-    """See `DeleteApplication`."""
+    """Delete an application with all its deployments."""
     name = check_name(command.name, "name")
     existing = checkpoint.applications.get(name)
     if existing is None:

@@ -55,7 +55,7 @@ from serve_controller.core.snapshots import check_not_moving
 
 
 def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
-    """See `Deploy`."""
+    """Create or update a deployment: its backend and the endpoint of its tag."""
     tag = deployment_tag(command.name)
     wanted = Wanted(
         command.replica_config, command.backend_config, command.version, command.version is not None
@@ -93,9 +93,9 @@ def deploy(checkpoint: Checkpoint, command: Deploy, now: float) -> Accepted:
 def put_deployment(
     draft: Draft, tag: BackendTag, config: EndpointConfig, now: float, application: str | None = None
 ) -> None:
-    """Make the endpoint of a deployment be ``config``, and remember that it is one.
+    """Set the endpoint of a deployment to ``config``, and record the deployment.
 
-    ``application`` None: it stays in the application that it is in, or joins the one of its tag when that exists.
+    ``application`` None: it stays in its application, or joins the one named in its tag if that exists.
     """
     endpoint = draft.endpoints.get(EndpointTag(tag))
     shadows = {} if endpoint is None else endpoint.target.shadows
@@ -116,7 +116,7 @@ def put_deployment(
 
 
 def _joined(draft: Draft, tag: BackendTag) -> str:
-    """A deployment that is deployed by itself under the name of an application becomes part of it."""
+    """Add a deployment that is deployed alone to the application named in its tag; returns that name, or ''."""
     application = draft.applications.get(tag.partition("/")[0])
     if application is None or application.deleting:
         return ""
@@ -128,7 +128,7 @@ def _joined(draft: Draft, tag: BackendTag) -> str:
 
 
 def left_out_of(checkpoint: Checkpoint, name: str, wanted: Collection[BackendTag]) -> list[BackendTag]:
-    """What belongs to the application and is not wanted any more, also by goals that were replaced or failed."""
+    """Deployments of the application that are not in ``wanted``, including those of superseded or failed goals."""
     return sorted(
         tag
         for tag, deployment in checkpoint.deployments.items()
@@ -154,7 +154,7 @@ def _check_prev_version(existing: Backend | None, command: Deploy) -> None:
 
 
 def check_is_deployment(checkpoint: Checkpoint, tag: BackendTag, field: str = "name") -> None:
-    """Raise `Conflict` when a backend or an endpoint that was made by itself has the name."""
+    """Raise `Conflict` when a backend or an endpoint that belongs to no deployment has the name."""
     known = checkpoint.deployments.get(tag)
     if known is not None and known.ended_at is None:
         return
@@ -175,8 +175,8 @@ def check_route_free(
 ) -> None:
     """Raise `Conflict` when another endpoint has the route, or may take it back when its pending goal fails.
 
-    ``but``: deployments that give it up. One of the same application that may take it back does so only together with
-    this one.
+    ``but``: deployments that give it up. A deployment of the same application may take it back only together with this
+    one, so it is no conflict.
     """
     if route is None:
         return
@@ -195,7 +195,7 @@ def _are_one(checkpoint: Checkpoint, one: EndpointTag, other: EndpointTag) -> bo
 
 
 def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, config: EndpointConfig) -> bool:
-    """Whether a deployment is this already."""
+    """Whether a deployment equals ``wanted`` and ``config`` already."""
     endpoint = checkpoint.endpoints.get(EndpointTag(existing.backend_tag))
     if endpoint is None or not is_as_wanted(existing, wanted):
         return False
@@ -203,7 +203,7 @@ def is_deployed_as(checkpoint: Checkpoint, existing: Backend, wanted: Wanted, co
 
 
 def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: float) -> Accepted:
-    """See `DeleteDeployment`."""
+    """Delete a deployment, and its application with the last one."""
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None:
@@ -215,7 +215,7 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
     application = checkpoint.applications.get(checkpoint.deployments[tag].application)
     going = [tag]
     if application is not None and set(application.target.deployments) <= {tag}:
-        # The last of an application takes along what is to go away anyway.
+        # The last deployment of an application also deletes those that were left out of it.
         going += left_out_of(checkpoint, application.name, [tag])
     for gone in going:
         check_unused(checkpoint, gone, {EndpointTag(t) for t in going})
@@ -231,7 +231,7 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
 
 
 def _leave(draft: Draft, application: Application, tag: BackendTag) -> None:
-    """Take a deployment out of its application. The ingress cannot go alone."""
+    """Take a deployment out of its application. Raises `Conflict` for an ingress that is not the last one."""
     others = [t for t in application.target.deployments if t != tag]
     if application.target.ingress == tag and others:
         raise Conflict(
@@ -281,7 +281,7 @@ _FIELD = "backend_tag"
 
 
 def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -> Accepted:
-    """See `CreateBackend`."""
+    """Create or update a backend that belongs to no deployment."""
     tag = deployment_tag(command.backend_tag, _FIELD)
     wanted = Wanted(command.replica_config, command.backend_config, None, is_same_code=True)
     check_wanted(wanted)
@@ -301,7 +301,7 @@ def create_backend(checkpoint: Checkpoint, command: CreateBackend, now: float) -
 
 
 def delete_backend(checkpoint: Checkpoint, command: DeleteBackend, now: float) -> Accepted:
-    """See `DeleteBackend`."""
+    """Delete a backend that belongs to no deployment; ``force_kill`` stops its replicas without draining."""
     tag = deployment_tag(command.backend_tag, _FIELD)
     existing = checkpoint.backends.get(tag)
     if existing is None:
@@ -328,9 +328,9 @@ def update_backend_config(
     *,
     paused_by: str = "update_backend_config",
 ) -> Accepted:
-    """See `UpdateBackendConfig`.
+    """Change some options of a backend's configuration.
 
-    ``paused_by``: the verb that autoscaling is paused by when a number of replicas is given.
+    ``paused_by``: the verb recorded as pausing autoscaling when a number of replicas is set.
     """
     tag = deployment_tag(command.backend_tag, _FIELD)
     existing = checkpoint.backends.get(tag)
@@ -359,7 +359,7 @@ def update_backend_config(
         and endpoint is not None
         and endpoint.goal_id in checkpoint.pending
     ):
-        is_deployment = False  # its traffic is being changed: that goal is not replaced by this one
+        is_deployment = False  # its traffic is being changed: this goal must not supersede that one
     owns = deployment_owned(tag) if is_deployment else [backend_key(tag)]
     goal_id = new_goal(draft, GoalKind.DEPLOY, tag, owns, now)
     backend = make_backend(existing, tag, goal_id, wanted)
@@ -368,7 +368,7 @@ def update_backend_config(
 
 
 def rollback(checkpoint: Checkpoint, command: Rollback, now: float) -> Accepted:
-    """See `Rollback`. Raises `NotFound` when the backend or the revision is unknown."""
+    """Deploy an earlier revision again. Raises `NotFound` when the backend or the revision is unknown."""
     tag = deployment_tag(command.name)
     existing = checkpoint.backends.get(tag)
     if existing is None or existing.deleting:
@@ -431,7 +431,7 @@ def _chosen(
 
 
 def _is_like(revision: Revision, existing: Backend, reached: EndpointConfig | None) -> bool:
-    """Whether a revision is the present target, but for what a rollback leaves as it is."""
+    """Whether a revision equals the current target, except for what a rollback leaves unchanged."""
     target = existing.target
     num_replicas = target.backend_config.num_replicas
     was, way = revision.version, revision.endpoint
@@ -444,7 +444,7 @@ def _is_like(revision: Revision, existing: Backend, reached: EndpointConfig | No
 
 
 def _is_reached_alike(way: EndpointConfig, reached: EndpointConfig, *, is_newest: bool) -> bool:
-    # Options that were set since the newest revision are no version to go back from.
+    # Options set since the newest revision do not make a different version to roll back from.
     return (way.route, way.methods) == (reached.route, reached.methods) and (
         is_newest or way.options == reached.options
     )

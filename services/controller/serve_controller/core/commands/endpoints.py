@@ -1,4 +1,4 @@
-"""Endpoints made by themselves, the traffic of any endpoint, and the options of all proxies."""
+"""Endpoints that belong to no deployment, the traffic of any endpoint, and the options of all proxies."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from serve_controller.core.objects import (
 
 NUM_ENDPOINTS_MAX = 10_000
 SPLIT_MAX = 100
-"""Backends that one endpoint sends or copies requests to."""
+"""Most backends that one endpoint sends requests to, and most that it copies requests to."""
 _SUM_PLAY = 1e-6
 
 
 def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float) -> Accepted:
-    """See `CreateEndpoint`."""
+    """Create an endpoint that belongs to no deployment. Raises `Conflict` where a different one exists."""
     tag = _tag(command.endpoint)
     config = EndpointConfig(
         route=None if command.route is None else check_route(command.route, "route"),
@@ -73,7 +73,7 @@ def create_endpoint(checkpoint: Checkpoint, command: CreateEndpoint, now: float)
 
 
 def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float) -> Accepted:
-    """See `DeleteEndpoint`."""
+    """Delete an endpoint that belongs to no deployment."""
     tag = _tag(command.endpoint)
     if tag not in checkpoint.endpoints:
         return nothing_there(checkpoint, tag, endpoint_key(tag))
@@ -86,7 +86,7 @@ def delete_endpoint(checkpoint: Checkpoint, command: DeleteEndpoint, now: float)
 
 
 def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Accepted:
-    """See `SetTraffic`."""
+    """Set the weights of the backends of an endpoint."""
     endpoint = _existing(checkpoint, command.endpoint)
     weights = _checked_weights(checkpoint, command.weights, "weights")
     target = msgspec.structs.replace(endpoint.target, traffic=weights)
@@ -94,7 +94,7 @@ def set_traffic(checkpoint: Checkpoint, command: SetTraffic, now: float) -> Acce
 
 
 def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -> Accepted:
-    """See `ShadowTraffic`."""
+    """Copy a proportion of an endpoint's requests to a backend; 0 ends that."""
     endpoint = _existing(checkpoint, command.endpoint)
     if not 0 <= command.proportion <= 1:
         raise BadField("proportion", f"is {shown(command.proportion)}; it must be between 0 and 1")
@@ -111,7 +111,7 @@ def shadow_traffic(checkpoint: Checkpoint, command: ShadowTraffic, now: float) -
 
 
 def set_endpoint_options(checkpoint: Checkpoint, command: SetEndpointOptions, now: float) -> Accepted:
-    """See `SetEndpointOptions`."""
+    """Change some options of an endpoint."""
     endpoint = _existing(checkpoint, command.endpoint)
     options = check_endpoint_options(merged(endpoint.target.options, command.options, "options"))
     target = msgspec.structs.replace(endpoint.target, options=options)
@@ -125,7 +125,7 @@ def _set_alone(
     fields: Iterable[str],
     now: float,
 ) -> Accepted:
-    """A change of an endpoint's configuration that a deploy which is pending, or fails, does not undo."""
+    """Change fields of an endpoint by a goal of its own, so that a pending or failing deploy does not undo them."""
     if target == endpoint.target and not ended_badly(checkpoint, endpoint.goal_id):
         return nothing_to_do(endpoint.endpoint_tag, endpoint.goal_id)
     before = endpoint.set_alone if endpoint.goal_id in checkpoint.pending else []
@@ -192,7 +192,7 @@ SUBJECT = "http"
 
 
 def set_http_options(checkpoint: Checkpoint, command: SetHttpOptions, now: float) -> Accepted:
-    """See `SetHttpOptions`."""
+    """Change some HTTP options of all proxies."""
     record = checkpoint.http
     known = HttpOptions() if record is None else record.target
     options = check_http_options(merged(known, command.options, "options"))

@@ -1,4 +1,4 @@
-"""Commands of operators: drain a host, scale or pause, empty the system."""
+"""Operators' commands: drain a host, scale, pause autoscaling, shut everything down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from serve_controller.core.scaling import check_within_limits
 
 
 def drain_host(checkpoint: Checkpoint, command: DrainHost, now: float) -> Accepted:
-    """See `DrainHost`. Raises `NotFound` for a host that never reported."""
+    """Place nothing more on a host and move its replicas elsewhere. Raises `NotFound` for an unknown host."""
     record = _known(checkpoint, command.host_id)
     if record.draining:
         return nothing_to_do(record.host_id, record.goal_id)
@@ -41,7 +41,7 @@ def drain_host(checkpoint: Checkpoint, command: DrainHost, now: float) -> Accept
 
 
 def undrain_host(checkpoint: Checkpoint, command: UndrainHost, now: float) -> Accepted:
-    """See `UndrainHost`. Needs no goal of its own: it is done when it is recorded."""
+    """Allow placement on a host again. Needs no goal: it is done once it is recorded."""
     record = _known(checkpoint, command.host_id)
     if not record.draining:
         return nothing_to_do(record.host_id, None)
@@ -64,7 +64,7 @@ _FIELD: Final = "backend_tag"
 
 
 def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
-    """See `Scale`."""
+    """Set a backend's number of replicas; active autoscaling pauses."""
     existing = checkpoint.backends.get(deployment_tag(command.backend_tag, _FIELD))
     check_between(command.num_replicas, 0, NUM_REPLICAS_MAX, "num_replicas")
     if existing is not None and not existing.deleting:
@@ -77,13 +77,13 @@ def scale(checkpoint: Checkpoint, command: Scale, now: float) -> Accepted:
 
 
 def pause_autoscaling(checkpoint: Checkpoint, command: PauseAutoscaling) -> Accepted:
-    """See `PauseAutoscaling`."""
+    """Pause the autoscaling of a backend until it is resumed."""
     backend = _autoscaled(checkpoint, command.backend_tag)
     return _set_paused(checkpoint, backend, backend.autoscaling_paused or "pause_autoscaling")
 
 
 def resume_autoscaling(checkpoint: Checkpoint, command: ResumeAutoscaling) -> Accepted:
-    """See `ResumeAutoscaling`."""
+    """Resume the autoscaling of a backend."""
     return _set_paused(checkpoint, _autoscaled(checkpoint, command.backend_tag), "")
 
 
@@ -110,7 +110,7 @@ SUBJECT = "everything"
 
 
 def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
-    """See `Shutdown`. What is being deleted already is answered with the goal that does it."""
+    """Delete all applications, backends and endpoints. For pending deletions the reply has their goals."""
     draft = Draft(checkpoint)
     goal_ids: dict[GoalId, None] = {}
     for name in sorted(draft.applications):
@@ -118,7 +118,8 @@ def shutdown(checkpoint: Checkpoint, now: float) -> Accepted:
     for goal_id in sorted(draft.pending, key=number_of):
         goal = draft.pending[goal_id]
         if goal.kind is GoalKind.APPLICATION:
-            # Before its parts go one by one: what is done to a part becomes a goal of the whole while that is pending.
+            # Before its parts are deleted one by one: while this goal is pending, a goal of a part would become one of
+            # the whole.
             end_goal(draft, goal, GoalStatus.SUPERSEDED, now, "replaced by shutdown")
     for tag in sorted(draft.backends):
         backend = draft.backends[tag]

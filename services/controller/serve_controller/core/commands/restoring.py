@@ -1,7 +1,7 @@
-"""A restore: everything is to be deployed as a backup says, as one change.
+"""Restores a backup: everything is deployed as in the backup, as one change.
 
-Why goals and not rows: what runs, and every number that was given, stays as it is. What is deployed is changed to what
-it was, by the same ways as by any command, so nothing that serves stops before what replaces it serves.
+Why by goals and not by rows: running replicas and all numbers given so far stay. The deployed state is changed to that
+of the backup in the same way as by any command, so nothing that serves stops before its replacement serves.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SUBJECT = "everything"
 
 
 class RestoreFrom(Command, frozen=True, kw_only=True):
-    """A `Restore` whose file has come whole and was understood."""
+    """A `Restore` whose file is complete and decoded."""
 
     saved: Checkpoint
     summary: str
 
 
 def check_backup(saved: Checkpoint) -> str:
-    """What a backup holds, in words. Raises `BadField` for one that no leader can have written."""
+    """Summary of a backup's contents. Raises `BadField` for an invalid backup."""
     for tag, backend in saved.backends.items():
         at = f"backends[{tag}]."
         if str(deployment_tag(tag, "backends")) != str(tag):
@@ -74,10 +74,10 @@ def check_backup(saved: Checkpoint) -> str:
 
 
 def restore(checkpoint: Checkpoint, command: RestoreFrom, now: float) -> Accepted:
-    """The change to what a backup that `check_backup` has passed says is deployed. What is the same is left alone."""
+    """Change what is deployed to the contents of a backup that `check_backup` has passed."""
     draft, saved = Draft(checkpoint), command.saved
     if saved.counters.goal > draft.counters.goal or saved.counters.ordinal > draft.counters.ordinal:
-        # Another store than the one that was backed up: no number of that is given again.
+        # Another store than the one that was backed up: do not give numbers of that one again.
         draft.put(raised_above(draft.counters, saved.counters, MARGIN))
     for goal_id in sorted(draft.pending, key=number_of):
         end_goal(draft, draft.pending[goal_id], GoalStatus.SUPERSEDED, now, "replaced by restore")
@@ -104,10 +104,10 @@ def _is_wanted(saved: Checkpoint, tag: BackendTag) -> bool:
 
 
 def _drop(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
-    """Give up what the backup does not have."""
+    """Delete what the backup does not have."""
     goals: list[GoalId] = []
     for name in sorted(draft.applications):
-        draft.delete((ObjectKind.APPLICATION, name))  # those of the backup are put anew
+        draft.delete((ObjectKind.APPLICATION, name))  # those of the backup are put again
     for endpoint_tag in sorted(draft.endpoints):
         if endpoint_tag not in saved.endpoints:
             if BackendTag(endpoint_tag) not in draft.backends:
@@ -167,7 +167,7 @@ def _started_at(deployment: Deployment | None) -> float | None:
 
 
 def _put_endpoints(draft: Draft, saved: Checkpoint, now: float) -> list[GoalId]:
-    """All of them at once, so that no two want the same route. A goal that fails leaves them as they are here."""
+    """Put all endpoints at once, so that no two claim the same route. A failed goal leaves them as they are here."""
     goals: list[GoalId] = []
     for tag in sorted(saved.endpoints):
         goal_id = GoalId("")

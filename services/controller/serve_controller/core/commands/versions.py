@@ -1,6 +1,6 @@
-"""What a backend becomes by a change: which parts of it a running replica must hear of, and which replace it.
+"""The new version of a backend by a change: which changes reconfigure running replicas, and which replace them.
 
-Why one place: what a change costs (nothing, a reconfigure, a restart) is a promise to users, whichever command made it.
+Why one place: the cost of a change (nothing, a reconfigure, a restart) is a promise to users, whatever the command.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ VERSION_LENGTH_MAX = 200
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a backend should be."""
+    """The desired version of a backend."""
 
     replica_config: ReplicaConfig
     backend_config: BackendConfig
     version: str | None
     is_same_code: bool
-    """Whether replicas of the present target may stay, provided that the replica configuration is the same too."""
+    """Whether replicas of the current target may stay if the replica configuration is the same too."""
     leaves_kept: bool = False
-    """Whether replicas that a failed update left (`Backend.kept`) may stay, unless they would have to hear of it."""
+    """Whether replicas kept by a failed update (`Backend.kept`) may stay, unless they would have to be reconfigured."""
 
 
 def check_wanted(wanted: Wanted, at: str = "") -> None:
-    """Raise `BadField` for what cannot be; ``at`` is put before the field's path."""
+    """Raise `BadField` for invalid values; ``at`` is put before the field's path."""
     check_backend_config(wanted.backend_config, f"{at}backend_config")
     check_replica_config(wanted.replica_config, f"{at}replica_config")
     if wanted.version is not None and not 0 < len(wanted.version) <= VERSION_LENGTH_MAX:
@@ -42,7 +42,7 @@ def check_wanted(wanted: Wanted, at: str = "") -> None:
 
 
 def as_scaled(wanted: Wanted, existing: Backend | None) -> Wanted:
-    """``wanted`` with the number of replicas that autoscaling came to; see `core.scaling`."""
+    """``wanted`` with the number of replicas as decided by autoscaling, by the rules of `core.scaling`."""
     is_new = existing is None or _with_same_code(existing, wanted) is None
     config = scaled_config(wanted.backend_config, existing, is_new_code=is_new)
     return Wanted(
@@ -51,7 +51,7 @@ def as_scaled(wanted: Wanted, existing: Backend | None) -> Wanted:
 
 
 def check_methods(methods: list[str]) -> list[str]:
-    """HTTP methods in their normal order. Raises `BadField`."""
+    """Validate HTTP methods and return them sorted. Raises `BadField`."""
     if not methods:
         raise BadField("methods", "must not be empty")
     for index, method in enumerate(methods):
@@ -69,7 +69,7 @@ def check_room_for_backends(checkpoint: Checkpoint, more: int) -> None:
 
 
 def is_as_wanted(backend: Backend, wanted: Wanted) -> bool:
-    """Whether the target is this already."""
+    """Whether the target equals ``wanted`` already."""
     target = backend.target
     return (
         wanted.is_same_code
@@ -121,7 +121,7 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
         others = [*others, existing.kept]
     last_good = existing.last_good
     if existing.deleting and last_good is not None:
-        # It was given up: should the new version fail, what was deleted must not come back.
+        # It was being deleted: if the new version fails, the deleted one must not come back.
         others, last_good = [*others, last_good], None
     return msgspec.structs.replace(
         existing,
@@ -145,7 +145,7 @@ def _changed(existing: Backend, goal_id: GoalId, wanted: Wanted) -> Backend:
 
 
 def _with_same_code(existing: Backend, wanted: Wanted) -> BackendVersion | None:
-    """What has the wanted code and may run already: the target, or, to call off an update, what it replaces."""
+    """The version with the wanted code that may run already: the target, or, to cancel an update, the last good one."""
     if existing.halted or not wanted.is_same_code:
         return None
     for version in (existing.target, existing.last_good):
@@ -157,5 +157,5 @@ def _with_same_code(existing: Backend, wanted: Wanted) -> BackendVersion | None:
 
 
 def replica_part(config: BackendConfig) -> BackendConfig:
-    """The configuration less what no replica needs to hear of."""
+    """The configuration reduced to the options that replicas must apply."""
     return BackendConfig(**{name: getattr(config, name) for name in HEARD_BY_REPLICAS})

@@ -1,8 +1,8 @@
-"""Goals: what each one decides, what it waits for, and what its end leaves behind.
+"""Goals: what each one owns, what it waits for, and the effects of its success or failure.
 
-A goal succeeds when what it asked for runs *and* every live proxy has applied the snapshots that say so, so what
-follows a successful deploy is served by the new version everywhere. A failed one leaves what last succeeded as what is
-wanted: the version that served before still serves, and keeps being replaced when its replicas die.
+A goal succeeds when its target runs *and* every live proxy has applied the snapshots of it, so that requests after a
+successful deploy are served by the new version everywhere. A failed goal makes the last good version the target again:
+the version that served before still serves, and its replicas are replaced when they die.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pending goal waits for, when it succeeds or fails, and what either leaves behind."""
+"""What a pending goal waits for, when it succeeds or fails, and the effects of either."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from serve_controller.core.transitions import ROUTED, WANTED
 
 
 def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
-    """Fail a pending change whose version could not be started as often as is allowed."""
+    """Fail a pending change after ``max_constructor_retry_count`` failed starts."""
     goal = goal_at_stake(draft, backend)
     if goal is None:
         return
@@ -47,7 +47,7 @@ def fail_if_hopeless(draft: Draft, backend: Backend, now: float) -> None:
 
 
 def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> None:
-    """End a goal FAILED because of one backend; what last succeeded is wanted again, for all that it decides."""
+    """End a goal FAILED because of one backend, and restore the last good state of everything the goal owns."""
     whole = goal.kind is GoalKind.APPLICATION
     end_goal(draft, goal, GoalStatus.FAILED, now, f"{of}: {error}" if whole else error)
     had_worked = _undo_application(draft, goal)
@@ -67,7 +67,7 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
 
 
 def _undo_application(draft: Draft, goal: Goal) -> bool:
-    """Put back what an application was; whether it was anything."""
+    """Restore an application's last good version; returns whether there was one."""
     application = application_of(draft, goal)
     if application is None:
         return False
@@ -87,13 +87,13 @@ def _undo_endpoint(draft: Draft, tag: EndpointTag) -> None:
     if endpoint is None or endpoint.last_good is None:
         return
     target = endpoint.last_good
-    if endpoint.goal_id in draft.pending:  # some of it was set meanwhile, by a goal of its own
+    if endpoint.goal_id in draft.pending:  # some fields were set since, by a goal of the endpoint alone
         target = endpoint.with_set_alone(target)
     draft.put(msgspec.structs.replace(endpoint, target=target))
 
 
 def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None:
-    """Make what last succeeded the target again, or halt when nothing ever did."""
+    """Make the last good version the target again, or halt the backend when there is none."""
     if backend.last_good is None:
         draft.put(msgspec.structs.replace(backend, halted=True, last_error=error))
         return
@@ -105,7 +105,7 @@ def _undo(draft: Draft, backend: Backend, error: str, *, is_whole: bool) -> None
     if any(
         r.code_version == target.code_version and r.config_version > target.config_version for r in replicas
     ):
-        # Some took the failed configuration. Hosts apply only what rises, so the way back gets a new number.
+        # Some replicas took the failed configuration. Hosts apply only rising numbers, so the old one is renumbered.
         newest_config += 1
         target = msgspec.structs.replace(target, config_version=newest_config)
     keeps = not is_whole and failed.backend_config.on_failure is OnFailure.KEEP
@@ -139,7 +139,7 @@ def fail_http(draft: Draft, goal: Goal, error: str, now: float) -> None:
 
 
 def waits_for(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
-    """What a pending goal still waits for, for people; empty when it is reached."""
+    """What a pending goal still waits for, as text for people; empty when it is reached."""
     left_out = left_out_by(draft, goal)
     for tag in backends_of(goal):
         backend = draft.backends.get(tag)
@@ -178,7 +178,7 @@ def _replicas_missing(draft: Checkpoint, backend: Backend) -> str:
         for r in replicas
         if r.state in WANTED and r.code_version != target.code_version and r.config_version not in good
     ]
-    # One that still waits for a host is to take the place of one on a host that is drained: that has its own goal.
+    # A replica that still waits for a host replaces one on a drained host, which has a goal of its own.
     placed = sum(r.state in WANTED and r.host_id is not None for r in replicas)
     if len(ready) == wanted and not old and placed == wanted:
         return ""
@@ -211,7 +211,7 @@ def _not_applied(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
 
 
 def http_refusal(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
-    """Why a proxy cannot apply what a goal about the HTTP options asks for."""
+    """Why a proxy cannot apply the HTTP options of a goal; empty if none refused them."""
     record = draft.snapshots.get(HTTP_KEY) if goal.kind is GoalKind.HTTP else None
     if record is None:
         return ""
@@ -224,13 +224,13 @@ def http_refusal(draft: Checkpoint, observed: ObservedState, goal: Goal) -> str:
 
 
 REVISIONS_MAX = 10
-"""Of each backend; the oldest are forgotten."""
+"""Revisions retained for each backend; the oldest are deleted."""
 
 
 def succeed_where_reached(
     draft: Draft, observed: ObservedState, goal_ids: Iterable[GoalId], now: float
 ) -> None:
-    """End those pending goals that are reached, as recorded, published and applied by every live proxy."""
+    """End the pending goals that are reached: recorded, published and applied by every live proxy."""
     for goal_id in goal_ids:
         goal = draft.pending.get(goal_id)
         if goal is None:
@@ -239,7 +239,7 @@ def succeed_where_reached(
         if refusal:
             fail_http(draft, goal, refusal, now)
         elif waits_for(draft, observed, goal) == "":
-            # One after the other, each applied by every proxy: what is left out may have had the route.
+            # One step after the other, each applied by every proxy: a removed deployment may have had the route.
             if move_route(draft, application_of(draft, goal)) or _drop_left_out(draft, goal, now):
                 continue
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
@@ -247,7 +247,7 @@ def succeed_where_reached(
 
 
 def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
-    """Delete what an application no longer has, once the rest runs; whether there is such a deployment."""
+    """Delete the deployments that an application no longer has; returns whether there were any."""
     dropped = False
     for tag in left_out_by(draft, goal):
         backend = draft.backends.get(tag)
@@ -256,13 +256,13 @@ def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
             draft.delete((ObjectKind.ENDPOINT, tag))
             dropped = True
     if dropped:
-        # From here on there is no way back, for none of it: what is left out cannot come again by a failure.
+        # From here on a failure restores nothing: the deleted deployments cannot come back.
         _settle(draft, goal, now)
     return dropped
 
 
 def _settle(draft: Draft, goal: Goal, now: float) -> None:
-    """Remember what a succeeded goal made as what last succeeded."""
+    """Record the targets of a succeeded goal as last good."""
     application = application_of(draft, goal)
     if application is not None:
         _settle_application(draft, application, goal)
@@ -285,13 +285,13 @@ def _settle_application(draft: Draft, application: Application, goal: Goal) -> N
         draft.delete((ObjectKind.APPLICATION, application.name))
         return
     target, parts = application.target, backends_of(goal)
-    # What joined by itself meanwhile has a goal of its own.
+    # A deployment that joined since has a goal of its own.
     good = msgspec.structs.replace(target, deployments=[t for t in target.deployments if t in parts])
     draft.put(msgspec.structs.replace(application, last_good=good))
 
 
 def _settle_part(draft: Draft, tag: BackendTag) -> None:
-    """One that joined an application by itself belongs from now on to what the application was with success."""
+    """Add a deployment that joined an application by its own goal to the application's last good version."""
     deployment = draft.deployments.get(tag)
     application = None if deployment is None else draft.applications.get(deployment.application)
     good = None if application is None else application.last_good
@@ -305,7 +305,7 @@ def _settle_part(draft: Draft, tag: BackendTag) -> None:
 def _settle_endpoint(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
     reached: EndpointConfig | None = endpoint.target
     if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint.endpoint_tag)):
-        # The rest of it is that of a deploy which may yet fail.
+        # The other fields belong to a deploy that may still fail.
         last_good = endpoint.last_good
         reached = None if last_good is None else endpoint.with_set_alone(last_good)
     if endpoint.last_good != reached:
@@ -316,7 +316,7 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
     former, others = backend.last_good, backend.others
     replicas = draft.replicas_of(backend.backend_tag).values()
     if former is not None and any(r.config_version == former.config_version for r in replicas):
-        # Its last replicas still stop: what they hold of their hosts must not be forgotten.
+        # Its last replicas are still stopping: the resources that they occupy must remain known.
         others = [*others, former]
     endpoint = draft.endpoints.get(EndpointTag(backend.backend_tag))
     deployment = draft.deployments.get(backend.backend_tag)
@@ -344,14 +344,14 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
 
 
 def _remember(draft: Draft, revision: Revision) -> None:
-    """Keep one more revision of a backend, and forget its oldest."""
+    """Add a revision of a backend, and delete its oldest ones."""
     draft.put(revision)
     for old in sorted(draft.revisions[revision.backend_tag])[:-REVISIONS_MAX]:
         draft.delete((ObjectKind.REVISION, f"{revision.backend_tag}@{old}"))
 
 
 def _is_alike(former: BackendVersion | None, target: BackendVersion) -> bool:
-    """Whether there is nothing between them to go back to: a rollback leaves ``num_replicas`` as it is."""
+    """Whether both are equal but for ``num_replicas``, which a rollback leaves unchanged."""
     if former is None:
         return False
     num_replicas = target.backend_config.num_replicas

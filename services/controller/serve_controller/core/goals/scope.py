@@ -1,4 +1,4 @@
-"""What a goal decides, and how its end is recorded."""
+"""Which objects a goal owns, and how its end is recorded."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ def end_goal(draft: Draft, goal: Goal, status: GoalStatus, now: float, error: st
 
 
 def application_owned(name: str) -> str:
-    """What a goal of a whole application owns."""
+    """The key owned by a goal of a whole application."""
     return f"applications.{name}"
 
 
 def host_owned(host_id: HostId) -> str:
-    """What a goal to drain a host owns."""
+    """The key owned by a goal that drains a host."""
     return f"hosts.{host_id}"
 
 
 def deployment_owned(tag: BackendTag) -> list[str]:
-    """What a goal of a deployment owns."""
+    """The keys owned by a goal of a deployment."""
     return [backend_key(tag), endpoint_key(EndpointTag(tag))]
 
 
 def backend_keys(owns: Sequence[str]) -> set[str]:
-    """The keys of backends among what a goal owns."""
+    """The keys of backends among the keys that a goal owns."""
     return {key for key in owns if key.startswith(f"{BACKENDS}.")}
 
 
 def backends_of(goal: Goal) -> list[BackendTag]:
-    """The backends that a goal decides."""
+    """The backends that a goal owns."""
     return [BackendTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{BACKENDS}.")]
 
 
 def endpoints_of(goal: Goal) -> list[EndpointTag]:
-    """The endpoints that a goal decides."""
+    """The endpoints that a goal owns."""
     return [EndpointTag(_tag_in(key)) for key in goal.owns if key.startswith(f"{ENDPOINTS}.")]
 
 
@@ -56,14 +56,14 @@ def _tag_in(key: str) -> str:
 
 
 def pending_goal(draft: Checkpoint, tag: BackendTag) -> Goal | None:
-    """The goal that decides a backend, while it is pending: at most one does."""
+    """The pending goal that owns a backend, if any; there is at most one."""
     for goal_id in sorted(draft.owners.get(backend_key(tag), {})):
         return draft.pending[goal_id]
     return None
 
 
 def goal_at_stake(draft: Checkpoint, backend: Backend) -> Goal | None:
-    """The pending goal that fails with this backend: none does with one that is to go away anyway."""
+    """The pending goal that fails with this backend; None for a backend that is to be deleted anyway."""
     goal = pending_goal(draft, backend.backend_tag)
     if goal is None or backend.deleting or backend.backend_tag in left_out_by(draft, goal):
         return None
@@ -71,7 +71,7 @@ def goal_at_stake(draft: Checkpoint, backend: Backend) -> Goal | None:
 
 
 def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
-    """The application that a goal is about as a whole."""
+    """The application that a goal changes as a whole, if any."""
     if goal.kind is not GoalKind.APPLICATION and goal.kind is not GoalKind.DELETE:
         return None
     application = draft.applications.get(goal.subject)
@@ -80,7 +80,7 @@ def application_of(draft: Checkpoint, goal: Goal) -> Application | None:
 
 
 def left_out_by(draft: Checkpoint, goal: Goal) -> list[BackendTag]:
-    """What an application had and is no longer to have when this goal is reached."""
+    """Deployments that are deleted from an application when this goal is reached."""
     application = application_of(draft, goal)
     if application is None or application.deleting:
         return []

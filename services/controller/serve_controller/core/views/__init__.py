@@ -1,6 +1,6 @@
-"""Queries: what callers see of the checkpoint and of what was heard. Pure, and never wait for anything.
+"""Views of the checkpoint and the observed state for callers. Pure functions that never wait.
 
-Why one module for each kind of object: they have nothing in common but the pages that lists come in.
+Why one module for each kind of object: they share nothing but the paging of lists.
 """
 
 from __future__ import annotations

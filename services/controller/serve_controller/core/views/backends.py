@@ -34,7 +34,7 @@ def view_autoscaling(
     now: float,
     query: PagedQuery = ALL,
 ) -> list[AutoscalingView]:
-    """Every backend that has an ``autoscaling_config``, in the order of their tags."""
+    """Autoscaling of every backend that has an ``autoscaling_config``, in the order of their tags."""
     tags = [tag for tag, backend in checkpoint.backends.items() if _is_configured(backend)]
     return [_view(checkpoint.backends[tag], statuses.get(tag), now) for tag in page_of(tags, query)]
 
@@ -110,13 +110,13 @@ def view_backend_config(checkpoint: Checkpoint, backend_tag: str) -> BackendConf
 
 
 def goal_status_of(checkpoint: Checkpoint, backend: Backend) -> GoalStatus:
-    """How the backend's newest goal stands; one that is forgotten succeeded or does not matter any more."""
+    """Status of the backend's newest goal; a forgotten one counts as succeeded."""
     goal = checkpoint.goals.get(backend.goal_id)
     return GoalStatus.SUCCEEDED if goal is None else goal.status
 
 
 def status_of(checkpoint: Checkpoint, backend: Backend) -> tuple[DeploymentStatus, str]:
-    """How the backend is, and why for people; the message is empty when all is well."""
+    """A backend's status, and the reason as text for people; empty when it is healthy."""
     goal = checkpoint.goals.get(backend.goal_id)
     replicas = list(checkpoint.replicas_of(backend.backend_tag).values())
     serving = sum(r.state in ROUTED for r in replicas)
@@ -211,7 +211,7 @@ def view_revisions(checkpoint: Checkpoint, name: str) -> list[RevisionView]:
 
 
 def _current(checkpoint: Checkpoint, tag: BackendTag, revisions: Map[int, Revision]) -> int | None:
-    """The newest revision that equals what last succeeded; None when nothing did, or it is not remembered."""
+    """The newest revision that equals the last good version; None without one, or if it is no longer retained."""
     backend = checkpoint.backends.get(tag)
     if backend is None or backend.last_good is None:
         return None
@@ -220,5 +220,5 @@ def _current(checkpoint: Checkpoint, tag: BackendTag, revisions: Map[int, Revisi
 
 
 def _content(version: BackendVersion) -> BackendVersion:
-    """The version less the number that it gets anew when a failed change is undone."""
+    """The version without its ``config_version``, which changes when a failed change is undone."""
     return msgspec.structs.replace(version, config_version=0)

@@ -35,7 +35,7 @@ WORSE: Final = (
     DeploymentStatus.DELETING,
     DeploymentStatus.DELETED,
 )
-"""Each is worse than those before it."""
+"""Statuses from best to worst."""
 NUM_REASONS_MAX: Final = 3
 
 
@@ -90,7 +90,7 @@ _NOWHERE: Final = EndpointConfig(route=None, methods=[], traffic={})
 
 
 def view_deployment(checkpoint: Checkpoint, name: str) -> DeploymentView:
-    """One deployment by the name that its user gave. Raises `NotFound` (also when it is gone) or `BadField`."""
+    """One deployment by its user's name for it. Raises `NotFound` (also when it was deleted) or `BadField`."""
     tag = deployment_tag(name)
     deployment, backend = checkpoint.deployments.get(tag), _living(checkpoint, tag)
     if deployment is None or backend is None:
@@ -117,7 +117,7 @@ def view_deployments(
 
 
 def view_snapshot(checkpoint: Checkpoint, query: PagedQuery = ALL) -> list[SnapshotView]:
-    """Every deployment in short, in the order of their names, also those that are gone."""
+    """Every deployment in short, in the order of their names, including deleted ones."""
     views = []
     for tag in page_of(_tags(checkpoint, include_deleted=True), query):
         deployment, backend = checkpoint.deployments[tag], _living(checkpoint, tag)
@@ -146,13 +146,13 @@ def _tags(checkpoint: Checkpoint, *, include_deleted: bool) -> list[BackendTag]:
 
 
 def _living(checkpoint: Checkpoint, tag: BackendTag) -> Backend | None:
-    """The backend of a deployment that is there; one that was made under the tag of a gone one is no deployment."""
+    """The backend of an existing deployment; a backend created under the tag of a deleted deployment does not count."""
     deployment = checkpoint.deployments.get(tag)
     return None if deployment is None or deployment.ended_at is not None else checkpoint.backends.get(tag)
 
 
 def _reached(checkpoint: Checkpoint, tag: BackendTag) -> EndpointConfig:
-    """What a deployment's endpoint is."""
+    """Configuration of a deployment's endpoint."""
     endpoint = checkpoint.endpoints.get(EndpointTag(tag))
     return _NOWHERE if endpoint is None else endpoint.target
 
@@ -221,5 +221,5 @@ def _endpoint(endpoint: EndpointRecord) -> EndpointView:
 
 
 def view_http_config(checkpoint: Checkpoint) -> HttpOptions:
-    """What proxies are told to apply; the defaults while nobody changed them."""
+    """The HTTP options of all proxies; the defaults until they are changed."""
     return HttpOptions() if checkpoint.http is None else checkpoint.http.target

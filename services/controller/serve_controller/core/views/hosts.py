@@ -1,4 +1,4 @@
-"""Hosts, proxies and goals as callers see them, and which names are on a page of a list."""
+"""Hosts, proxies and goals as callers see them, and the paging of lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_controller.core.observed import ObservedState, host_status, is_proxy_
 
 
 def view_goal(checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
-    """One goal. Raises `NotFound`, which tells an id that never was from one that is forgotten."""
+    """One goal. Raises `NotFound`, whose message distinguishes an unknown id from a forgotten one."""
     goal = checkpoint.goals.get(goal_id)
     if goal is None:
         if 0 < number_of(goal_id) <= checkpoint.counters.goal:
@@ -54,7 +54,7 @@ def checked_limit(limit: int, limit_max: int) -> int:
 def view_hosts(
     checkpoint: Checkpoint, observed: ObservedState, now: float, query: PagedQuery = ALL
 ) -> list[HostView]:
-    """All hosts that were heard of lately, in the order of their ids."""
+    """All hosts that reported lately, in the order of their ids."""
     views = []
     for host_id in page_of(observed.hosts, query):
         host, record = observed.hosts[host_id], checkpoint.hosts.get(host_id)
@@ -72,7 +72,7 @@ def view_hosts(
 
 
 def view_proxies(observed: ObservedState, now: float, query: PagedQuery = ALL) -> list[ProxyView]:
-    """All proxies that were heard of lately, in the order of their ids."""
+    """All proxies that reported lately, in the order of their ids."""
     views = []
     for proxy_id in page_of(observed.proxies, query):
         proxy = observed.proxies[proxy_id]
