@@ -106,8 +106,8 @@ def answer(functions: _Functions, line: bytes) -> PolicyReply:
 
 def main(app_dir: str) -> int:
     """Serve requests until the parent closes the pipe."""
-    with _own_pipes() as (requests, answers):
-        _bound()
+    with _moved_pipes() as (requests, answers):
+        _limit_resources()
         if app_dir:
             sys.path.insert(0, app_dir)
             if Path(app_dir).is_dir():
@@ -171,12 +171,12 @@ def _shown(value: object) -> str:
 
 def _traceback(error: BaseException) -> str:
     """Format the traceback from the user's first frame on; a long one loses its beginning."""
-    told = traceback.TracebackException.from_exception(error, limit=-50)
+    summary = traceback.TracebackException.from_exception(error, limit=-50)
     ours = (__file__, "<frozen ", str(Path(importlib.__file__).parent))
-    told.stack = traceback.StackSummary.from_list(
-        [frame for frame in told.stack if not frame.filename.startswith(ours)]
+    summary.stack = traceback.StackSummary.from_list(
+        [frame for frame in summary.stack if not frame.filename.startswith(ours)]
     )
-    text = "".join(told.format()).rstrip()
+    text = "".join(summary.format()).rstrip()
     return text if len(text) <= ERROR_LENGTH_MAX else f"…{text[-(ERROR_LENGTH_MAX - 1) :]}"
 
 
@@ -192,7 +192,7 @@ def _send(answers: IO[bytes], reply: PolicyReply) -> None:
 
 
 @contextlib.contextmanager
-def _own_pipes() -> Any:
+def _moved_pipes() -> Any:
     """Move the pipes to the parent to file descriptors that ``print`` and ``input`` do not use."""
     with os.fdopen(os.dup(0), "rb") as requests, os.fdopen(os.dup(1), "wb", buffering=0) as answers:
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -202,7 +202,7 @@ def _own_pipes() -> Any:
         yield requests, answers
 
 
-def _bound() -> None:
+def _limit_resources() -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # lets the parent find out where it hangs
     for what, limit in (
         (resource.RLIMIT_AS, MEMORY_BYTES_MAX),

@@ -53,9 +53,9 @@ async def run(settings: ControllerSettings, logs: LogForwarder) -> None:
     register_trace_metrics(registry, tracing)
     try:
         async with asyncio.TaskGroup() as tasks:
-            serving = tasks.create_task(_serve(settings, logs, registry), name="serve")
+            service_task = tasks.create_task(_serve(settings, logs, registry), name="serve")
             await stop.wait()
-            serving.cancel()
+            service_task.cancel()
     finally:
         if tracing is not None:
             await asyncio.to_thread(tracing.close, _TRACING_CLOSE_S)
@@ -133,17 +133,17 @@ async def _serve(settings: ControllerSettings, logs: LogForwarder, registry: Col
         scaling=scaling,
         backups=BackupFiles(),
     )
-    watching = TaskOwner("controller")
+    background = TaskOwner("controller")
     log_outlet = NatsLogOutlet(logs, subjects, "controller", settings.controller_id)
     try:
         await log_outlet.join(client)
-        watching.start(pulse.run(), "pulse")
-        watching.start(lag.run(), "loop_lag")
-        watching.start(nats_servers.run(), "nats_monitors")
+        background.start(pulse.run(), "pulse")
+        background.start(lag.run(), "loop_lag")
+        background.start(nats_servers.run(), "nats_monitors")
         await bus.start(service, service.admin)
         await _run_until_closed(service, closed)
     finally:
-        await watching.close(timeout_s=1.0)
+        await background.close(timeout_s=1.0)
         await bus.close()
         await log_outlet.close()
         await close_nats(client)

@@ -37,7 +37,7 @@ MessageHandler = Callable[[Msg], Awaitable[None]]
 CALLS_MAX = 1000
 """Most concurrent admin calls; most of them wait for goals."""
 _STOP_TIMEOUT_S = 2.0
-_LAST_CALLS_S = 0.5
+_DRAIN_TIMEOUT_S = 0.5
 
 
 class AdminCalls(Protocol):
@@ -57,7 +57,7 @@ class _InboxesOnly:
     def __init__(self, client: Client, on_dropped: Callable[[], object]) -> None:
         self._client = client
         self._on_dropped = on_dropped
-        self._quiet = RateLimitedLogger(_log.warning)
+        self._limited_log = RateLimitedLogger(_log.warning)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -67,17 +67,17 @@ class _InboxesOnly:
     ) -> Subscription:
         """Subscribe like the client, with the filter in front of ``cb``."""
 
-        async def hear(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             if is_inbox(message.reply.encode()):
                 await cb(message)
                 return
             self._on_dropped()
             now_s = asyncio.get_running_loop().time()
-            self._quiet.log(
+            self._limited_log.log(
                 now_s, "call_without_inbox", subject=message.subject[:200], reply=message.reply[:200]
             )
 
-        return await self._client.subscribe(subject, queue, cb=hear, **kwargs)
+        return await self._client.subscribe(subject, queue, cb=on_message, **kwargs)
 
 
 class AdminService:
@@ -120,7 +120,7 @@ class AdminService:
         service, self._service = self._service, None
         if service is None:
             return
-        await self._take_last_calls(service)
+        await self._drain_calls(service)
         try:
             async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await service.stop()
@@ -132,7 +132,7 @@ class AdminService:
         """Cancel the calls in progress."""
         await self._tasks.close(timeout_s=1.0)
 
-    async def _take_last_calls(self, service: Service) -> None:
+    async def _drain_calls(self, service: Service) -> None:
         """Unsubscribe, and accept all calls that the server has delivered already.
 
         Why: `Service.stop` drops those, and their callers would wait in vain; and the subscriptions' own ``drain``
@@ -142,7 +142,7 @@ class AdminService:
             return
         known = [endpoint._subscription for endpoint in service._endpoints]  # noqa: SLF001 - there is no other way
         try:
-            async with asyncio.timeout(_LAST_CALLS_S):
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
                 for subscription in filter(None, known):
                     await self._client._send_unsubscribe(subscription._id)  # noqa: SLF001 - as above
                 for _ in range(2):  # the first PING overtakes messages that the client still buffers

@@ -75,7 +75,7 @@ class SnapshotBucket:
 
     def watch(self) -> None:
         """Open the bucket, create it if it is missing, and start reporting its content."""
-        self._watch = BucketWatch(self._client, self._subjects, self._hear, self._open)
+        self._watch = BucketWatch(self._client, self._subjects, self._on_entries, self._open)
         self._watch.start()
 
     async def end_watch(self) -> None:
@@ -116,39 +116,39 @@ class SnapshotBucket:
         stream = self._client.jetstream(timeout=_TIMEOUT_S)
         try:
             bucket = await stream.key_value(self._subjects.bucket)
-            await self._let_routers_read()
+            await self._update_stream()
         except NotFoundError:
             bucket = await stream.create_key_value(bucket_config(self._subjects))
         self._bucket = bucket
 
-    async def _let_routers_read(self) -> None:
+    async def _update_stream(self) -> None:
         """Update the stream of an existing bucket to `bucket_config`, as far as routers need it.
 
         Not by the library, which would drop the fields of a stream's configuration that it does not know.
         """
         stream = f"KV_{self._subjects.bucket}"
-        answer = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=_TIMEOUT_S)
-        config = msgspec.json.decode(answer.data).get("config")
+        response = await self._client.request(f"$JS.API.STREAM.INFO.{stream}", timeout=_TIMEOUT_S)
+        config = msgspec.json.decode(response.data).get("config")
         if config is None:
             raise NotFoundError(description=f"there is no stream {stream}")
         republish = {"src": f"$KV.{self._subjects.bucket}.>", "dest": self._subjects.snapshots}
-        wanted = config | {"allow_direct": True, "republish": republish}
-        if wanted == config:
+        desired = config | {"allow_direct": True, "republish": republish}
+        if desired == config:
             return
-        request = msgspec.json.encode(wanted)
-        answer = await self._client.request(f"$JS.API.STREAM.UPDATE.{stream}", request, timeout=_TIMEOUT_S)
-        error = msgspec.json.decode(answer.data).get("error")
+        request = msgspec.json.encode(desired)
+        response = await self._client.request(f"$JS.API.STREAM.UPDATE.{stream}", request, timeout=_TIMEOUT_S)
+        error = msgspec.json.decode(response.data).get("error")
         if error is not None:
             raise BusUnavailable(
                 f"the bucket {self._subjects.bucket} does not tell routers what changes: {error}"
             )
         _log.info("bucket_updated", bucket=self._subjects.bucket)
 
-    def _hear(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
-        heard: dict[str, tuple[int, int | None]] = {}
+    def _on_entries(self, entries: Entries, whole: bool) -> None:  # noqa: FBT001 - OnEntries
+        snapshot_ids: dict[str, tuple[int, int | None]] = {}
         for key, (revision, value) in entries.items():
-            heard[key] = (revision, None if value is None else _snapshot_id(key, value))
-        self._on_bucket(heard, whole=whole)
+            snapshot_ids[key] = (revision, None if value is None else _snapshot_id(key, value))
+        self._on_bucket(snapshot_ids, whole=whole)
 
 
 def _snapshot_id(key: str, value: bytes) -> int:
@@ -324,14 +324,14 @@ async def _read(client: Client, subjects: Subjects, limit: int) -> deque[Msg]:
         return newest
     is_read = asyncio.Event()
 
-    async def hear(message: Msg) -> None:
+    async def on_message(message: Msg) -> None:
         newest.append(message)
         if message.metadata.num_pending == 0:
             is_read.set()
 
     # A push consumer: the library's pulls cost a task for each message and wait for a full batch.
     inbox = client.new_inbox()
-    subscription = await client.subscribe(inbox, cb=hear)
+    subscription = await client.subscribe(inbox, cb=on_message)
     try:
         consumer = ConsumerConfig(
             deliver_subject=inbox,

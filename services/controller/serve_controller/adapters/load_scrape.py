@@ -97,7 +97,7 @@ class LoadScrape:
         self._clock = clock
         self._period_s = period_s
         self._session: aiohttp.ClientSession | None = None
-        self._places = asyncio.Semaphore(CONCURRENCY)
+        self._slots = asyncio.Semaphore(CONCURRENCY)
         self._tasks = TaskOwner("load_scrape")
         self._sampling: OwnedTask | None = None
         self._windows = LoadWindows()
@@ -114,15 +114,15 @@ class LoadScrape:
         self, asks: Sequence[LoadAsk], targets: Targets, now: float
     ) -> Mapping[BackendTag, LoadSample]:
         """Read the loads; the first call waits until all targets were scraped twice."""
-        asked = [ask for ask in asks if ask.config.query is None]
-        if asked:
-            await self._use(asked, targets)
-        look = self._windows.at(self._clock())
+        without_query = [ask for ask in asks if ask.config.query is None]
+        if without_query:
+            await self._use(without_query, targets)
+        evaluation = self._windows.at(self._clock())
         readings: dict[BackendTag, LoadSample] = {}
         for number, ask in enumerate(asks):
             if number % _BATCH == _BATCH - 1:
                 await asyncio.sleep(0)
-            readings[ask.backend_tag] = look.reading(ask, now)
+            readings[ask.backend_tag] = evaluation.reading(ask, now)
         return readings
 
     async def load_view(self, targets: Targets, now: float) -> LoadView:
@@ -162,7 +162,7 @@ class LoadScrape:
         _log.info("scraping_begins", targets=len(self._urls), period_s=self._period_s)
         try:
             while self._clock() < self._used_until:
-                began_at = self._clock()
+                started_at = self._clock()
                 urls = self._urls
                 self._windows.keep_only(urls)
                 self._unfiltered &= urls
@@ -171,7 +171,7 @@ class LoadScrape:
                 rounds += 1
                 if rounds == 2:
                     self._is_filled.set()
-                await asyncio.sleep(max(began_at + self._period_s - self._clock(), 0.0))
+                await asyncio.sleep(max(started_at + self._period_s - self._clock(), 0.0))
         finally:
             self._is_filled.clear()
             self._windows = LoadWindows()
@@ -180,19 +180,19 @@ class LoadScrape:
         _log.info("scraping_ends")
 
     async def _sample_one(self, url: str) -> None:
-        asked_at = self._clock()
+        sent_at = self._clock()
         page = await self._scrape(url, NAMES)
         if isinstance(page, str):
             self._windows.add_failure(url, page)
         else:
             self._labels[url] = {sample.series: sample.labels for sample in page}
-            self._windows.add(url, (asked_at + self._clock()) / 2, page, self._keep_s)
+            self._windows.add(url, (sent_at + self._clock()) / 2, page, self._keep_s)
 
     # -- one page -------------------------------------------------------------------------------------------------
 
     async def _scrape(self, url: str, names: Sequence[str]) -> list[Sample] | str:
         """The samples of these names on a page, or why it cannot be read."""
-        async with self._places:
+        async with self._slots:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     return await self._samples(url, names)
@@ -235,7 +235,7 @@ class LoadScrape:
 TRUSTED_AFTER: Final = 3
 """Good samples in a row before a backend goes back to Prometheus, so that it does not alternate."""
 _SECONDS: Final = re.compile(r"\b\d+(\.\d+)?(?= s\b)")
-_REASONS_TOLD: Final = 5
+_REASONS_LOGGED_MAX: Final = 5
 _REMEMBERED_INTERVALS: Final = 3
 """Metrics intervals without a read after which a backend is forgotten."""
 
@@ -248,7 +248,7 @@ class OpenSource(LoadSource, Protocol):
         ...
 
 
-class _Known(NamedTuple):
+class _MissingLoad(NamedTuple):
     """Why Prometheus lacked the load of a backend."""
 
     until: float
@@ -265,9 +265,9 @@ class LoadSources:
         """``prometheus`` None: everything is scraped, and users' queries have no value."""
         self._prometheus = prometheus
         self._scrape = scrape
-        self._known: dict[BackendTag, _Known] = {}
+        self._known: dict[BackendTag, _MissingLoad] = {}
         """Backends whose load Prometheus lacks, or lacked until lately."""
-        self._told: frozenset[str] = frozenset()
+        self._logged_reasons: frozenset[str] = frozenset()
         """The reasons logged last."""
 
     async def read(
@@ -277,12 +277,12 @@ class LoadSources:
         if self._prometheus is None:
             return await self._scrape.read(asks, targets, now)
         first = await self._prometheus.read(asks, targets, now)
-        behind = [ask for ask in asks if self._is_behind(ask, first[ask.backend_tag], now)]
-        self._tell(now)
-        if not behind:
+        to_scrape = [ask for ask in asks if self._needs_scrape(ask, first[ask.backend_tag], now)]
+        self._log_missing(now)
+        if not to_scrape:
             return first
-        second = await self._scrape.read(behind, targets, now)
-        return {**first, **{tag: _better(first[tag], reading) for tag, reading in second.items()}}
+        second = await self._scrape.read(to_scrape, targets, now)
+        return {**first, **{tag: _better_sample(first[tag], reading) for tag, reading in second.items()}}
 
     async def close(self) -> None:
         """Close both sources."""
@@ -290,36 +290,36 @@ class LoadSources:
             await self._prometheus.close()
         await self._scrape.close()
 
-    def _is_behind(self, ask: LoadAsk, reading: LoadSample, now: float) -> bool:
+    def _needs_scrape(self, ask: LoadAsk, reading: LoadSample, now: float) -> bool:
         """Whether to scrape the load of this backend because Prometheus lacked it lately."""
         until = now + _REMEMBERED_INTERVALS * ask.config.metrics_interval_s
         known = self._known.get(ask.backend_tag)
         if reading.seen is None:
-            self._known[ask.backend_tag] = _Known(until, reading.missing)
+            self._known[ask.backend_tag] = _MissingLoad(until, reading.missing)
         elif known is None:
             return False
         elif known.good + 1 >= TRUSTED_AFTER or ask.config.query is not None:
             del self._known[ask.backend_tag]
             return False
         else:
-            self._known[ask.backend_tag] = _Known(until, known.why, known.good + 1)
+            self._known[ask.backend_tag] = _MissingLoad(until, known.why, known.good + 1)
         return ask.config.query is None
 
-    def _tell(self, now: float) -> None:
+    def _log_missing(self, now: float) -> None:
         """Log the loads that Prometheus lacks when that has changed: each reason once, ignoring times in its text."""
         self._known = {tag: known for tag, known in self._known.items() if known.until >= now}
         reasons = Counter(_SECONDS.sub("#", known.why) for known in self._known.values())
-        if reasons.keys() == self._told:
+        if reasons.keys() == self._logged_reasons:
             return
-        self._told = frozenset(reasons)
+        self._logged_reasons = frozenset(reasons)
         if reasons:
-            few = dict(reasons.most_common(_REASONS_TOLD))
+            few = dict(reasons.most_common(_REASONS_LOGGED_MAX))
             _log.warning("prometheus_lacks_loads", backends=reasons.total(), reasons=few)
         else:
             _log.info("prometheus_has_all_loads")
 
 
-def _better(first: LoadSample, second: LoadSample) -> LoadSample:
+def _better_sample(first: LoadSample, second: LoadSample) -> LoadSample:
     """The scraped sample if it has a value, otherwise that of Prometheus."""
     if second.seen is not None:
         return second

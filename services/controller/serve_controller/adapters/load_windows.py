@@ -115,7 +115,7 @@ class TargetHistory:
         """The latest value of each series, and its time."""
         self._tags: dict[BackendTag, float] = {}
         """When each backend was last on its page."""
-        self._tidied_at = float("-inf")
+        self._gc_at = float("-inf")
 
     def add(self, at: float, samples: Iterable[Sample], keep_s: float) -> None:
         """Add the page of a scrape; scrapes older than ``keep_s`` are dropped."""
@@ -145,8 +145,8 @@ class TargetHistory:
         self, at: float, counted: Iterable[Sample], *, begins_at_zero: bool
     ) -> Map[BackendTag, _Seconds]:
         seconds = (self.points[-1].seconds if self.points else _EMPTY).mutate()
-        if at - self._tidied_at > _FORGET_S:
-            self._tidy(at, seconds)
+        if at - self._gc_at > _FORGET_S:
+            self._gc(at, seconds)
         counters = self._counters
         for sample in counted:
             value = sample.value
@@ -154,17 +154,17 @@ class TargetHistory:
             self._tags[tag] = at
             known, _ = counters.get(sample.series, (0.0 if begins_at_zero else value, at))
             counters[sample.series] = (max(value, known) if value > known * _ROUNDING else value, at)
-            grown = _grown(known, value)
-            if grown:
+            increase = _increase(known, value)
+            if increase:
                 ongoing, queued = seconds.get(tag, _NOTHING)
                 seconds[tag] = (
-                    (ongoing, queued + grown) if sample.name == QUEUED else (ongoing + grown, queued)
+                    (ongoing, queued + increase) if sample.name == QUEUED else (ongoing + increase, queued)
                 )
         return seconds.finish()
 
-    def _tidy(self, at: float, seconds: MapMutation[BackendTag, _Seconds]) -> None:
+    def _gc(self, at: float, seconds: MapMutation[BackendTag, _Seconds]) -> None:
         """Forget series that are gone, and backends without any series."""
-        self._tidied_at = at
+        self._gc_at = at
         self._counters = {
             series: known for series, known in self._counters.items() if known[1] > at - _FORGET_S
         }
@@ -175,15 +175,15 @@ class TargetHistory:
     def _append(self, newest: Point, keep_s: float) -> None:
         at = newest.at
         points = [*self.points, newest]
-        kept: list[Point] = []
+        retained: list[Point] = []
         for index, point in enumerate(points):
             is_last = index >= len(points) - 2
             if not is_last and points[index + 1].at < at - keep_s:
                 continue
-            if not is_last and kept and point.at - kept[-1].at < (at - point.at) / _SPACING:
+            if not is_last and retained and point.at - retained[-1].at < (at - point.at) / _SPACING:
                 continue
-            kept.append(point)
-        self.points = kept
+            retained.append(point)
+        self.points = retained
 
     @property
     def newest_at(self) -> float:
@@ -202,7 +202,7 @@ class TargetHistory:
         )
 
 
-def _grown(known: float, value: float) -> float:
+def _increase(known: float, value: float) -> float:
     if value >= known:
         return value - known
     return 0.0 if value > known * _ROUNDING else value
@@ -251,7 +251,7 @@ class LoadWindows:
         return [f"{url}: {target.failure}" for url, target in self._targets.items() if target.failure]
 
 
-class _Seen(NamedTuple):
+class _Window(NamedTuple):
     """The window that covers some processes."""
 
     end: float
@@ -265,24 +265,24 @@ class LoadLook:
     def __init__(self, targets: Mapping[str, TargetHistory], failures: Sequence[str], now: float) -> None:
         self._failures = failures
         self._now = now
-        self._homes: dict[Process, TargetHistory] = {}
+        self._pages: dict[Process, TargetHistory] = {}
         for target in targets.values():
             for process in target.since:
-                home = self._homes.get(process)
-                if home is None or home.newest_at < target.newest_at:
-                    self._homes[process] = target
-        homes = {id(home) for home in self._homes.values()}
+                page = self._pages.get(process)
+                if page is None or page.newest_at < target.newest_at:
+                    self._pages[process] = target
+        pages = {id(page) for page in self._pages.values()}
         # A page whose processes are all on newer pages is a duplicate under another address.
-        self._targets = [target for target in targets.values() if not target.since or id(target) in homes]
-        self._places: defaultdict[BackendTag, list[int]] = defaultdict(list)
+        self._targets = [target for target in targets.values() if not target.since or id(target) in pages]
+        self._targets_by_tag: defaultdict[BackendTag, list[int]] = defaultdict(list)
         """Targets that ever had a request of a backend: few of many."""
         for number, target in enumerate(self._targets):
             for tag in target.points[-1].seconds:
-                self._places[tag].append(number)
+                self._targets_by_tag[tag].append(number)
         self._measured: Counter[BackendTag] = Counter()
         for target in self._targets:
             self._measured.update(target.measured)
-        self._known: dict[tuple[object, ...], _Seen | str] = {}
+        self._known: dict[tuple[object, ...], _Window | str] = {}
         self._moments: dict[float, list[Between]] = {}
 
     def reading(self, ask: LoadAsk, wall_now: float) -> LoadSample:
@@ -295,7 +295,7 @@ class LoadLook:
                 missing="a query needs a Prometheus server, and MUSTER_PROMETHEUS_URL names none",
             )
         config = ask.config
-        seen = self._seen(ask, config.look_back_period_s, wall_now)
+        seen = self._window(ask, config.look_back_period_s, wall_now)
         why = seen if isinstance(seen, str) else unmeasured(ask, self._measured.get(ask.backend_tag, 0))
         if why or isinstance(seen, str):
             return LoadSample(at=wall_now, seen=None, source=SOURCE, missing=why)
@@ -317,45 +317,45 @@ class LoadLook:
             over_s=seen.length_s,
         )
 
-    def _seen(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Seen | str:
+    def _window(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Window | str:
         key = (wanted_s, ask.proxies, ask.hosts)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._find_seen(ask, wanted_s, wall_now)
+            found = self._known[key] = self._find_window(ask, wanted_s, wall_now)
         return found
 
-    def _find_seen(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Seen | str:
+    def _find_window(self, ask: LoadAsk, wanted_s: float, wall_now: float) -> _Window | str:
         expected = [Process("proxy", name) for name in ask.proxies]
         expected += [Process("host", name) for name in ask.hosts]
         if not expected:
-            expected = [process for process, home in self._homes.items() if self._age(home) <= STALE_S]
+            expected = [process for process, page in self._pages.items() if self._age(page) <= STALE_S]
         if not expected:
-            return self._nobody("no proxy or host could be scraped")
+            return self._with_failures("no proxy or host could be scraped")
         end, since = self._now, float("-inf")
         for process in expected:
             began_at = ask.began_at.get(process.name)
             is_young = began_at is not None and wall_now - began_at <= YOUNG_S
-            home = self._homes.get(process)
-            if home is None and is_young:
+            page = self._pages.get(process)
+            if page is None and is_young:
                 continue
-            if home is None:
-                return self._nobody(f"no page of metrics is that of {process}")
-            if self._age(home) > STALE_S:
+            if page is None:
+                return self._with_failures(f"no page of metrics is that of {process}")
+            if self._age(page) > STALE_S:
                 return (
-                    f"{process} was not scraped for {self._age(home):.0f} s: {home.failure or 'it is gone'}"
+                    f"{process} was not scraped for {self._age(page):.0f} s: {page.failure or 'it is gone'}"
                 )
-            end = min(end, home.newest_at)
+            end = min(end, page.newest_at)
             if not is_young:
-                since = max(since, home.since[process])
+                since = max(since, page.since[process])
         length_s = min(wanted_s, end - since)
         if length_s < SHORTEST_S:
             return "the services were scraped only once so far"
-        return _Seen(end, length_s)
+        return _Window(end, length_s)
 
-    def _age(self, home: TargetHistory) -> float:
-        return self._now - home.newest_at
+    def _age(self, page: TargetHistory) -> float:
+        return self._now - page.newest_at
 
-    def _nobody(self, why: str) -> str:
+    def _with_failures(self, why: str) -> str:
         failures = self._failures
         if not failures:
             return why
@@ -366,13 +366,13 @@ class LoadLook:
         """Mean numbers of ongoing and queued requests."""
         ongoing = queued = 0.0
         before, after = self._moment(start), self._moment(end)
-        for number in self._places.get(tag, ()):
+        for number in self._targets_by_tag.get(tag, ()):
             low, high = before[number].value(tag), after[number].value(tag)
             ongoing += high[0] - low[0]
             queued += high[1] - low[1]
         return max(ongoing / (end - start), 0.0), max(queued / (end - start), 0.0)
 
-    def _extreme(self, tag: BackendTag, seen: _Seen, function: AggregationFunction) -> float:
+    def _extreme(self, tag: BackendTag, seen: _Window, function: AggregationFunction) -> float:
         """The largest or smallest mean over the parts of the window: parts of 5 s, at most 15."""
         parts = max(min(int(seen.length_s / 5.0), 15), 1)
         part_s = seen.length_s / parts

@@ -38,7 +38,7 @@ NARROW_S: Final = 10.0
 """Seconds for which only the wake subjects of backends scaled to zero are subscribed after an overload."""
 SLEEPING_MAX: Final = 1_000
 """Most backends subscribed then; others wait until all are subscribed again."""
-_LOOK_EVERY_S: Final = 1.0
+_CHECK_EVERY_S: Final = 1.0
 
 
 @final
@@ -59,7 +59,7 @@ class WakeSubscription:
         self._refused = refused
         self._on_wake = on_wake
         self._sleeping = sleeping
-        self._held: dict[str, Subscription] = {}
+        self._active: dict[str, Subscription] = {}
         """Active subscriptions by subject."""
         self._counts: Counter[str] = Counter()
         """Messages since the last check, by subscribed subject."""
@@ -70,28 +70,28 @@ class WakeSubscription:
     async def open(self) -> None:
         """Subscribe. Raises the errors of the client's ``subscribe``."""
         await self._subscribe(self._subjects.wakes)
-        self._tasks.start(self._look_again_and_again(), "look")
+        self._tasks.start(self._check_periodically(), "look")
 
     async def close(self) -> None:
         """Unsubscribe."""
-        await self._tasks.close(_LOOK_EVERY_S)
-        await self._keep(())
+        await self._tasks.close(_CHECK_EVERY_S)
+        await self._unsubscribe_others(())
 
     async def _subscribe(self, subject: str) -> None:
         limit = WAKES_MAX if subject == self._subjects.wakes else WAKES_OF_ONE_MAX
 
         async def hear(message: Msg) -> None:
-            if subject not in self._held:
+            if subject not in self._active:
                 return  # received before the unsubscribe took effect
             self._counts[subject] += 1
             if self._counts[subject] > limit:
-                await self._hear_less(subject, message.subject)
+                await self._narrow(subject, message.subject)
             else:
-                self._take(message)
+                self._dispatch(message)
 
-        self._held[subject] = await self._client.subscribe(subject, cb=hear)
+        self._active[subject] = await self._client.subscribe(subject, cb=hear)
 
-    def _take(self, message: Msg) -> None:
+    def _dispatch(self, message: Msg) -> None:
         try:
             wake = msgspec.json.decode(message.data, type=Wake)
             _check_woken(wake, self._subjects.backend_of_wake(message.subject))
@@ -100,22 +100,22 @@ class WakeSubscription:
             return
         self._on_wake(wake)
 
-    async def _hear_less(self, subject: str, last: str) -> None:
+    async def _narrow(self, subject: str, last: str) -> None:
         self._refused.refuse("wake", last, BadField("wake", "more than are listened to came within a second"))
         if subject == self._subjects.wakes:
             self._narrow_until = asyncio.get_running_loop().time() + NARROW_S
             _log.warning("wakes_narrowed", last_heard=repr(last[:200]), seconds=NARROW_S)
-        await self._end(subject)
+        await self._unsubscribe(subject)
 
-    async def _look_again_and_again(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_EVERY_S)
             try:
-                await self._look()
+                await self._check()
             except (NatsError, OSError) as error:
                 _log.warning("wakes_not_subscribed", error=repr(error))
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         self._counts.clear()
         if self._narrow_until is None:
             return
@@ -125,17 +125,17 @@ class WakeSubscription:
         else:
             tags = sorted(self._sleeping())[:SLEEPING_MAX]
             wanted = [self._subjects.wake(tag) for tag in tags]
-        await self._keep(wanted)
+        await self._unsubscribe_others(wanted)
         for subject in wanted:
-            if subject not in self._held:
+            if subject not in self._active:
                 await self._subscribe(subject)
 
-    async def _keep(self, wanted: Iterable[str]) -> None:
-        for subject in set(self._held).difference(wanted):
-            await self._end(subject)
+    async def _unsubscribe_others(self, wanted: Iterable[str]) -> None:
+        for subject in set(self._active).difference(wanted):
+            await self._unsubscribe(subject)
 
-    async def _end(self, subject: str) -> None:
-        subscription = self._held.pop(subject, None)
+    async def _unsubscribe(self, subject: str) -> None:
+        subscription = self._active.pop(subject, None)
         if subscription is not None:
             try:
                 await subscription.unsubscribe()
@@ -197,7 +197,7 @@ class NatsBus:
         self._subjects = subjects
         self._version = version
         self._refused = refused
-        self._bucket = SnapshotBucket(client, subjects, self._hear_bucket)
+        self._bucket = SnapshotBucket(client, subjects, self._on_bucket_entries)
         self._is_bucket_known = asyncio.Event()
         self._service: AdminService | None = None
         self._listener: Listener | None = None
@@ -212,7 +212,7 @@ class NatsBus:
         try:
             await subscribe(self._subjects.host_reports, cb=self._report_handler(HostReport))
             await subscribe(self._subjects.proxy_reports, cb=self._report_handler(ProxyReport))
-            await subscribe(self._subjects.leader, cb=self._hear_leader)
+            await subscribe(self._subjects.leader, cb=self._on_leader_notice)
             self._wakes = WakeSubscription(
                 self._client, self._subjects, self._refused, listener.hear_wake, listener.sleeping
             )
@@ -255,7 +255,7 @@ class NatsBus:
 
         return handle
 
-    async def _hear_leader(self, message: Msg) -> None:
+    async def _on_leader_notice(self, message: Msg) -> None:
         try:
             notice = msgspec.json.decode(message.data, type=LeaderNotice)
         except UNREADABLE as error:
@@ -264,7 +264,7 @@ class NatsBus:
         if self._listener is not None:
             self._listener.hear_leader(notice)
 
-    def _hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
+    def _on_bucket_entries(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
         if whole:
             self._is_bucket_known.set()
         if self._listener is not None:

@@ -183,7 +183,7 @@ class NatsMonitorReader:
         self._period_s = period_s
         self._timeout_s = timeout_s
         self._readings: Sequence[ServerReading] = ()
-        self._away: set[tuple[str, str]] = set()
+        self._unavailable: set[tuple[str, str]] = set()
         """(server, page) pairs that cannot be read."""
 
     def readings(self) -> list[ServerReading]:
@@ -204,13 +204,13 @@ class NatsMonitorReader:
             trust_env=False,
         ) as session:
             while True:
-                began_at = self._clock()
+                started_at = self._clock()
                 if self._leads():
                     reading = (self._read(session, server, base) for server, base in self._monitors)
                     self._readings = await asyncio.gather(*reading)
                 else:
                     self._readings = ()
-                await asyncio.sleep(max(began_at + self._period_s - self._clock(), 0.0))
+                await asyncio.sleep(max(started_at + self._period_s - self._clock(), 0.0))
 
     async def _read(self, session: aiohttp.ClientSession, server: str, base: URL) -> ServerReading:
         at = self._clock()
@@ -232,12 +232,12 @@ class NatsMonitorReader:
         try:
             parsed = parse(await self._page(session, url))
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            if key not in self._away:
-                self._away.add(key)
+            if key not in self._unavailable:
+                self._unavailable.add(key)
                 _log.warning("nats_page_away", server=server, page=url.name, reason=self._reason(error))
             return None
-        if key in self._away:
-            self._away.discard(key)
+        if key in self._unavailable:
+            self._unavailable.discard(key)
             _log.info("nats_page_back", server=server, page=url.name)
         return parsed
 

@@ -31,7 +31,7 @@ _LAST_LINES: Final = 20
 _STACK_WAIT_S: Final = 1.0
 """Most seconds to wait for the stack, which is printed as soon as the process is scheduled."""
 _FRAME: Final = '  File "'
-_PASSED_ON: Final = (
+_INHERITED: Final = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
     "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
@@ -49,7 +49,7 @@ class PolicyProcess:
         self._app_dir = app_dir
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._lines_left = _OUTPUT_LINES_MAX
-        self._has_told_stack = asyncio.Event()
+        self._stack_printed = asyncio.Event()
         self.is_in_step = True
         """False while a reply is pending, and for good once waiting for it was abandoned."""
 
@@ -112,10 +112,10 @@ class PolicyProcess:
                 await stdin.drain()
                 reply = await self._read_reply(what)
         except TimeoutError as error:
-            where = await self._where_it_hangs()
+            where = await self._read_stack()
             raise PolicyFailed(f"{where}{what} took more than {timeout_s:g} s") from error
         except OSError as error:
-            raise PolicyFailed(f"{what}: {await self._end_told()}") from error
+            raise PolicyFailed(f"{what}: {await self._describe_end()}") from error
         self.is_in_step = True
         return reply
 
@@ -126,11 +126,11 @@ class PolicyProcess:
             line = await stdout.readuntil()
             return msgspec.json.decode(line, type=PolicyReply)
         except asyncio.IncompleteReadError as error:
-            raise PolicyFailed(f"{what}: {await self._end_told()}") from error
+            raise PolicyFailed(f"{what}: {await self._describe_end()}") from error
         except (asyncio.LimitOverrunError, msgspec.DecodeError) as error:
             raise PolicyFailed(f"{what}: its process answers what cannot be read") from error
 
-    async def _end_told(self) -> str:
+    async def _describe_end(self) -> str:
         """How the process ended, and its last lines of output."""
         code = await self._process.wait()
         how = (
@@ -140,16 +140,16 @@ class PolicyProcess:
         )
         return "\n".join([*self._last_lines, how])
 
-    async def _where_it_hangs(self) -> str:
+    async def _read_stack(self) -> str:
         """The current stack of the process as lines; empty when it does not print it in time."""
         if self._process.returncode is not None:
             return ""
         self._last_lines.clear()
-        self._has_told_stack.clear()
+        self._stack_printed.clear()
         self._process.send_signal(signal.SIGUSR1)
         try:
             async with asyncio.timeout(_STACK_WAIT_S):
-                await self._has_told_stack.wait()
+                await self._stack_printed.wait()
         except TimeoutError:
             _log.debug("policy_process_tells_no_stack", pid=self._process.pid)
         stack = [line for line in self._last_lines if line.startswith(_FRAME) and not _is_ours(line)]
@@ -164,16 +164,16 @@ class PolicyProcess:
             *lines, rest = (rest + piece.decode(errors="replace")).split("\n")
             rest = rest[-_OUTPUT_LINE_LENGTH_MAX:]
             for line in lines:
-                self._note_line(line)
+                self._log_line(line)
         if rest:
-            self._note_line(rest)
+            self._log_line(rest)
         await self._process.wait()
 
-    def _note_line(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         line = line[:_OUTPUT_LINE_LENGTH_MAX]
         self._last_lines.append(line)
         if _is_ours(line):  # the frames of user code come before it
-            self._has_told_stack.set()
+            self._stack_printed.set()
         self._lines_left -= 1
         if self._lines_left >= 0:
             _log.info("policy_output", app_dir=self._app_dir, line=line)
@@ -185,8 +185,8 @@ def _is_ours(line: str) -> bool:
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The part of the controller's environment that a policy gets."""
-    passed_on = {name: variables[name] for name in _PASSED_ON if name in variables}
-    return {**passed_on, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONUNBUFFERED": "1"}
+    inherited = {name: variables[name] for name in _INHERITED if name in variables}
+    return {**inherited, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONUNBUFFERED": "1"}
 
 
 CALL_TIMEOUT_S: Final = 2.0
@@ -207,21 +207,23 @@ class SubprocessPolicies:
         self._app_root = app_root
         self._call_timeout_s = call_timeout_s
         self._children_max = children_max
-        self._homes: dict[str, _Home] = {}
+        self._homes: dict[str, _PolicyWorker] = {}
         """By app_dir, the most recently used last."""
         self._tasks = TaskOwner("policies")
 
     async def run(self, policy: AutoscalingPolicy, app_dir: str, context: AutoscalingContext) -> PolicyAnswer:
         """Call the function in the process of its app_dir. Raises `PolicyFailed`."""
         directory = str(Path(self._app_root, app_dir)) if app_dir else ""
-        home = self._homes.pop(directory, None) or _Home(directory, self._tasks, self._call_timeout_s)
-        self._homes[directory] = home
-        self._make_room()
-        return await home.run(policy, context)
+        worker = self._homes.pop(directory, None) or _PolicyWorker(
+            directory, self._tasks, self._call_timeout_s
+        )
+        self._homes[directory] = worker
+        self._evict_idle()
+        return await worker.run(policy, context)
 
     async def close(self) -> None:
         """Kill all processes."""
-        children = [child for home in self._homes.values() if (child := home.end()) is not None]
+        children = [child for worker in self._homes.values() if (child := worker.end()) is not None]
         self._homes.clear()
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -231,17 +233,17 @@ class SubprocessPolicies:
             _log.warning("policy_processes_not_ended", count=len(children))
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
-    def _make_room(self) -> None:
-        for directory, home in list(self._homes.items()):
+    def _evict_idle(self) -> None:
+        for directory, worker in list(self._homes.items()):
             if len(self._homes) <= self._children_max:
                 return
-            if not home.is_busy:
-                home.end()
+            if not worker.is_busy:
+                worker.end()
                 del self._homes[directory]
 
 
 @final
-class _Home:
+class _PolicyWorker:
     """One app_dir, and the process that has imported from it, if any."""
 
     def __init__(self, app_dir: str, tasks: TaskOwner, call_timeout_s: float) -> None:
@@ -284,11 +286,11 @@ class _Home:
 
     async def _run(self, policy: AutoscalingPolicy, context: AutoscalingContext) -> PolicyAnswer:
         path = policy.policy_function
-        child = await self._alive()
+        child = await self._ensure_process()
         imported = await child.ask(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
         if imported.is_stale:
             self.end()
-            child = await self._alive()
+            child = await self._ensure_process()
             imported = await child.ask(PolicyRequest(function=path), START_TIMEOUT_S, f"importing {path}")
         if imported.error:
             raise PolicyFailed(imported.error)
@@ -300,7 +302,7 @@ class _Home:
             raise PolicyFailed(reply.error)
         return PolicyAnswer(num_replicas=reply.num_replicas, policy_state=reply.policy_state)
 
-    async def _alive(self) -> PolicyProcess:
+    async def _ensure_process(self) -> PolicyProcess:
         child = self._child
         if child is None or child.has_ended:
             self.end()

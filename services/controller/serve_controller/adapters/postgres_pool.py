@@ -73,7 +73,7 @@ class PostgresPool:
         `StoreUnavailable`, or `PermanentError` when an operator must act; errors in the SQL itself pass through.
         """
         pool: asyncpg.Pool | None = None
-        with _meaning():
+        with _converted_errors():
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S + timeout_s):
                     pool = await self._connected()
@@ -89,8 +89,8 @@ class PostgresPool:
 
         Each statement may take ``timeout_s``. Raises as `connection` does.
         """
-        with _meaning():
-            with _good_address():
+        with _converted_errors():
+            with _converted_address_errors():
                 connection = await asyncpg.connect(**self._options(timeout_s, lock_timeout_s=timeout_s))
             try:
                 yield connection
@@ -113,7 +113,7 @@ class PostgresPool:
             if self._closed:
                 raise StoreUnavailable("the connection to Postgres was closed by this process")
             if self._pool is None:
-                with _good_address():
+                with _converted_address_errors():
                     self._pool = await asyncpg.create_pool(
                         min_size=1,
                         max_size=POOL_SIZE_MAX,
@@ -154,20 +154,20 @@ def _milliseconds(seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _meaning() -> Iterator[None]:
+def _converted_errors() -> Iterator[None]:
     """Convert the driver's errors into ours, chained."""
     try:
         yield
     except _REFUSED as error:
-        raise PermanentError(f"Postgres refuses us: {_in_words(error)}") from error
+        raise PermanentError(f"Postgres refuses us: {_describe(error)}") from error
     except asyncpg.DiskFullError as error:
         raise StoreUnavailable(f"the disk of Postgres is full: {error}") from error
     except (*_LOST, *_BUSY) as error:
-        raise StoreUnavailable(f"Postgres does not answer: {_in_words(error)}") from error
+        raise StoreUnavailable(f"Postgres does not answer: {_describe(error)}") from error
 
 
 @contextlib.contextmanager
-def _good_address() -> Iterator[None]:
+def _converted_address_errors() -> Iterator[None]:
     """Convert the driver's plain ValueError for an invalid address into `PermanentError`."""
     try:
         yield
@@ -175,5 +175,5 @@ def _good_address() -> Iterator[None]:
         raise PermanentError(f"the address of Postgres cannot be used: {error}") from error
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -75,7 +75,7 @@ class PrometheusApi:
         """Its address without credentials, for messages."""
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._session: aiohttp.ClientSession | None = None
-        self._places = asyncio.Semaphore(CONCURRENCY)
+        self._slots = asyncio.Semaphore(CONCURRENCY)
 
     async def close(self) -> None:
         """Close its connections."""
@@ -85,19 +85,19 @@ class PrometheusApi:
 
     async def time(self) -> float:
         """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all queries do."""
-        answer = await self._ask("time()", None)
+        answer = await self._query("time()", None)
         return float(_SCALAR.decode(answer.result)[1])
 
     async def elements(self, promql: str, at: float) -> list[Element]:
         """The elements of a vector or a matrix, evaluated at ``at`` by the server's clock."""
-        answer = await self._ask(promql, at)
+        answer = await self._query(promql, at)
         if answer.result_type not in ("vector", "matrix"):
             raise QueryRefused(f"it gives a {answer.result_type}")
         return _ELEMENTS.decode(answer.result)
 
     async def number(self, promql: str, at: float) -> float:
         """The finite number that ``promql`` evaluates to: a scalar, or a vector of one element."""
-        answer = await self._ask(promql, at)
+        answer = await self._query(promql, at)
         if answer.result_type == "scalar":
             return _finite(float(_SCALAR.decode(answer.result)[1]))
         if answer.result_type != "vector":
@@ -114,11 +114,11 @@ class PrometheusApi:
             raise QueryRefused("the query gives a histogram instead of a number")
         return _finite(number)
 
-    async def _ask(self, promql: str, at: float | None) -> _Result:
+    async def _query(self, promql: str, at: float | None) -> _Result:
         form = {"query": promql, "timeout": f"{TIMEOUT_S:g}s"}
         if at is not None:
             form["time"] = f"{at:.3f}"
-        async with self._places:
+        async with self._slots:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     try:
@@ -129,7 +129,9 @@ class PrometheusApi:
             except TimeoutError as error:
                 raise PrometheusAway(f"{self.shown} does not answer within {TIMEOUT_S:g} s") from error
             except (aiohttp.ClientError, OSError, ValueError) as error:
-                raise PrometheusAway(f"{self.shown}: {_short(str(error) or type(error).__name__)}") from error
+                raise PrometheusAway(
+                    f"{self.shown}: {_truncated(str(error) or type(error).__name__)}"
+                ) from error
         return self._read(status, body)
 
     async def _post(self, form: dict[str, Any]) -> tuple[int, bytes]:
@@ -151,9 +153,9 @@ class PrometheusApi:
                 f"{self.shown} answers with status {status}, and not as Prometheus does"
             ) from error
         if answer.status != "success" or answer.data is None:
-            raise QueryRefused(f"{answer.error_type}: {_short(answer.error)}")
+            raise QueryRefused(f"{answer.error_type}: {_truncated(answer.error)}")
         if answer.warnings:  # of Thanos and of remote storage: the result is partial
-            raise QueryRefused(f"it warns: {_short('; '.join(answer.warnings))}")
+            raise QueryRefused(f"it warns: {_truncated('; '.join(answer.warnings))}")
         return answer.data
 
 
@@ -163,7 +165,7 @@ def _finite(number: float) -> float:
     return number
 
 
-def _short(text: str) -> str:
+def _truncated(text: str) -> str:
     return text if len(text) <= _REASON_LENGTH_MAX else f"{text[: _REASON_LENGTH_MAX - 1]}…"
 
 

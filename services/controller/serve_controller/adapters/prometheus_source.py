@@ -162,9 +162,9 @@ class PrometheusSource:
         self._selector = selector
         self._interval_s: float | None = None
         """Scrape interval learned by the latest evaluation."""
-        self._said_interval_s: float | None = None
-        self._resting_until = 0.0
-        self._resting_why = ""
+        self._logged_interval_s: float | None = None
+        self._backoff_until = 0.0
+        self._backoff_reason = ""
 
     async def read(
         self,
@@ -180,11 +180,11 @@ class PrometheusSource:
         why = f"Prometheus: nothing but slow answers for {_LOADS_DEADLINE_S:g} s"
         loop = asyncio.get_running_loop()
         began_at = loop.time()
-        if began_at < self._resting_until:
-            return {ask.backend_tag: missing(now, self._resting_why) for ask in asks}
+        if began_at < self._backoff_until:
+            return {ask.backend_tag: missing(now, self._backoff_reason) for ask in asks}
         try:
             async with asyncio.timeout(_LOADS_DEADLINE_S):
-                coverage = await self._look(asks, await self._api.time())
+                coverage = await self._read_coverage(asks, await self._api.time())
                 await self._read_loads(
                     [ask for ask in asks if ask.config.query is None], coverage, now, readings
                 )
@@ -193,7 +193,7 @@ class PrometheusSource:
         except (PrometheusAway, QueryRefused) as error:
             why = f"Prometheus: {error}"
         if coverage is None and loop.time() - began_at >= _SLOW_S:
-            self._resting_until, self._resting_why = loop.time() + _REST_S, why
+            self._backoff_until, self._backoff_reason = loop.time() + _REST_S, why
         if coverage is not None:
             queries = [ask for ask in asks if ask.config.query is not None]
             readings |= await self._read_queries(queries, coverage, now)
@@ -205,13 +205,13 @@ class PrometheusSource:
 
     # -- scraped processes ----------------------------------------------------------------------------------------
 
-    async def _look(self, asks: Sequence[LoadAsk], at: float) -> Coverage:
+    async def _read_coverage(self, asks: Sequence[LoadAsk], at: float) -> Coverage:
         windows = {ask.config.look_back_period_s for ask in asks}
         known_s = self._interval_s
         horizon_s = max(min(max(windows) + 3 * (known_s or 0.0), _HORIZON_MAX_S), _HORIZON_MIN_S)
         horizon_s = max(horizon_s, _UNKNOWN_INTERVAL_HORIZON_S if known_s is None else 5 * known_s)
         infos = (("proxy", PROXY), ("host", HOST))
-        samples = await _together(
+        samples = await _gather(
             self._api.elements(samples_of(info, self._selector, horizon_s), at) for _, info in infos
         )
         processes: defaultdict[Process, list[Scraped]] = defaultdict(list)
@@ -239,9 +239,9 @@ class PrometheusSource:
         if interval_s is None:
             return
         self._interval_s = interval_s
-        said = self._said_interval_s
+        said = self._logged_interval_s
         if said is None or not said / 1.5 < interval_s < said * 1.5:
-            self._said_interval_s = interval_s
+            self._logged_interval_s = interval_s
             _log.info(
                 "prometheus_scrape_interval",
                 interval_s=round(interval_s, 3),
@@ -304,12 +304,12 @@ class PrometheusSource:
         for ask in asks:
             look_back_s = ask.config.look_back_period_s
             if last_break is not None and last_break[1] > coverage.at - look_back_s:
-                readings[ask.backend_tag] = missing(now, _break_told(last_break, coverage.at))
+                readings[ask.backend_tag] = missing(now, _break_text(last_break, coverage.at))
             elif ask.config.query is not None:
                 expressions[ask.backend_tag] = with_placeholders(
                     ask.config.query.promql, ask.backend_tag, look_back_s
                 )
-        answers = await self._ask_all(set(expressions.values()), coverage.asked_at)
+        answers = await self._query_all(set(expressions.values()), coverage.asked_at)
         for tag, expression in expressions.items():
             answer = answers[expression]
             readings[tag] = (
@@ -319,7 +319,7 @@ class PrometheusSource:
             )
         return readings
 
-    async def _ask_all(self, expressions: Iterable[str], at: float) -> dict[str, float | str]:
+    async def _query_all(self, expressions: Iterable[str], at: float) -> dict[str, float | str]:
         """The result of each expression, or why there is none."""
         answers: dict[str, float | str] = dict.fromkeys(
             expressions,
@@ -334,7 +334,7 @@ class PrometheusSource:
 
         try:
             async with asyncio.timeout(_QUERIES_DEADLINE_S):
-                await _together(ask(expression) for expression in list(answers))
+                await _gather(ask(expression) for expression in list(answers))
         except TimeoutError:
             _log.warning("prometheus_queries_too_slow", queries=len(answers), deadline_s=_QUERIES_DEADLINE_S)
         return answers
@@ -346,14 +346,14 @@ def _process_of(kind: str, element: Element) -> tuple[Process, str]:
     return Process(kind, labels.get(f"{kind}_id", "")), target
 
 
-def _break_told(last_break: tuple[float, float], at: float) -> str:
+def _break_text(last_break: tuple[float, float], at: float) -> str:
     began, ended = last_break
     if ended >= at:
         return f"Prometheus has scraped nothing for {at - began:.0f} s"
     return f"Prometheus scraped nothing for {ended - began:.0f} s until {at - ended:.0f} s ago"
 
 
-async def _together(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:
+async def _gather(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:
     """Run all calls concurrently; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as tasks:

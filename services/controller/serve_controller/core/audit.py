@@ -91,7 +91,7 @@ class _Entry:
 
     def __init__(self) -> None:
         self._objects: dict[str, Any] = {}
-        self._room = AUDIT_BYTES_MAX - _NOTE_BYTES
+        self._bytes_left = AUDIT_BYTES_MAX - _NOTE_BYTES
         self._left_out: list[str] = []
 
     def add(self, title: str, value: Any) -> None:
@@ -102,10 +102,10 @@ class _Entry:
         if _size(value) > OBJECT_BYTES_MAX:
             value = _shortened(value)
         size = _size({title: value})
-        if size > self._room:
+        if size > self._bytes_left:
             self._left_out.append(title)
             return
-        self._room -= size
+        self._bytes_left -= size
         self._objects[title] = value
 
     def content(self) -> Side:
@@ -162,7 +162,7 @@ def _cut(text: str) -> str:
 
 def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collection[str] = ()) -> list[str]:
     """Text for each field (of ``names``, or all) that differs, such as ``num_replicas 3 → 5``."""
-    words = []
+    texts = []
     for name in before.__struct_fields__:
         if names and name not in names:
             continue
@@ -170,12 +170,12 @@ def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collect
         if old == new:
             continue
         if isinstance(old, msgspec.Struct) and isinstance(new, msgspec.Struct):
-            words += [f"{name}.{word}" for word in changed_fields(old, new)]
+            texts += [f"{name}.{word}" for word in changed_fields(old, new)]
         elif name in _UNSHOWN:
-            words.append(f"{name} changes")
+            texts.append(f"{name} changes")
         else:
-            words.append(f"{name} {shown_value(old)} → {shown_value(new)}")
-    return words
+            texts.append(f"{name} {shown_value(old)} → {shown_value(new)}")
+    return texts
 
 
 def code_change(before: BackendVersion, after: BackendVersion) -> str:
@@ -215,16 +215,16 @@ def shown_traffic(traffic: Iterable[tuple[str, float]]) -> str:
 
 def endpoint_changes(before: EndpointConfig, after: EndpointConfig) -> list[str]:
     """Changes of an endpoint's route, methods, traffic, shadows and options."""
-    words = changed_fields(before, after, ("route",))
+    texts = changed_fields(before, after, ("route",))
     if sorted(before.methods) != sorted(after.methods):
-        words.append(f"methods {', '.join(before.methods)} → {', '.join(after.methods)}")
+        texts.append(f"methods {', '.join(before.methods)} → {', '.join(after.methods)}")
     for name, old, new in (
         ("traffic", before.traffic, after.traffic),
         ("shadows", before.shadows, after.shadows),
     ):
         if old != new:
-            words.append(f"{name} {shown_traffic(old.items())} → {shown_traffic(new.items())}")
-    return words + changed_fields(before.options, after.options)
+            texts.append(f"{name} {shown_traffic(old.items())} → {shown_traffic(new.items())}")
+    return texts + changed_fields(before.options, after.options)
 
 
 def changed_names(before: Map[Name, Any], after: Map[Name, Any]) -> list[Name]:

@@ -84,8 +84,8 @@ def of_proxy_report(before: ProxyObserved | None, after: ProxyObserved) -> Dirty
     old, new = before.report, after.report
     if old.leaving != new.leaving or old.incarnation != new.incarnation:
         return DirtySet(proxies=frozenset({new.proxy_id}), goals=True)
-    told = old.applied_snapshot_id != new.applied_snapshot_id or old.http_error != new.http_error
-    return DirtySet(goals=True) if told else NOTHING
+    has_progress = old.applied_snapshot_id != new.applied_snapshot_id or old.http_error != new.http_error
+    return DirtySet(goals=True) if has_progress else NOTHING
 
 
 def of_changes(before: Checkpoint, after: Checkpoint, changes: ObjectChanges) -> DirtySet:
@@ -172,26 +172,30 @@ class SilenceDetector:
         self._doubtful: set[Subject] = set()
         """Subjects whose time has come but whose status needs another round trip over the bus."""
 
-    def of_host(self, observed: ObservedState, host_id: HostId, now: float, agenda: DueChecks) -> DirtySet:
+    def of_host(
+        self, observed: ObservedState, host_id: HostId, now: float, due_checks: DueChecks
+    ) -> DirtySet:
         """Check one host now, and schedule the next check."""
         status = host_status(observed, host_id, now)
         known = observed.hosts.get(host_id)
         for after_s in (HOST_SUSPECT_AFTER_S, HOST_LOST_AFTER_S):
             at = silent_at(observed, known, after_s)
             if at is not None and not has_come(observed, at, now):
-                self._look_at(at, ("host", host_id), now, agenda)
+                self._schedule(at, ("host", host_id), now, due_checks)
                 break
         if self._hosts.get(host_id) is status:
             return NOTHING
         self._hosts[host_id] = status
         return DirtySet(hosts=frozenset({host_id}), has_room=True)
 
-    def of_proxy(self, observed: ObservedState, proxy_id: ProxyId, now: float, agenda: DueChecks) -> DirtySet:
+    def of_proxy(
+        self, observed: ObservedState, proxy_id: ProxyId, now: float, due_checks: DueChecks
+    ) -> DirtySet:
         """Check one proxy now, and schedule the next check."""
         is_live = is_proxy_live(observed, proxy_id, now)
         at = silent_at(observed, observed.proxies.get(proxy_id), PROXY_LOST_AFTER_S)
         if at is not None and not has_come(observed, at, now):
-            self._look_at(at, ("proxy", proxy_id), now, agenda)
+            self._schedule(at, ("proxy", proxy_id), now, due_checks)
         if self._proxies.get(proxy_id) is is_live:
             return NOTHING
         self._proxies[proxy_id] = is_live
@@ -202,9 +206,9 @@ class SilenceDetector:
         doubtful, self._doubtful = self._doubtful, set()
         return doubtful
 
-    def _look_at(self, at: float, subject: Subject, now: float, agenda: DueChecks) -> None:
+    def _schedule(self, at: float, subject: Subject, now: float, due_checks: DueChecks) -> None:
         if at > now:
-            agenda.add(at, subject)
+            due_checks.add(at, subject)
         else:
             self._doubtful.add(subject)
 
@@ -221,9 +225,9 @@ class DirtySets:
     """
 
     def __init__(self) -> None:
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._backends: set[BackendTag] = set()
         self._endpoints: set[EndpointTag] = set()
         self._hosts: set[HostId] = set()
@@ -232,22 +236,22 @@ class DirtySets:
         self._flags = DirtySet()
         self.is_empty = True
 
-    def add(self, attention: DirtySet) -> None:
+    def add(self, dirty: DirtySet) -> None:
         """Add a dirty set."""
-        if attention is NOTHING:
+        if dirty is NOTHING:
             return
         self.is_empty = False
-        self._backends |= attention.backends
-        self._endpoints |= attention.endpoints
-        self._hosts |= attention.hosts
-        self._proxies |= attention.proxies
-        self._keys |= attention.keys
+        self._backends |= dirty.backends
+        self._endpoints |= dirty.endpoints
+        self._hosts |= dirty.hosts
+        self._proxies |= dirty.proxies
+        self._keys |= dirty.keys
         flags = self._flags
         self._flags = DirtySet(
-            is_everything=flags.is_everything or attention.is_everything,
-            has_room=flags.has_room or attention.has_room,
-            goals=flags.goals or attention.goals,
-            tidy=flags.tidy or attention.tidy,
+            is_everything=flags.is_everything or dirty.is_everything,
+            has_room=flags.has_room or dirty.has_room,
+            goals=flags.goals or dirty.goals,
+            tidy=flags.tidy or dirty.tidy,
         )
 
     def take(self) -> DirtySet:
@@ -260,5 +264,5 @@ class DirtySets:
             proxies=frozenset(self._proxies),
             keys=frozenset(self._keys),
         )
-        self._begin_anew()
+        self._reset()
         return result

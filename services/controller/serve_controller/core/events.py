@@ -85,11 +85,11 @@ def backend_news(known: Backend | None, backend: Backend, *, has_failed: bool) -
     if backend.kept is not None and backend.kept != known.kept:
         kept = f"replicas of version {name_of(backend.kept)} that serve are kept"
         yield "kept", f"version {name_of(backend.target)} is wanted again; {kept}: {error}"
-    elif _went_back(known, backend):
+    elif _was_rolled_back(known, backend):
         yield "went back", f"version {name_of(backend.target)} is put back: {error}"
 
 
-def _went_back(known: Backend, backend: Backend) -> bool:
+def _was_rolled_back(known: Backend, backend: Backend) -> bool:
     """Whether the last good version was made the target again under the same goal, so not by a command."""
     if known.last_good is None or known.goal_id != backend.goal_id or known.target == backend.target:
         return False
@@ -124,7 +124,7 @@ class ReplicaWords:
             case ReplicaState.UNHEALTHY:
                 return replica.message or f"its health check fails on {replica.host_id}"
             case ReplicaState.SHOULD_STOP:
-                return f"is to stop: {replica.message or self._why_stopped(replica, was)}"
+                return f"is to stop: {replica.message or self._stop_reason(replica, was)}"
             case ReplicaState.STOPPING:
                 return f"finishes what it has on {replica.host_id}"
             case ReplicaState.STOPPED:
@@ -135,7 +135,7 @@ class ReplicaWords:
         if replica.state not in WANTED:
             return "has stopped"
         if replica.state is ReplicaState.SHOULD_START:
-            return f"is not started: {self._why_stopped(replica, replica.state)}"
+            return f"is not started: {self._stop_reason(replica, replica.state)}"
         ended = f"ended on {replica.host_id} while it was {replica.state.value}"
         known = self._before.backends.get(replica.backend_tag)
         backend = self._after.backends.get(replica.backend_tag)
@@ -143,7 +143,7 @@ class ReplicaWords:
             return f"{ended}: {last_line(backend.last_error)}"
         return ended
 
-    def _why_stopped(self, replica: Replica, was: ReplicaState | None) -> str:
+    def _stop_reason(self, replica: Replica, was: ReplicaState | None) -> str:
         backend = self._after.backends.get(replica.backend_tag)
         host = None if replica.host_id is None else self._after.hosts.get(replica.host_id)
         if backend is None or backend.deleting:
@@ -173,9 +173,9 @@ class ReplicaWords:
 EVENTS_LIMIT_MAX: Final = 1000
 """Most events in one reply."""
 
-_Place = tuple[int, str, int]
+_SortKey = tuple[int, str, int]
 """Sort key of an event among those of one change: rank of its kind, then name and number of its subject."""
-_GOAL_BEGAN, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
+_GOAL_STARTED, _HOST, _PROXY, _BACKEND, _REPLICA, _GOAL_ENDED = range(6)
 
 
 def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now: float) -> list[EventView]:
@@ -183,12 +183,12 @@ def events_of(before: Checkpoint, after: Checkpoint, changes: ObjectChanges, now
 
     New goals come first and ended goals last, so that the effects of a goal come between.
     """
-    told = _Telling(before, after, now)
+    collector = _EventCollector(before, after, now)
     for value in changes.puts:
-        told.of_put(value)
+        collector.of_put(value)
     for kind, name in changes.deletes:
-        told.of_delete(kind, name)
-    return told.events()
+        collector.of_delete(kind, name)
+    return collector.events()
 
 
 def audit_event(now: float, *, verb: str, subject: str, who: str, goal_id: GoalId | None) -> EventView:
@@ -203,15 +203,15 @@ def conflict_event(now: float, kind: str, name: str) -> EventView:
     return EventView(at=now, kind=kind, subject=name, message=message, state="identity_conflict")
 
 
-class _Telling:
+class _EventCollector:
     """Collects the events of one change."""
 
     def __init__(self, before: Checkpoint, after: Checkpoint, now: float) -> None:
         self._before = before
         self._after = after
         self._now = now
-        self._words = ReplicaWords(before, after)
-        self._found: list[tuple[_Place, EventView]] = []
+        self._texts = ReplicaWords(before, after)
+        self._found: list[tuple[_SortKey, EventView]] = []
 
     def events(self) -> list[EventView]:
         """All events, in order."""
@@ -233,7 +233,7 @@ class _Telling:
             case Replica():
                 known = self._before.replicas_of(value.backend_tag).get(value.replica_tag)
                 if known is None or known.state is not value.state:
-                    self._replica(value, value.state, self._words.of_move(known, value))
+                    self._replica(value, value.state, self._texts.of_move(known, value))
             case _:
                 return
 
@@ -249,19 +249,19 @@ class _Telling:
             tag = ReplicaTag(name)
             replica = self._before.replicas_of(backend_tag_of(tag)).get(tag)
             if replica is not None:
-                self._replica(replica, ReplicaState.STOPPED, self._words.of_end(replica))
+                self._replica(replica, ReplicaState.STOPPED, self._texts.of_end(replica))
 
     def _goal(self, known: Goal | None, goal: Goal) -> None:
         about = f"{goal.kind.value} {goal.subject}".strip()
         number, status = number_of(goal.goal_id), goal.status
         if known is None:
-            place = (_GOAL_BEGAN, goal.goal_id, number)
-            self._add(place, "goal", GoalStatus.PENDING.value, about, goal_id=goal.goal_id)
+            sort_key = (_GOAL_STARTED, goal.goal_id, number)
+            self._add(sort_key, "goal", GoalStatus.PENDING.value, about, goal_id=goal.goal_id)
         if status is not (GoalStatus.PENDING if known is None else known.status):
             line = last_line(goal.error)
-            place = (_GOAL_ENDED, goal.goal_id, number)
+            sort_key = (_GOAL_ENDED, goal.goal_id, number)
             self._add(
-                place, "goal", status.value, f"{about}: {line}" if line else about, goal_id=goal.goal_id
+                sort_key, "goal", status.value, f"{about}: {line}" if line else about, goal_id=goal.goal_id
             )
 
     def _backend(self, known: Backend | None, backend: Backend) -> None:
@@ -277,12 +277,12 @@ class _Telling:
         goal_id = None if backend is None else backend.goal_id
         if goal_id is not None and goal_id not in self._before.pending and goal_id not in self._after.pending:
             goal_id = None  # the goal has ended: this event is no effect of it
-        place = (_REPLICA, tag, replica.ordinal)
-        self._add(place, "replica", state.value, message, goal_id=goal_id, subject=replica.replica_tag)
+        sort_key = (_REPLICA, tag, replica.ordinal)
+        self._add(sort_key, "replica", state.value, message, goal_id=goal_id, subject=replica.replica_tag)
 
     def _add(
         self,
-        place: _Place,
+        sort_key: _SortKey,
         kind: str,
         state: str,
         message: str,
@@ -293,13 +293,13 @@ class _Telling:
         event = EventView(
             at=self._now,
             kind=kind,
-            subject=place[1] if subject is None else subject,
+            subject=sort_key[1] if subject is None else subject,
             message=cut(message),
             state=state,
             goal_id=goal_id,
         )
         # Goals are sorted by their numbers, not by their names.
-        self._found.append(((place[0], "" if kind == "goal" else place[1], place[2]), event))
+        self._found.append(((sort_key[0], "" if kind == "goal" else sort_key[1], sort_key[2]), event))
 
 
 def goal_progress(

@@ -59,13 +59,13 @@ def _applications(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
             yield f"the application {name} is made: its route leads to {application.target.ingress}"
         elif known.target != application.target:
             was, becomes = set(known.target.deployments), set(application.target.deployments)
-            words = [f"{tag} is added" for tag in sorted(becomes - was)]
-            words += [f"{tag} is dropped" for tag in sorted(was - becomes)]
+            texts = [f"{tag} is added" for tag in sorted(becomes - was)]
+            texts += [f"{tag} is dropped" for tag in sorted(was - becomes)]
             if known.target.ingress != application.target.ingress:
                 when = "" if application.target.takes_over is None else " once all of it runs"
-                words.append(f"its route leads to {application.target.ingress}{when}")
-            if words:
-                yield f"the application {name} changes: {', '.join(words)}"
+                texts.append(f"its route leads to {application.target.ingress}{when}")
+            if texts:
+                yield f"the application {name} changes: {', '.join(texts)}"
 
 
 def _backends(before: Checkpoint, after: Checkpoint, with_replicas: Collection[BackendTag]) -> Iterator[str]:
@@ -75,10 +75,10 @@ def _backends(before: Checkpoint, after: Checkpoint, with_replicas: Collection[B
             if tag not in with_replicas:
                 yield f"{tag} {'is made' if known is None else 'goes away'}; it has no replicas"
             continue
-        words = light_changes(known.target.backend_config, backend.target.backend_config)
-        if words:
+        texts = light_changes(known.target.backend_config, backend.target.backend_config)
+        if texts:
             untouched = "" if tag in with_replicas else "; no replica is touched"
-            yield f"{tag}: {', '.join(words)}{untouched}"
+            yield f"{tag}: {', '.join(texts)}{untouched}"
 
 
 def _endpoints(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
@@ -93,8 +93,8 @@ def _endpoints(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
         elif known is None:
             sends = shown_traffic(endpoint.target.traffic.items())
             yield f"the endpoint {tag} is made{_at_route(endpoint.target)}: it sends to {sends}"
-        elif words := endpoint_changes(known.target, endpoint.target):
-            yield f"the endpoint {tag} changes: {'; '.join(words)}"
+        elif texts := endpoint_changes(known.target, endpoint.target):
+            yield f"the endpoint {tag} changes: {'; '.join(texts)}"
 
 
 def _at_route(config: EndpointConfig) -> str:
@@ -104,8 +104,8 @@ def _at_route(config: EndpointConfig) -> str:
 def _http(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
     was = HttpOptions() if before.http is None else before.http.target
     becomes = HttpOptions() if after.http is None else after.http.target
-    if words := changed_fields(was, becomes):
-        yield f"all proxies: {', '.join(words)}"
+    if texts := changed_fields(was, becomes):
+        yield f"all proxies: {', '.join(texts)}"
 
 
 def _hosts(before: Checkpoint, after: Checkpoint) -> Iterator[str]:
@@ -141,7 +141,7 @@ def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now
     plans = [_BackendPlan(before, after, tag, drained, dropped.get(tag, "")) for tag in sorted(tags)]
     replicas = [replica for plan in plans for replica in plan.replicas()]
     notes = notes_of(before, after, {plan.tag for plan in plans if plan.replicas()})
-    notes += _room_notes(after, plans, observed, now)
+    notes += _capacity_notes(after, plans, observed, now)
     if len(replicas) > PLANNED_MAX:
         counts = ", ".join(f"{sum(r.action is a for r in replicas)} to {a.value}" for a in PlannedAction)
         notes.insert(0, f"only the first {PLANNED_MAX} of {len(replicas)} replicas are named: {counts}")
@@ -216,10 +216,10 @@ class _BackendPlan:
                 self._stop(self._running, f"{self._what} goes away")
         elif dropped_by:
             self._stop(self._running, f"the application {dropped_by} has it no longer")
-        elif self._known is None or _aim(self._known) != _aim(backend):
-            self._follow(self._known, backend)
+        elif self._known is None or _replica_inputs(self._known) != _replica_inputs(backend):
+            self._plan_target(self._known, backend)
         elif not backend.halted:
-            self._empty(drained)
+            self._plan_drained(drained)
 
     @property
     def _what(self) -> str:
@@ -229,7 +229,7 @@ class _BackendPlan:
         """All actions, in order."""
         return [*self.starts, *self.stops, *self._reconfigured]
 
-    def _follow(self, known: Backend | None, backend: Backend) -> None:
+    def _plan_target(self, known: Backend | None, backend: Backend) -> None:
         """Plan for the new target, by the rules of the rollout."""
         target = backend.target
         stay: list[Replica] = []
@@ -252,7 +252,7 @@ class _BackendPlan:
         else:
             self._start_missing(known, backend, -surplus, num_moved)
         for replica in stay:
-            if _must_hear(backend, replica):
+            if _needs_reconfigure(backend, replica):
                 was = _version_of(known, replica)
                 why = "a newer configuration" if was is None else config_change(was, target)
                 self._reconfigured.append(self._planned(PlannedAction.RECONFIGURE, replica, why))
@@ -271,7 +271,7 @@ class _BackendPlan:
             self._start(missing - added - moved, "is missing already, whatever the command changes")
             self._start(added, _num_change(known, backend))
 
-    def _empty(self, drained: Collection[HostId]) -> None:
+    def _plan_drained(self, drained: Collection[HostId]) -> None:
         """Plan for drained hosts: replacements are started elsewhere first."""
         for replica in self._running:
             if replica.host_id in drained:
@@ -298,7 +298,7 @@ class _BackendPlan:
         )
 
 
-def _aim(backend: Backend) -> object:
+def _replica_inputs(backend: Backend) -> object:
     """The fields of a backend that decide on its replicas."""
     return backend.target, backend.deleting, backend.halted, backend.kept
 
@@ -311,7 +311,7 @@ def _serves(backend: Backend, replica: Replica) -> bool:
     return kept is not None and replica.code_version == kept.code_version and replica.state in ROUTED
 
 
-def _must_hear(backend: Backend, replica: Replica) -> bool:
+def _needs_reconfigure(backend: Backend, replica: Replica) -> bool:
     """Whether the replica runs or starts with another configuration than the target's, and is to be reconfigured."""
     if replica.state is ReplicaState.SHOULD_START or replica.code_version != backend.target.code_version:
         return False
@@ -333,7 +333,7 @@ def _num_change(known: Backend | None, backend: Backend) -> str:
     return f"num_replicas {known.num_wanted} → {backend.num_wanted}"
 
 
-def _room_notes(
+def _capacity_notes(
     after: Checkpoint, plans: Iterable[_BackendPlan], observed: ObservedState, now: float
 ) -> list[str]:
     """Notes on how many of the new replicas would fit on which hosts, beside everything that runs now."""
@@ -350,9 +350,9 @@ def _room_notes(
         if fit == count:
             notes.append(f"{plan.tag}: there is room for {new}: {_shown_hosts(where)}")
             continue
-        room = f"there is room for {fit} of {new}" + (f" ({_shown_hosts(where)})" if fit else "")
+        capacity = f"there is room for {fit} of {new}" + (f" ({_shown_hosts(where)})" if fit else "")
         wait = "the others wait, also for the room of those that stop" if plan.stops else "the others wait"
-        notes.append(f"{plan.tag}: {room}; {wait}: {ledger.why_not(plan.tag, version)}")
+        notes.append(f"{plan.tag}: {capacity}; {wait}: {ledger.why_not(plan.tag, version)}")
     return notes
 
 

@@ -92,12 +92,12 @@ def observe_host(observed: ObservedState, report: HostReport, now: float, holder
     ``holder``: the recorded holder of the id. Raises `HeldByAnother`, or `LimitReached` for one host too many.
     """
     known = observed.hosts.get(report.host_id)
-    if _came_late(observed, report, known, now):
+    if _is_late(observed, report, known, now):
         return observed
     sent, sent_at = None, 0.0
     if known is None or not is_same_life(report, known.report):
         _check_free(observed, report, known, holder, now)
-        _check_room(observed.hosts, report.host_id)
+        _check_limit(observed.hosts, report.host_id)
     else:
         sent, sent_at = known.sent, known.sent_at
     host = _host_observed(report, now, known, sent, sent_at)
@@ -138,7 +138,7 @@ def is_same_life(report: HostReport | ProxyReport, known: HostReport | ProxyRepo
     return report.incarnation == known.incarnation and report.started_at == known.started_at
 
 
-def _came_late(
+def _is_late(
     observed: ObservedState,
     report: HostReport | ProxyReport,
     known: HostObserved | ProxyObserved | None,
@@ -174,8 +174,8 @@ def _check_free(
         raise HeldByAnother(report.host_id if isinstance(report, HostReport) else report.proxy_id)
 
 
-def _check_room(heard_of: Map[HostId, HostObserved] | Map[ProxyId, ProxyObserved], name: str) -> None:
-    if name not in heard_of and len(heard_of) >= IDS_MAX:
+def _check_limit(known_ids: Map[HostId, HostObserved] | Map[ProxyId, ProxyObserved], name: str) -> None:
+    if name not in known_ids and len(known_ids) >= IDS_MAX:
         raise LimitReached(f"{IDS_MAX} ids are known, and {name!r} would be one more")
 
 
@@ -184,11 +184,11 @@ def observe_proxy(
 ) -> ObservedState:
     """Fold in a proxy's report, with the arguments and errors of `observe_host`."""
     known = observed.proxies.get(report.proxy_id)
-    if _came_late(observed, report, known, now):
+    if _is_late(observed, report, known, now):
         return observed
     if known is None or not is_same_life(report, known.report):
         _check_free(observed, report, known, holder, now)
-        _check_room(observed.proxies, report.proxy_id)
+        _check_limit(observed.proxies, report.proxy_id)
     proxy = ProxyObserved(report=report, heard_at=now)
     return msgspec.structs.replace(observed, proxies=observed.proxies.set(report.proxy_id, proxy))
 
@@ -226,9 +226,9 @@ def observe_break(observed: ObservedState, since: float | None) -> ObservedState
     return msgspec.structs.replace(observed, since=since)
 
 
-def observe_round_trip(observed: ObservedState, begun_at: float) -> ObservedState:
-    """Record that the round trip over the bus that began at ``begun_at`` ended."""
-    return msgspec.structs.replace(observed, heard_to=begun_at)
+def observe_round_trip(observed: ObservedState, started_at: float) -> ObservedState:
+    """Record that the round trip over the bus that began at ``started_at`` ended."""
+    return msgspec.structs.replace(observed, heard_to=started_at)
 
 
 def has_come(observed: ObservedState, at: float, now: float) -> bool:

@@ -37,8 +37,8 @@ def needs_of(version: BackendVersion) -> dict[str, float]:
 
 def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS) -> int:
     """Bytes that one replica of this version takes of its host's goal."""
-    given = (version.replica_config, version.backend_config.user_config, companions)
-    return _GOAL_BYTES_EACH + len(msgspec.json.encode(given))
+    user_values = (version.replica_config, version.backend_config.user_config, companions)
+    return _GOAL_BYTES_EACH + len(msgspec.json.encode(user_values))
 
 
 class Ledger:
@@ -126,18 +126,16 @@ class Ledger:
         if lacking:
             return f"needs {', '.join(lacking)}"
         if not any(fits(free, needs) for free in frees):
-            return "no single host has room for all of " + _in_words(needs)
+            return "no single host has room for all of " + _format_needs(needs)
         per_host = version.backend_config.max_replicas_per_host
         if per_host is not None and all(self.count_on(tag, host_id) >= per_host for host_id in self.hosts):
             return f"max_replicas_per_host is {per_host}, and every host has so many"
         if per_host is not None:
-            return (
-                f"no host with less than max_replicas_per_host ({per_host}) has room for {_in_words(needs)}"
-            )
+            return f"no host with less than max_replicas_per_host ({per_host}) has room for {_format_needs(needs)}"
         return "the goals of the hosts that have room would become larger than one message"
 
 
-def _in_words(needs: Mapping[str, float]) -> str:
+def _format_needs(needs: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in sorted(needs.items())) or "a replica"
 
 
@@ -169,7 +167,7 @@ class Placer:
         self._ledger = ledger
         self._per_host = NUMBER_MAX if per_host is None else per_host
         self._counts = counts
-        self._rooms: dict[HostId, _Room] = {}
+        self._capacities: dict[HostId, _HostCapacity] = {}
         # Ranked by load alone; the free capacity is computed only for the hosts that come first.
         self._heap = [
             self._rank(load.num_wanted, units.get("CPU", 0) - load.taken.get("CPU", 0), host_id)
@@ -178,37 +176,39 @@ class Placer:
         ]
         heapq.heapify(self._heap)
 
-    def _room(self, host_id: HostId) -> _Room:
-        room = self._rooms.get(host_id)
-        if room is None:
+    def _capacity(self, host_id: HostId) -> _HostCapacity:
+        capacity = self._capacities.get(host_id)
+        if capacity is None:
             load = self._ledger.load_of(host_id)
             left = self._per_host - self._counts.get(host_id, 0)
-            room = self._rooms[host_id] = _Room(
+            capacity = self._capacities[host_id] = _HostCapacity(
                 self._ledger.free(host_id), GOAL_BYTES_MAX - load.goal_bytes, load.num_wanted, left
             )
-        return room
+        return capacity
 
-    def _has_room(self, room: _Room) -> bool:
-        if room.left <= 0 or room.goal_bytes < self.goal_bytes:
+    def _has_capacity(self, capacity: _HostCapacity) -> bool:
+        if capacity.left <= 0 or capacity.goal_bytes < self.goal_bytes:
             return False
-        return all(room.free.get(name, 0) >= units for name, units in self._units.items())
+        return all(capacity.free.get(name, 0) >= units for name, units in self._units.items())
 
     def place(self) -> HostId | None:
         """Take capacity for one replica; None when no host has it."""
         while self._heap:
             host_id = self._heap[0][2]
-            room = self._room(host_id)
-            if not self._has_room(room):
+            capacity = self._capacity(host_id)
+            if not self._has_capacity(capacity):
                 heapq.heappop(self._heap)
                 continue
             for name, units in self._units.items():
-                room.free[name] = (
-                    room.free.get(name, 0) - units
+                capacity.free[name] = (
+                    capacity.free.get(name, 0) - units
                 )  # a need below one unit may be absent on the host
-            room.goal_bytes -= self.goal_bytes
-            room.num_wanted += 1
-            room.left -= 1
-            heapq.heapreplace(self._heap, self._rank(room.num_wanted, room.free.get("CPU", 0), host_id))
+            capacity.goal_bytes -= self.goal_bytes
+            capacity.num_wanted += 1
+            capacity.left -= 1
+            heapq.heapreplace(
+                self._heap, self._rank(capacity.num_wanted, capacity.free.get("CPU", 0), host_id)
+            )
             return host_id
         return None
 
@@ -216,7 +216,7 @@ class Placer:
 NUMBER_MAX: Final = 2**31
 
 
-class _Room:
+class _HostCapacity:
     """Remaining capacity of one host, counted down by one `Placer`."""
 
     __slots__ = ("free", "goal_bytes", "left", "num_wanted")

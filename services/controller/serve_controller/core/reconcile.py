@@ -36,13 +36,13 @@ ENDED_KEPT_MAX = 1_000
 
 def tidy(draft: Draft, observed: ObservedState, now: float) -> None:
     """Delete old finished goals, ended deployments, tombstones and lost hosts."""
-    _forget_goals(draft, now)
-    _forget_deployments(draft)
-    _forget_hosts(draft, observed, now)
+    _gc_goals(draft, now)
+    _gc_deployments(draft)
+    _gc_hosts(draft, observed, now)
     forget_tombstones(draft)
 
 
-def _forget_goals(draft: Draft, now: float) -> None:
+def _gc_goals(draft: Draft, now: float) -> None:
     """Delete old finished goals, except each backend's newest one."""
     newest = {backend.goal_id for backend in draft.backends.values()}
     finished = sorted(
@@ -55,7 +55,7 @@ def _forget_goals(draft: Draft, now: float) -> None:
             draft.delete((ObjectKind.GOAL, goal.goal_id))
 
 
-def _forget_deployments(draft: Draft) -> None:
+def _gc_deployments(draft: Draft) -> None:
     ended = sorted(
         (d for d in draft.deployments.values() if d.ended_at is not None),
         key=lambda d: (d.ended_at or 0.0, d.tag),
@@ -64,7 +64,7 @@ def _forget_deployments(draft: Draft) -> None:
         draft.delete((ObjectKind.DEPLOYMENT, deployment.tag))
 
 
-def _forget_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
+def _gc_hosts(draft: Draft, observed: ObservedState, now: float) -> None:
     """Delete lost hosts that run nothing, unless they are drained: that must outlast their absence."""
     for host_id, record in sorted(draft.hosts.items()):
         is_used = host_id in draft.by_host or host_id in observed.hosts
@@ -163,7 +163,7 @@ def reconcile(
     scope.backends.update(scalings)
     due: list[DueTime] = []
     for host_id in sorted(scope.hosts):
-        _follow_host(draft, observed, host_id)
+        _update_host(draft, observed, host_id)
         scope.backends.update(adopt_replicas(draft, observed, host_id, now))
     _follow_proxies(draft, observed, scope, now)
     faults = _reconcile_backends(draft, observed, scope, due, epoch=epoch, now=now)
@@ -237,7 +237,7 @@ def _reconcile_backends(
     return faults
 
 
-def _follow_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None:
+def _update_host(draft: Draft, observed: ObservedState, host_id: HostId) -> None:
     """Update the record of a reporting host, and the holder of its id."""
     host = observed.hosts.get(host_id)
     if host is None:

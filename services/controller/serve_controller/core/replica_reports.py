@@ -77,7 +77,7 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
             continue
         at = stuck_at(backend, replica)
         if at is not None and now >= at:
-            _follow_stuck(draft, replica, now)
+            _apply_stuck(draft, replica, now)
             continue
         host = observed.hosts.get(replica.host_id)
         if host is None:
@@ -86,10 +86,10 @@ def follow_reports(draft: Draft, observed: ObservedState, backend: Backend, epoc
         if report is None:
             _follow_absence(draft, host, replica, now)
         else:
-            _follow_report(draft, host, replica, report, epoch=epoch, now=now)
+            _apply_report(draft, host, replica, report, epoch=epoch, now=now)
 
 
-def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
+def _apply_stuck(draft: Draft, replica: Replica, now: float) -> None:
     """The host failed to end it in time: a stuck start is replaced, a stuck stop is forced."""
     assert replica.host_id is not None
     since_s = now - replica.since
@@ -112,9 +112,9 @@ def _follow_stuck(draft: Draft, replica: Replica, now: float) -> None:
 
 def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: float) -> None:
     """A report is complete: a replica that is not in it does not run, unless the host has yet to get its goal."""
-    unheard = host.report.generation < replica.generation
+    is_goal_pending = host.report.generation < replica.generation
     may_yet_start = replica.state in (ReplicaState.STARTING, ReplicaState.SHOULD_STOP)
-    if unheard and (may_yet_start or host.report.generation > 0):
+    if is_goal_pending and (may_yet_start or host.report.generation > 0):
         # A goal in flight may start it: its end is certain once the host has received the goal that leaves it out. And
         # the first report that a new leader receives may be a late one.
         return
@@ -124,12 +124,12 @@ def _follow_absence(draft: Draft, host: HostObserved, replica: Replica, now: flo
     with_event(draft, replica, TransitionEvent.GONE, now)
 
 
-def _follow_report(
+def _apply_report(
     draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, *, epoch: int, now: float
 ) -> None:
     state, status = replica.state, report.status
     if status in (ReplicaStatus.FAILED, ReplicaStatus.DEAD):
-        _follow_end(draft, host, replica, report, now)
+        _apply_end(draft, host, replica, report, now)
     elif state is ReplicaState.SHOULD_STOP:
         if host.report.generation >= replica.generation:
             with_event(draft, replica, TransitionEvent.ACKNOWLEDGED, now)
@@ -142,7 +142,7 @@ def _follow_report(
         # first report was received: the replica that had served is gone.
         with_event(draft, replica, TransitionEvent.UNWANTED, now)
     elif _is_config_refused(draft, replica, report):
-        _follow_refused_config(draft, replica, report, now)
+        _apply_refused_config(draft, replica, report, now)
     elif status is ReplicaStatus.RUNNING and state in (ReplicaState.STARTING, ReplicaState.UNHEALTHY):
         running = with_event(draft, replica, TransitionEvent.HEARD_RUNNING, now)
         if running is not None and report.config_version < replica.config_version:
@@ -163,9 +163,9 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
     """Stop routing to an unhealthy replica and replace it. For a young one this counts as a failed start."""
     unhealthy = replica
     if replica.state in ROUTED:
-        heard = with_event(draft, replica, TransitionEvent.HEARD_UNHEALTHY, now)
-        assert heard is not None
-        unhealthy = heard
+        marked = with_event(draft, replica, TransitionEvent.HEARD_UNHEALTHY, now)
+        assert marked is not None
+        unhealthy = marked
     backend = draft.backends[replica.backend_tag]
     version: BackendVersion = backend.version_of(replica.config_version) or backend.target
     config = version.backend_config
@@ -180,9 +180,7 @@ def _follow_unhealthy(draft: Draft, replica: Replica, report: ReplicaReport, now
     draft.put(msgspec.structs.replace(stopping, message="its health checks failed"))
 
 
-def _follow_end(
-    draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float
-) -> None:
+def _apply_end(draft: Draft, host: HostObserved, replica: Replica, report: ReplicaReport, now: float) -> None:
     with_event(draft, replica, TransitionEvent.GONE, now)
     # An end while the host leaves is no failure of the code.
     wanted = (
@@ -223,7 +221,7 @@ def _is_config_refused(draft: Draft, replica: Replica, report: ReplicaReport) ->
     )
 
 
-def _follow_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
+def _apply_refused_config(draft: Draft, replica: Replica, report: ReplicaReport, now: float) -> None:
     """``reconfigure`` raised: fail the pending change, or without one replace the replica."""
     goal = goal_at_stake(draft, draft.backends[replica.backend_tag])
     if goal is not None:

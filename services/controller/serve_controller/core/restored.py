@@ -153,7 +153,7 @@ def overtake(
     for tag in sorted(draft.backends):
         _renumber_versions(draft, draft.backends[tag], counters.snapshot)
         for replica_tag in sorted(draft.replicas_of(tag)):
-            _doubt(draft, observed, draft.replicas_of(tag)[replica_tag], now)
+            _drop_doubtful(draft, observed, draft.replicas_of(tag)[replica_tag], now)
     for record in sorted(draft.snapshots.values(), key=lambda r: r.snapshot.snapshot_id):
         if record.key != HTTP_KEY:
             put_snapshot(draft, record.key, record.snapshot.content, epoch)
@@ -199,7 +199,7 @@ def _renumber_versions(draft: Draft, backend: Backend, above: int) -> None:
     )
 
 
-def _doubt(draft: Draft, observed: ObservedState, replica: Replica, now: float) -> None:
+def _drop_doubtful(draft: Draft, observed: ObservedState, replica: Replica, now: float) -> None:
     """Drop a replica that was about to start, unless it runs: it may have run and ended since, under the same tag."""
     if replica.state is ReplicaState.SHOULD_START:
         with_event(draft, replica, TransitionEvent.GONE, now)

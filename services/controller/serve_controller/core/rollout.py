@@ -110,10 +110,10 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
     if not stale:
         return
     updating = sum(r.state is ReplicaState.UPDATING for r in same_code)
-    room = max(1, unavailable_of(target.backend_config)) - updating
+    budget = max(1, unavailable_of(target.backend_config)) - updating
     is_risky = backend.start_failures > 0 and backend.last_good is not None
     for replica in stale:
-        if replica.state is ReplicaState.RUNNING and room <= 0:
+        if replica.state is ReplicaState.RUNNING and budget <= 0:
             continue
         if replica.state is ReplicaState.RUNNING and is_risky and not _differs_by_number(backend, replica):
             continue  # a replica with this configuration failed: no more are put at risk
@@ -124,13 +124,13 @@ def reconfigure(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> N
             if replica.message != NO_ROOM_FOR_CONFIG:
                 draft.put(msgspec.structs.replace(replica, message=NO_ROOM_FOR_CONFIG))
             continue
-        room -= replica.state is ReplicaState.RUNNING
-        told = with_event(draft, replica, TransitionEvent.RECONFIGURE, now)
-        assert told is not None
+        budget -= replica.state is ReplicaState.RUNNING
+        updated = with_event(draft, replica, TransitionEvent.RECONFIGURE, now)
+        assert updated is not None
         assert replica.host_id is not None
         draft.put(
             msgspec.structs.replace(
-                told,
+                updated,
                 config_version=target.config_version,
                 generation=draft.renew_host_goal(replica.host_id),
                 goal_bytes=size,
@@ -146,9 +146,9 @@ def start(draft: Draft, backend: Backend, now: float) -> None:
     missing = wanted - len(current)
     if old:
         surge = surge_of(backend.target.backend_config)
-        room = wanted + surge - len(current) - len(old)
+        budget = wanted + surge - len(current) - len(old)
         # Where far fewer are wanted than run, all old ones stay until a first new one serves.
-        missing = min(missing, max(room, surge - len(current)))
+        missing = min(missing, max(budget, surge - len(current)))
     if missing <= 0 or now < backend.retry_at:
         return
     for _ in range(missing):
@@ -174,7 +174,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     for number, replica in enumerate(waiting):
         host_id = placer.place()
         if host_id is None:
-            _tell_why_not(draft, ledger, backend, waiting, number)
+            _record_reason(draft, ledger, backend, waiting, number)
             return
         placed = with_event(draft, replica, TransitionEvent.PLACED, now)
         assert placed is not None
@@ -192,7 +192,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
         )
 
 
-def _tell_why_not(
+def _record_reason(
     draft: Draft, ledger: Ledger, backend: Backend, waiting: list[Replica], placed: int
 ) -> None:
     message = ledger.why_not(backend.backend_tag, backend.target)
@@ -200,9 +200,9 @@ def _tell_why_not(
         message = f"{placed} of {len(waiting)} more fit: {message}"
     # One replica has the message of all: else thousands of rows would be written whenever a number in it changes.
     for replica in waiting[placed:]:
-        told = message if replica is waiting[placed] else ""
-        if replica.message != told:
-            draft.put(msgspec.structs.replace(replica, message=told))
+        text = message if replica is waiting[placed] else ""
+        if replica.message != text:
+            draft.put(msgspec.structs.replace(replica, message=text))
 
 
 def stop_surplus(draft: Draft, backend: Backend, now: float) -> None:
@@ -245,10 +245,10 @@ def stop_old(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None
         elif serving > floor and is_proven:
             with_event(draft, replica, TransitionEvent.UNWANTED, now)
             serving -= 1
-    _make_room(draft, ledger, backend, now)
+    _free_capacity(draft, ledger, backend, now)
 
 
-def _make_room(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
+def _free_capacity(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Where no replica of the target can be placed, stop old ones first, within the unavailable budget."""
     if backend.backend_tag not in draft.unplaced:
         return
@@ -309,7 +309,7 @@ __all__ = ["look_again_at", "roll"]
 def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     """Start, place, reconfigure and stop replicas of one backend: one step towards its target."""
     tag = backend.backend_tag
-    _forgive(draft, backend, now)
+    _reset_failures(draft, backend, now)
     start(draft, draft.backends[tag], now)
     place(draft, ledger, draft.backends[tag], now)
     stop_surplus(draft, draft.backends[tag], now)
@@ -333,7 +333,7 @@ def look_again_at(draft: Draft, backend: Backend, now: float) -> float | None:
     return min((at for at in times if at > now), default=None)
 
 
-def _forgive(draft: Draft, backend: Backend, now: float) -> None:
+def _reset_failures(draft: Draft, backend: Backend, now: float) -> None:
     """Reset the failure count once a replica of the target that came up after the last failure has served for a while.
 
     A replica that served before proves nothing: it may run on a better host, or with an older configuration. But once

@@ -86,11 +86,11 @@ def scaling_events(
         known, backend = before.backends.get(tag), after.backends.get(tag)
         if known is None or backend is None or known.num_wanted == backend.num_wanted:
             continue
-        words = f"{known.num_wanted} → {backend.num_wanted} replicas: {decision.why}"
-        events.append(scaling_event(tag, decision.verdict, words, now))
+        message = f"{known.num_wanted} → {backend.num_wanted} replicas: {decision.why}"
+        events.append(scaling_event(tag, decision.verdict, message, now))
     return events
 
 
-def scaling_event(tag: BackendTag, verdict: ScalingDecisionKind, words: str, now: float) -> EventView:
+def scaling_event(tag: BackendTag, verdict: ScalingDecisionKind, message: str, now: float) -> EventView:
     """One event about the autoscaling of a backend."""
-    return EventView(at=now, kind="autoscaling", subject=tag, message=cut(words), state=verdict.value)
+    return EventView(at=now, kind="autoscaling", subject=tag, message=cut(message), state=verdict.value)

@@ -33,7 +33,7 @@ FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 IDLE_S: Final = 60.0
 
 
-class _Kept(msgspec.Struct):
+class _StoredFile(msgspec.Struct):
     """A file, or the part of it received so far."""
 
     data: bytes
@@ -46,8 +46,8 @@ class BackupTransfers:
     def __init__(self, files: Backups, clock: Clock) -> None:
         self._files = files
         self._clock = clock
-        self._taken: dict[str, _Kept] = {}
-        self._uploads: dict[str, _Kept] = {}
+        self._taken: dict[str, _StoredFile] = {}
+        self._uploads: dict[str, _StoredFile] = {}
 
     async def page(self, term: LeadingTerm, query: GetBackup) -> BackupPage:
         """A page of a backup, which is taken with the first one. Raises `NotFound`, `BadField`."""
@@ -55,15 +55,15 @@ class BackupTransfers:
         if not query.backup_id:
             # Checkpoints are immutable: another thread may read one while the next is decided.
             data = await asyncio.to_thread(self._files.write, term.checkpoint, term.epoch, self._clock.now())
-            self._keep(self._taken, backup_id, data)
-        kept = self._kept(self._taken, backup_id)
-        if kept is None:
+            self._store(self._taken, backup_id, data)
+        stored = self._find(self._taken, backup_id)
+        if stored is None:
             raise NotFound("backup_id: there is no such backup (any more); begin anew")
-        pages = -(-len(kept.data) // BACKUP_PAGE_BYTES_MAX)
+        pages = -(-len(stored.data) // BACKUP_PAGE_BYTES_MAX)
         if not 0 <= query.page < pages:
             raise BadField("page", f"must be 0 to {pages - 1}")
-        begin = query.page * BACKUP_PAGE_BYTES_MAX
-        data = kept.data[begin : begin + BACKUP_PAGE_BYTES_MAX]
+        start = query.page * BACKUP_PAGE_BYTES_MAX
+        data = stored.data[start : start + BACKUP_PAGE_BYTES_MAX]
         return BackupPage(backup_id=backup_id, page=query.page, pages=pages, data=data)
 
     async def take(self, command: Restore) -> tuple[str, Checkpoint] | RestoreReply:
@@ -81,32 +81,32 @@ class BackupTransfers:
             raise BadField("upload_id", "must have 1 to 100 characters")
         before = b""
         if command.page > 0:
-            kept = self._kept(self._uploads, command.upload_id)
-            begin = command.page * BACKUP_PAGE_BYTES_MAX
-            if kept is None or len(kept.data) < begin:
+            stored = self._find(self._uploads, command.upload_id)
+            start = command.page * BACKUP_PAGE_BYTES_MAX
+            if stored is None or len(stored.data) < start:
                 raise BadField("page", "comes before the one before it; send all pages anew, from 0")
-            before = kept.data[:begin]
+            before = stored.data[:start]
         data = before + command.data
-        self._keep(self._uploads, command.upload_id, data)
+        self._store(self._uploads, command.upload_id, data)
         if command.page < command.pages - 1:
             return RestoreReply()
         taken_at, saved = await asyncio.to_thread(self._files.read, data)
         return f"taken at {taken_at:.0f} s since 1970: {check_backup(saved)}", saved
 
-    def _keep(self, files: dict[str, _Kept], name: str, data: bytes) -> None:
+    def _store(self, files: dict[str, _StoredFile], name: str, data: bytes) -> None:
         files.pop(name, None)
-        files[name] = _Kept(data, self._clock.now())
+        files[name] = _StoredFile(data, self._clock.now())
         while len(files) > FILES_MAX:
             del files[next(iter(files))]
 
-    def _kept(self, files: dict[str, _Kept], name: str) -> _Kept | None:
+    def _find(self, files: dict[str, _StoredFile], name: str) -> _StoredFile | None:
         now = self._clock.now()
-        for old in [known for known, kept in files.items() if now - kept.used_at > IDLE_S]:
+        for old in [known for known, stored in files.items() if now - stored.used_at > IDLE_S]:
             del files[old]
-        kept = files.get(name)
-        if kept is not None:
-            kept.used_at = now
-        return kept
+        stored = files.get(name)
+        if stored is not None:
+            stored.used_at = now
+        return stored
 
 
 WAITERS_MAX: Final = 20_000
@@ -155,13 +155,13 @@ class GoalViews:
     """Cache of views of pending goals while nothing changes: a thousand waits for one goal may time out at once."""
 
     def __init__(self) -> None:
-        self._of: tuple[Checkpoint, ObservedState] | None = None
+        self._source: tuple[Checkpoint, ObservedState] | None = None
         self._views: dict[GoalId, GoalView] = {}
 
     def view(self, checkpoint: Checkpoint, observed: ObservedState, goal_id: GoalId) -> GoalView:
         """View one goal. Raises `NotFound` for an unknown or forgotten id."""
-        if self._of is None or self._of[0] is not checkpoint or self._of[1] is not observed:
-            self._of, self._views = (checkpoint, observed), {}
+        if self._source is None or self._source[0] is not checkpoint or self._source[1] is not observed:
+            self._source, self._views = (checkpoint, observed), {}
         view = self._views.get(goal_id)
         if view is None:
             view = view_goal(checkpoint, observed, goal_id)
@@ -192,7 +192,7 @@ class AdminApi:
         self._current_term = current_term
         self._queries = QueryApi(controller_id, clock, read_load)
         self._waits = GoalWaits()
-        self._seen = GoalViews()
+        self._goal_views = GoalViews()
 
     def on_goals(self, goal_ids: Collection[GoalId]) -> None:
         """These goals were recorded: wake the callers that wait for one of them."""
@@ -201,7 +201,7 @@ class AdminApi:
     def on_term_end(self) -> None:
         """Wake all waiting callers: the term has ended and they must ask the next leader, or the checkpoint was
         reloaded and any goal may have changed."""
-        self._seen = GoalViews()
+        self._goal_views = GoalViews()
         self._waits.wake_all()
 
     async def answer(self, verb: str, payload: bytes, who: str = "") -> bytes:
@@ -214,7 +214,7 @@ class AdminApi:
         if isinstance(request, c.Restore):
             return await self._restore(term, request, sanitized_who(who))
         if isinstance(request, q.GetBackup):
-            return msgspec.json.encode(await self._desk.page(term, request))
+            return msgspec.json.encode(await self._transfers.page(term, request))
         if isinstance(request, AnyCommand):
             return await self._command(term, request, payload, sanitized_who(who))
         if isinstance(request, q.WaitForGoal):
@@ -228,13 +228,13 @@ class AdminApi:
         return term
 
     @property
-    def _desk(self) -> BackupTransfers:
+    def _transfers(self) -> BackupTransfers:
         if self._backups is None:
             raise NotLeading("this controller has no backups")
         return self._backups
 
     async def _restore(self, term: LeadingTerm, request: c.Restore, who: str) -> bytes:
-        taken = await self._desk.take(request)
+        taken = await self._transfers.take(request)
         if isinstance(taken, c.RestoreReply):
             return msgspec.json.encode(taken)
         summary, saved = taken
@@ -271,4 +271,4 @@ class AdminApi:
         except TimeoutError:
             pass  # reply with the goal as it is now
         term = self._term()
-        return self._seen.view(term.checkpoint, term.observed, request.goal_id)
+        return self._goal_views.view(term.checkpoint, term.observed, request.goal_id)

@@ -71,11 +71,11 @@ class ScalingTerm(Protocol):
         ...
 
 
-class _Followed:
+class _BackendState:
     """State of one backend between two evaluations."""
 
     def __init__(self) -> None:
-        self.look_at = 0.0
+        self.evaluate_at = 0.0
         self.state = ScalingState()
         self.readings: deque[LoadSample] = deque(maxlen=READINGS_MAX)
         self.read_at: float | None = None
@@ -95,9 +95,9 @@ class Autoscaler:
         self._loads = loads
         self._policies = policies
         self._clock = clock
-        self._followed: dict[BackendTag, _Followed] = {}
-        self._known: object = None
-        """The checkpoint's backends that `_followed` was built from."""
+        self._tracked: dict[BackendTag, _BackendState] = {}
+        self._synced_from: object = None
+        """The checkpoint's backends that `_tracked` was built from."""
 
     async def run(self) -> None:
         """Evaluate periodically until cancelled. A failed evaluation is logged."""
@@ -113,26 +113,26 @@ class Autoscaler:
 
     def counts(self) -> Mapping[BackendTag, tuple[Mapping[str, int], int]]:
         """For each followed backend: number of decisions by verdict, and of wake-ups."""
-        return {tag: (dict(f.counts), f.wakeups) for tag, f in list(self._followed.items())}
+        return {tag: (dict(f.counts), f.wakeups) for tag, f in list(self._tracked.items())}
 
     # -- evaluations ---------------------------------------------------------------------------------------------------
 
     async def look(self, now: float) -> None:
         """Read the loads of all backends that are due, and decide on their replicas."""
-        self._follow()
-        due = [tag for tag, followed in self._followed.items() if now >= followed.look_at]
+        self._sync_backends()
+        due = [tag for tag, tracked in self._tracked.items() if now >= tracked.evaluate_at]
         if not due:
             return
         checkpoint, observed = self._term.checkpoint, self._term.observed
         asks = asks_of(checkpoint, observed, due, now)
         for ask in asks:
-            self._followed[ask.backend_tag].look_at = _next_look(now, ask.config.metrics_interval_s)
+            self._tracked[ask.backend_tag].evaluate_at = _next_evaluation(now, ask.config.metrics_interval_s)
         readings = await self._loads.read(asks, targets_of(observed, now), now)
         decisions: dict[BackendTag, ScalingDecision] = {}
-        asking = asyncio.Semaphore(POLICIES_AT_ONCE)
+        policy_slots = asyncio.Semaphore(POLICIES_AT_ONCE)
 
         async def decide(tag: BackendTag, reading: LoadSample) -> None:
-            async with asking:
+            async with policy_slots:
                 decision = await self._decide(tag, reading)
             if decision is not None:
                 decisions[tag] = decision
@@ -142,41 +142,41 @@ class Autoscaler:
                 tasks.create_task(decide(tag, reading), name=f"autoscale {tag}")
         self._term.scale(decisions)
 
-    def _follow(self) -> None:
+    def _sync_backends(self) -> None:
         """Add backends that are new and remove those that are gone."""
         backends = self._term.checkpoint.backends
-        if self._known is backends:
+        if self._synced_from is backends:
             return
-        self._known = backends
+        self._synced_from = backends
         tags = set(autoscaled(self._term.checkpoint))
-        self._followed = {tag: self._followed.get(tag) or _Followed() for tag in sorted(tags)}
+        self._tracked = {tag: self._tracked.get(tag) or _BackendState() for tag in sorted(tags)}
         for tag in [tag for tag in self._term.autoscaling if tag not in tags]:
             del self._term.autoscaling[tag]
 
     async def _decide(self, tag: BackendTag, reading: LoadSample) -> ScalingDecision | None:
-        followed = self._followed.get(tag)
+        tracked = self._tracked.get(tag)
         backend = self._term.checkpoint.backends.get(tag)
-        if followed is None or backend is None or backend.autoscaling is None:
+        if tracked is None or backend is None or backend.autoscaling is None:
             return None  # paused or deleted while the load was read
         self.readings[reading.source or "none", "missing" if reading.seen is None else "ok"] += 1
         inputs = self._inputs(backend)
-        followed.readings.append(reading)
+        tracked.readings.append(reading)
         if reading.seen is not None:
-            followed.read_at = reading.at
+            tracked.read_at = reading.at
         if inputs.config.policy.policy_function and reading.seen is not None:
             try:
-                answer = await self._ask_policy(backend, inputs, followed)
+                result = await self._call_policy(backend, inputs, tracked)
             except PolicyFailed as error:
                 why = f"the policy {inputs.config.policy.policy_function} failed: {_last_line(error)}"
                 _log.warning("policy_failed", backend_tag=tag, error=str(error))
                 reading = msgspec.structs.replace(reading, seen=None, burst=None, missing=why)
-                followed.readings[-1] = reading
+                tracked.readings[-1] = reading
             else:
                 inputs = msgspec.structs.replace(
-                    inputs, asked=answer.num_replicas, asked_state=answer.policy_state
+                    inputs, asked=result.num_replicas, asked_state=result.policy_state
                 )
-        decided = decide_scaling(inputs, list(followed.readings), followed.state, self._clock.now())
-        self._decided(tag, followed, decided, reading.source)
+        decided = decide_scaling(inputs, list(tracked.readings), tracked.state, self._clock.now())
+        self._apply(tag, tracked, decided, reading.source)
         return decided
 
     def _inputs(self, backend: Backend) -> ScalingInput:
@@ -187,8 +187,10 @@ class Autoscaler:
             num_running=num_running(self._term.checkpoint, backend.backend_tag),
         )
 
-    async def _ask_policy(self, backend: Backend, inputs: ScalingInput, followed: _Followed) -> PolicyAnswer:
-        config, reading = inputs.config, followed.readings[-1]
+    async def _call_policy(
+        self, backend: Backend, inputs: ScalingInput, tracked: _BackendState
+    ) -> PolicyAnswer:
+        config, reading = inputs.config, tracked.readings[-1]
         app, _, deployment = backend.backend_tag.rpartition("/")
         context = AutoscalingContext(
             deployment_name=deployment,
@@ -199,15 +201,15 @@ class Autoscaler:
             total_queued_requests=reading.queued,
             capacity_adjusted_min_replicas=config.min_replicas,
             capacity_adjusted_max_replicas=config.max_replicas,
-            policy_state=followed.state.policy_state,
-            last_scale_up_time=followed.state.last_up_at,
-            last_scale_down_time=followed.state.last_down_at,
+            policy_state=tracked.state.policy_state,
+            last_scale_up_time=tracked.state.last_up_at,
+            last_scale_down_time=tracked.state.last_down_at,
             current_time=self._clock.now(),
-            readings=msgspec.convert(list(followed.readings), list[LoadReading], from_attributes=True),
+            readings=msgspec.convert(list(tracked.readings), list[LoadReading], from_attributes=True),
         )
         return await self._policies.run(config.policy, backend.target.replica_config.app_dir, context)
 
-    def _decided(self, tag: BackendTag, followed: _Followed, decision: ScalingDecision, source: str) -> None:
+    def _apply(self, tag: BackendTag, tracked: _BackendState, decision: ScalingDecision, source: str) -> None:
         now = self._clock.now()
         known = self._term.autoscaling.get(tag)
         was_held = known is not None and known.decision.verdict is ScalingDecisionKind.HELD
@@ -215,36 +217,36 @@ class Autoscaler:
         if is_held and not was_held:
             self._term.tell([scaling_event(tag, decision.verdict, decision.why, now)])
         elif was_held and not is_held:
-            words = f"follows the load again: {decision.why}"
-            self._term.tell([scaling_event(tag, decision.verdict, words, now)])
-        followed.state = decision.state
-        followed.counts[decision.verdict.value] += 1
+            message = f"follows the load again: {decision.why}"
+            self._term.tell([scaling_event(tag, decision.verdict, message, now)])
+        tracked.state = decision.state
+        tracked.counts[decision.verdict.value] += 1
         self._term.autoscaling[tag] = ScalingStatus(
-            decision=decision, decided_at=now, source=source, read_at=followed.read_at
+            decision=decision, decided_at=now, source=source, read_at=tracked.read_at
         )
 
     # -- waking --------------------------------------------------------------------------------------------------------
 
     def wake(self, message: Wake) -> None:
         """Requests wait for a backend: scale it up if it was scaled to zero, otherwise do nothing."""
-        self._follow()
+        self._sync_backends()
         tag = BackendTag(message.backend_tag)
-        followed, backend = self._followed.get(tag), self._term.checkpoint.backends.get(tag)
-        if followed is None or backend is None or backend.autoscaling is None:
+        tracked, backend = self._tracked.get(tag), self._term.checkpoint.backends.get(tag)
+        if tracked is None or backend is None or backend.autoscaling is None:
             return
         inputs = self._inputs(backend)
         if inputs.num_running or inputs.num_replicas >= inputs.config.max_replicas:
             return
-        decision = wake(inputs, max(message.waiting, 1), self._clock.now(), followed.state)
+        decision = wake(inputs, max(message.waiting, 1), self._clock.now(), tracked.state)
         if decision.target <= inputs.num_replicas:
             return
         if inputs.num_replicas == 0:
-            followed.wakeups += 1
-        self._decided(tag, followed, decision, "")
+            tracked.wakeups += 1
+        self._apply(tag, tracked, decision, "")
         self._term.scale({tag: decision})
 
 
-def _next_look(now: float, interval_s: float) -> float:
+def _next_evaluation(now: float, interval_s: float) -> float:
     """The next multiple of the interval, so that backends with the same interval share one query."""
     return (math.floor(now / interval_s) + 1) * interval_s
 

@@ -65,7 +65,7 @@ class OpenBoundary:
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
         """Perform the effect and report its duration and error."""
-        begun = self._monotonic()
+        started_at = self._monotonic()
         error: str | None = "interrupted"
         try:
             with part(effect):
@@ -75,7 +75,7 @@ class OpenBoundary:
             error = type(caught).__name__
             raise
         finally:
-            self._telemetry.effect_performed(effect, self._monotonic() - begun, error)
+            self._telemetry.effect_performed(effect, self._monotonic() - started_at, error)
         return result
 
 
@@ -198,8 +198,8 @@ class CrashingBoundary:
         self._inner = inner
         self._mode = mode
         self._die = die
-        self._draw = random.Random(mode.seed).random  # noqa: S311 - repeatable is what it must be
-        self._begun: Counter[str] = Counter()
+        self._rand = random.Random(mode.seed).random  # noqa: S311 - repeatable is what it must be
+        self._started: Counter[str] = Counter()
         self._done: Counter[str] = Counter()
         _log.warning(
             "crash_mode_is_on",
@@ -211,21 +211,21 @@ class CrashingBoundary:
 
     async def cross(self, effect: str, perform: Callable[[], Awaitable[T]]) -> T:
         """Perform the effect, and crash before or after it. A failed effect has no after."""
-        self._begun[effect] += 1
-        before = CrashPoint(effect=effect, is_after=False, nth=self._begun[effect])
-        if self._is_to_die_at(before):
+        self._started[effect] += 1
+        before = CrashPoint(effect=effect, is_after=False, nth=self._started[effect])
+        if self._should_crash(before):
             self._crash(before)
         result = await self._inner.cross(effect, perform)
         self._done[effect] += 1
         after = CrashPoint(effect=effect, is_after=True, nth=self._done[effect])
-        if self._is_to_die_at(after):
+        if self._should_crash(after):
             await asyncio.sleep(_SEND_S)
             self._crash(after)
         return result
 
-    def _is_to_die_at(self, point: CrashPoint) -> bool:
-        is_drawn = self._mode.probability > 0 and self._draw() < self._mode.probability
-        return is_drawn or point == self._mode.at
+    def _should_crash(self, point: CrashPoint) -> bool:
+        is_random = self._mode.probability > 0 and self._rand() < self._mode.probability
+        return is_random or point == self._mode.at
 
     def _crash(self, point: CrashPoint) -> None:
         _log.error("crash_mode_kills", boundary=str(point))

@@ -58,16 +58,16 @@ class Performing:
         host_link: HostLink,
         publisher: Publisher,
         boundary: Boundary,
-        hearing: TermObservations,
+        observations: TermObservations,
         clock: Clock,
         *,
         on_change: Callable[[], None],
     ) -> None:
-        """``hearing`` is updated with what was sent and published; ``on_change`` is called to request a plan soon."""
+        """``observations`` gets what was sent and published; ``on_change`` is called to request a plan soon."""
         self._host_link = host_link
         self._publisher = publisher
         self._boundary = boundary
-        self._hearing = hearing
+        self._hearing = observations
         self._clock = clock
         self._on_change = on_change
 
@@ -81,7 +81,7 @@ class Performing:
                 _log.error("action_impossible", action=type(action).__name__, error=str(error))
             except BusUnavailable as error:
                 _log.warning("plan_not_performed", error=str(error))
-                self._hearing.attending.add(_of_actions(actions[number:]))
+                self._hearing.attending.add(_dirty_set_of_actions(actions[number:]))
                 return self._clock.now() + BUS_RETRY_S
         return self._hearing.next_at()
 
@@ -105,7 +105,7 @@ class Performing:
                 self._hearing.sent(goal.host_id, (goal.epoch, goal.generation), self._clock.now())
 
 
-def _of_actions(actions: Sequence[Action]) -> DirtySet:
+def _dirty_set_of_actions(actions: Sequence[Action]) -> DirtySet:
     """What the next plan must reconcile because these actions were not performed."""
     return DirtySet(
         hosts=frozenset(a.goal.host_id for a in actions if isinstance(a, SendHostGoal)),
@@ -155,7 +155,7 @@ class Term:
         self._hearing = TermObservations(clock.now(), telemetry.message_refused, claims)
         self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
-        self._telling = EventLog(events)
+        self._event_log = EventLog(events)
         self._performing = Performing(
             host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
         )
@@ -190,7 +190,7 @@ class Term:
     @property
     def events(self) -> Reversible[EventView]:
         """The latest events, the newest last."""
-        return self._telling.events
+        return self._event_log.events
 
     def end(self) -> None:
         """End the term: a command that still waits for its turn is refused and begins no new epoch."""
@@ -213,9 +213,9 @@ class Term:
         self._hearing.hear_break(self._clock.now())
         self.on_change()
 
-    def hear_round_trip(self, begun_at: float) -> None:
-        """The round trip over the bus that began at ``begun_at`` ended: silence counts up to that time."""
-        if self._hearing.hear_round_trip(begun_at, self._clock.now()):
+    def hear_round_trip(self, started_at: float) -> None:
+        """The round trip over the bus that began at ``started_at`` ended: silence counts up to that time."""
+        if self._hearing.hear_round_trip(started_at, self._clock.now()):
             self.on_change()
 
     def hear_bucket(self, entries: Mapping[str, tuple[int, int | None]], *, whole: bool) -> None:
@@ -254,7 +254,7 @@ class Term:
             if accepted.changes:
                 before, after = self.checkpoint, self.checkpoint.applied(accepted.changes)
                 entry = self._history_entry(command, accepted, request, who, now)
-                told = [
+                audit_events = [
                     audit_event(
                         now,
                         verb=entry.verb,
@@ -264,7 +264,7 @@ class Term:
                     )
                 ]
                 note("muster.subject", accepted.subject)
-                await self._record("record_command", accepted.changes, after, [entry], told)
+                await self._record("record_command", accepted.changes, after, [entry], audit_events)
                 self._cause = self._cause or current_ref()
                 self._hearing.attending.add(of_changes(before, after, accepted.changes))
         self.on_change()
@@ -288,7 +288,7 @@ class Term:
 
     async def read_history(self, limit: int, subject: str | None, before: int | None) -> list[HistoryView]:
         """A page of the audit log, the newest first. Raises `StoreUnavailable`."""
-        return await self._tried(self._store.read_history(limit, subject, before))
+        return await self._track_store(self._store.read_history(limit, subject, before))
 
     async def run_cycle(self) -> float | None:
         """Make one plan, record it, perform it. Returns when the next one is due at the latest, or None.
@@ -310,17 +310,17 @@ class Term:
                 if wait_until is not None:
                     return wait_until if wait_until < math.inf else None
                 scalings, self._scalings = self._scalings, {}
-                began = self._clock.now()
+                started_at = self._clock.now()
                 plan = self._plan(scalings)
                 if plan.changes or plan.actions:  # others are not worth a span
                     cause, self._cause = self._cause, None
-                    seconds = self._clock.now() - began
+                    seconds = self._clock.now() - started_at
                     traced.enter_context(
                         operation("reconcile", _counts(plan, self.epoch), after=cause, seconds_ago=seconds)
                     )
                 if plan.changes:
-                    told = scaling_events(self.checkpoint, plan.checkpoint, scalings, self._clock.now())
-                    await self._record("record_plan", plan.changes, plan.checkpoint, [], told)
+                    scaled = scaling_events(self.checkpoint, plan.checkpoint, scalings, self._clock.now())
+                    await self._record("record_plan", plan.changes, plan.checkpoint, [], scaled)
                     self.on_change()
         except StoreUnavailable as error:
             self._scalings = {**scalings, **self._scalings}
@@ -330,7 +330,7 @@ class Term:
         self._hearing.attending.add(plan.attention)
         self._hearing.due(plan.due)
         if plan.changes or plan.attention.goals:
-            self._telling.tell_progress(self.checkpoint, self.observed)
+            self._event_log.tell_progress(self.checkpoint, self.observed)
         return await self._performing.perform_all(plan.actions)
 
     def _plan(self, scalings: Mapping[BackendTag, ScalingDecision]) -> ReconcilePlan:
@@ -353,17 +353,17 @@ class Term:
         changes: ObjectChanges,
         after: Checkpoint,
         history: list[HistoryEntry],
-        told: list[EventView],
+        first_events: list[EventView],
     ) -> None:
         """Make changes durable, then visible. If the outcome is unknown, the checkpoint is reloaded before the next."""
         before = self.checkpoint
         self._is_checkpoint_certain = False
         await self._boundary.cross(
-            effect, lambda: self._tried(self._store.record(self.epoch, changes, history))
+            effect, lambda: self._track_store(self._store.record(self.epoch, changes, history))
         )
         self.checkpoint = after
         self._is_checkpoint_certain = True
-        self.tell([*told, *events_of(before, after, changes, self._clock.now())])
+        self.tell([*first_events, *events_of(before, after, changes, self._clock.now())])
         goals = [value for value in changes.puts if isinstance(value, Goal)]
         self.goals_ended.update(goal.status for goal in goals if goal.status is not GoalStatus.PENDING)
         self.on_goals([goal.goal_id for goal in goals])
@@ -378,8 +378,8 @@ class Term:
     async def _begin_epoch(self, *, above: int) -> None:
         self._is_checkpoint_certain = False
         self._hearing.claims = self.claims  # the store may have been restored to a state before some of them
-        self.epoch = await self._tried(self._regain(above))
-        self.checkpoint = await self._tried(self._store.load())
+        self.epoch = await self._track_store(self._regain(above))
+        self.checkpoint = await self._track_store(self._store.load())
         self._is_checkpoint_certain = True
         self._hearing.attending.add(EVERYTHING)
         self.on_reload()
@@ -398,10 +398,10 @@ class Term:
         A plan made before the bucket is known, or while other processes have seen numbers that are not given yet, would
         give some of them again.
         """
-        hears_claims = self._hears_claims()
+        has_claims_ahead = self._hears_claims()
         if self.observed.bucket is None:
             return math.inf
-        if not hears_claims:
+        if not has_claims_ahead:
             self._is_behind = False
             return None
         if not self._is_behind:
@@ -418,13 +418,13 @@ class Term:
         await self._begin_epoch(above=self._hearing.claims.epoch + EPOCH_MARGIN)
         if self._hears_claims():
             draft = overtake(self.checkpoint, self.observed, self._hearing.claims, self.epoch, now)
-            told = restored_event(draft, now)
-            await self._record("record_plan", draft.changes(), draft.checkpoint(), [], [told])
-            _log.error("store_was_restored", epoch=self.epoch, reason=told.message)
+            event = restored_event(draft, now)
+            await self._record("record_plan", draft.changes(), draft.checkpoint(), [], [event])
+            _log.error("store_was_restored", epoch=self.epoch, reason=event.message)
         self._is_behind = False
         return None
 
-    async def _tried(self, call: Awaitable[T]) -> T:
+    async def _track_store(self, call: Awaitable[T]) -> T:
         try:
             result = await call
         except StoreUnavailable:
@@ -437,11 +437,11 @@ class Term:
 
     def tell(self, events: Sequence[EventView]) -> None:
         """Publish events that follow from no recorded change."""
-        self._telling.tell(events, self.checkpoint, self.observed)
+        self._event_log.tell(events, self.checkpoint, self.observed)
 
     def remember(self, events: Sequence[EventView]) -> None:
         """Prepend events of earlier terms, the oldest first."""
-        self._telling.remember(events)
+        self._event_log.remember(events)
 
 
 def _counts(plan: ReconcilePlan, epoch: int) -> dict[str, Value]:

@@ -37,9 +37,9 @@ class BusLiveness:
         self.is_away = False
         self._answered_at = now
 
-    def unanswered(self, begun_at: float) -> bool:
-        """The round trip begun at ``begun_at`` timed out; True if that made the bus unavailable."""
-        if self.is_away or begun_at < self._answered_at:
+    def unanswered(self, started_at: float) -> bool:
+        """The round trip begun at ``started_at`` timed out; True if that made the bus unavailable."""
+        if self.is_away or started_at < self._answered_at:
             return False  # it was lost with a former connection
         self.is_away = True
         return True
@@ -86,7 +86,7 @@ class Leadership:
         self._beat_at = float("-inf")
         """When the lease was last known to be ours or, failing that, when the last request to the store failed."""
         self._is_in_doubt = False
-        self._asked_at: float | None = None
+        self._requested_at: float | None = None
         """When the pending renewal was sent; None while none is pending."""
 
     @property
@@ -95,7 +95,7 @@ class Leadership:
 
         A store that does not respond is no reason to doubt: then no controller can take over.
         """
-        return not self._is_in_doubt and not self._has_stood_still()
+        return not self._is_in_doubt and not self._was_suspended()
 
     async def run(self) -> None:
         """Become leader, lead, and start over when leadership is lost."""
@@ -123,10 +123,10 @@ class Leadership:
             return epoch
 
     async def _acquire(self, above: int = 0) -> int | None:
-        begun = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         epoch = await self._store.acquire_leadership(self._controller_id, LEASE_TTL_S, above)
         if epoch is not None:
-            self._know_from(begun)
+            self._confirm_lease(started_at)
         return epoch
 
     async def _gain(self) -> tuple[int, Checkpoint]:
@@ -184,7 +184,7 @@ class Leadership:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts.append(tasks.create_task(until_lost(self._renew), name="renew_leadership"))
-                parts.append(tasks.create_task(until_lost(self._keep_beating), name="keep_beating"))
+                parts.append(tasks.create_task(until_lost(self._beat_periodically), name="keep_beating"))
                 parts.append(
                     tasks.create_task(until_lost(lambda: self._lead(epoch, checkpoint)), name="lead")
                 )
@@ -203,7 +203,7 @@ class Leadership:
             async with self._lease:
                 assert self.epoch is not None
                 self._beat()
-                begun = self._asked_at = self._beat_at
+                started_at = self._requested_at = self._beat_at
                 try:
                     await self._store.renew_leadership(self._controller_id, self.epoch, LEASE_TTL_S)
                 except StoreUnavailable as error:
@@ -212,29 +212,29 @@ class Leadership:
                     _log.warning("leadership_not_renewed", epoch=self.epoch, error=str(error))
                 else:
                     self.is_store_away = False
-                    self._know_from(begun)
+                    self._confirm_lease(started_at)
                 finally:
-                    self._asked_at, self.is_store_slow = None, False
+                    self._requested_at, self.is_store_slow = None, False
 
-    async def _keep_beating(self) -> None:
+    async def _beat_periodically(self) -> None:
         """Beat beside `_renew`: a hanging store may block it for longer than the lease, which is no suspension."""
         while True:
             raise_if_cancelled()
             await asyncio.sleep(BEAT_S)
             self._beat()
-            asked_at = self._asked_at
-            self.is_store_slow = asked_at is not None and self._beat_at - asked_at >= STORE_SLOW_S
+            requested_at = self._requested_at
+            self.is_store_slow = requested_at is not None and self._beat_at - requested_at >= STORE_SLOW_S
 
-    def _know_from(self, begun: float) -> None:
-        """The store confirmed the lease; the request was sent at ``begun``."""
-        self._beat_at = begun
+    def _confirm_lease(self, started_at: float) -> None:
+        """The store confirmed the lease; the request was sent at ``started_at``."""
+        self._beat_at = started_at
         self._is_in_doubt = False
 
     def _beat(self) -> None:
-        self._is_in_doubt = self._is_in_doubt or self._has_stood_still()
+        self._is_in_doubt = self._is_in_doubt or self._was_suspended()
         self._beat_at = asyncio.get_running_loop().time()
 
-    def _has_stood_still(self) -> bool:
+    def _was_suspended(self) -> bool:
         return asyncio.get_running_loop().time() - self._beat_at >= LEASE_TTL_S
 
     async def _release(self, epoch: int) -> None:

@@ -70,7 +70,7 @@ class _Conflicts:
     def __init__(self) -> None:
         self._refused: set[tuple[str, str]] = set()
         """(kind, name) of refused senders; bounded by the number of known hosts and proxies."""
-        self._told_at: dict[tuple[str, str], float] = {}
+        self._published_at: dict[tuple[str, str], float] = {}
         self._found: set[tuple[str, str]] = set()
 
     def refused(self, report: HostReport | ProxyReport) -> str:
@@ -92,15 +92,15 @@ class _Conflicts:
             return []
         found, self._found = sorted(self._found), set()
         self.forget(now)
-        new = [sender for sender in found if sender not in self._told_at]
-        new = new[: max(0, CONFLICTS_TOLD_MAX - len(self._told_at))]
-        self._told_at |= dict.fromkeys(new, now)
+        new = [sender for sender in found if sender not in self._published_at]
+        new = new[: max(0, CONFLICTS_TOLD_MAX - len(self._published_at))]
+        self._published_at |= dict.fromkeys(new, now)
         return [conflict_event(now, kind, name) for kind, name in new]
 
     def forget(self, now: float) -> None:
         """Forget conflicts that were published more than `CONFLICT_TOLD_EVERY_S` ago."""
-        self._told_at = {
-            sender: at for sender, at in self._told_at.items() if now - at < CONFLICT_TOLD_EVERY_S
+        self._published_at = {
+            sender: at for sender, at in self._published_at.items() if now - at < CONFLICT_TOLD_EVERY_S
         }
 
 
@@ -129,11 +129,11 @@ class TermObservations:
         self._inbox: deque[tuple[float, HostReport | ProxyReport]] = deque(maxlen=INBOX_MAX)
         self._revisions: Map[str, int] = Map()
         """The bucket's revision of each key, including removed ones."""
-        self._tidy_at = now + TIDY_EVERY_S
+        self._gc_at = now + TIDY_EVERY_S
         self._sweep_at = now + SWEEP_STEP_S
         self._to_sweep: deque[DirtySet] = deque()
-        self._heard_hosts: set[HostId] = set()
-        self._heard_proxies: set[ProxyId] = set()
+        self._reporting_hosts: set[HostId] = set()
+        self._reporting_proxies: set[ProxyId] = set()
         self.claims = claims
         """The highest numbers that any process reported as given."""
         self.given = NO_CLAIMS
@@ -149,9 +149,9 @@ class TermObservations:
         self.observed = observe_break(self.observed, since)
         self.attending.add(EVERYTHING)
 
-    def hear_round_trip(self, begun_at: float, now: float) -> bool:
-        """The round trip over the bus begun at ``begun_at`` ended; True when a host or proxy must be checked now."""
-        self.observed = observe_round_trip(self.observed, begun_at)
+    def hear_round_trip(self, started_at: float, now: float) -> bool:
+        """The round trip over the bus begun at ``started_at`` ended; True when a host or proxy must be checked now."""
+        self.observed = observe_round_trip(self.observed, started_at)
         doubtful = self._silence.take_doubtful()
         for subject in doubtful:
             self._agenda.add(now, subject)
@@ -177,8 +177,8 @@ class TermObservations:
             if snapshot_id is not None:
                 try:
                     claims = Claims(snapshot=snapshot_id)
-                    self._check(claims)
-                    self._believe(claims)
+                    self._check_claims(claims)
+                    self._accept_claims(claims)
                 except BadField as error:
                     self._on_refused("snapshot", key, error)
                     snapshot_id = 0  # noqa: PLW2901 - so that it is overwritten
@@ -212,7 +212,7 @@ class TermObservations:
     def next_at(self) -> float:
         """When the next check is due at the latest."""
         at = self._agenda.next_at()
-        return min(self._tidy_at, self._sweep_at, self._tidy_at if at is None else at)
+        return min(self._gc_at, self._sweep_at, self._gc_at if at is None else at)
 
     def take_in(self, checkpoint: Checkpoint) -> None:
         """Fold in every queued report.
@@ -223,14 +223,14 @@ class TermObservations:
         others: deque[tuple[float, HostReport | ProxyReport]] = deque()
         while self._inbox:
             heard_at, report = self._inbox.popleft()
-            if self._is_of_holder(report, checkpoint):
-                self._take(report, heard_at, checkpoint)
+            if self._is_from_holder(report, checkpoint):
+                self._fold_report(report, heard_at, checkpoint)
             else:
                 others.append((heard_at, report))
         for heard_at, report in others:
-            self._take(report, heard_at, checkpoint)
+            self._fold_report(report, heard_at, checkpoint)
 
-    def _is_of_holder(self, report: HostReport | ProxyReport, checkpoint: Checkpoint) -> bool:
+    def _is_from_holder(self, report: HostReport | ProxyReport, checkpoint: Checkpoint) -> bool:
         known: HostObserved | ProxyObserved | None
         record: HostRecord | ProxyRecord | None
         match report:
@@ -243,32 +243,32 @@ class TermObservations:
             return is_same_life(report, known.report)
         return record is not None and record.holder == holder_of(report)
 
-    def _take(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
+    def _fold_report(self, report: HostReport | ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
         try:
             match report:
                 case HostReport():
                     claims = claims_of_report(report, self.observed.hosts.get(report.host_id))
-                    self._check(claims)
+                    self._check_claims(claims)
                     self._fold_host(report, heard_at, checkpoint)
-                    self._heard_hosts.add(report.host_id)
+                    self._reporting_hosts.add(report.host_id)
                 case ProxyReport():
                     claims = claims_of_report(report)
-                    self._check(claims)
+                    self._check_claims(claims)
                     self._fold_proxy(report, heard_at, checkpoint)
-                    self._heard_proxies.add(report.proxy_id)
-            self._believe(claims)
+                    self._reporting_proxies.add(report.proxy_id)
+            self._accept_claims(claims)
         except HeldByAnother as error:
             self._on_refused("identity", self._conflicts.refused(report), error)
         except Exception as error:  # noqa: BLE001 - an error in one report costs that report only
             kind, sender = _sender(report)
             self._on_refused(f"{kind}_report", sender, error)
 
-    def _check(self, claims: Claims) -> None:
+    def _check_claims(self, claims: Claims) -> None:
         """Raise `BadField` for impossible claims; the whole message is then refused."""
         if claims.are_ahead_of(self.given, AHEAD_MAX):
             raise BadField("claims", f"{claims} cannot have been given: {self.given} was")
 
-    def _believe(self, claims: Claims) -> None:
+    def _accept_claims(self, claims: Claims) -> None:
         """Remember the claims if they are the highest."""
         if claims.are_ahead_of(self.claims):
             self.claims = self.claims.with_those(claims)
@@ -276,15 +276,15 @@ class TermObservations:
     def fold(self, checkpoint: Checkpoint, now: float) -> DirtySet:
         """Fold in everything received; returns what the next plan must reconcile."""
         self.take_in(checkpoint)
-        hosts, self._heard_hosts = self._heard_hosts, set()
-        proxies, self._heard_proxies = self._heard_proxies, set()
+        hosts, self._reporting_hosts = self._reporting_hosts, set()
+        proxies, self._reporting_proxies = self._reporting_proxies, set()
         self._take_due(hosts, proxies, now)
-        if now >= self._tidy_at:
-            self._tidy(checkpoint, now)
+        if now >= self._gc_at:
+            self._gc(checkpoint, now)
         if now >= self._sweep_at:
             self._sweep(checkpoint, now)
-        attention = self.attending.take()
-        if attention.is_everything:
+        dirty = self.attending.take()
+        if dirty.is_everything:
             hosts.update(checkpoint.hosts, self.observed.hosts)
             proxies.update(checkpoint.proxies, self.observed.proxies)
         for host_id in hosts:
@@ -292,8 +292,8 @@ class TermObservations:
         for proxy_id in proxies:
             self.attending.add(self._silence.of_proxy(self.observed, proxy_id, now, self._agenda))
         if self.attending.is_empty:
-            return attention
-        self.attending.add(attention)
+            return dirty
+        self.attending.add(dirty)
         return self.attending.take()
 
     def take_conflicts(self, now: float) -> list[EventView]:
@@ -306,9 +306,9 @@ class TermObservations:
         observed = observe_host(self.observed, report, heard_at, holder)
         self._conflicts.believed(report, before)
         after = observed.hosts[report.host_id]
-        attention = NOTHING if after is before else of_host_report(before, after)
+        dirty = NOTHING if after is before else of_host_report(before, after)
         self.observed = observed
-        self.attending.add(attention)
+        self.attending.add(dirty)
 
     def _fold_proxy(self, report: ProxyReport, heard_at: float, checkpoint: Checkpoint) -> None:
         before, record = self.observed.proxies.get(report.proxy_id), checkpoint.proxies.get(report.proxy_id)
@@ -316,9 +316,9 @@ class TermObservations:
         observed = observe_proxy(self.observed, report, heard_at, holder)
         self._conflicts.believed(report, before)
         after = observed.proxies[report.proxy_id]
-        attention = NOTHING if after is before else of_proxy_report(before, after)
+        dirty = NOTHING if after is before else of_proxy_report(before, after)
         self.observed = observed
-        self.attending.add(attention)
+        self.attending.add(dirty)
 
     def _take_due(self, hosts: set[HostId], proxies: set[ProxyId], now: float) -> None:
         for kind, name in self._agenda.pop_due(now):
@@ -334,8 +334,8 @@ class TermObservations:
                 case _:
                     raise AssertionError(f"nothing is known of {kind}")
 
-    def _tidy(self, checkpoint: Checkpoint, now: float) -> None:
-        self._tidy_at = now + TIDY_EVERY_S
+    def _gc(self, checkpoint: Checkpoint, now: float) -> None:
+        self._gc_at = now + TIDY_EVERY_S
         self.observed = forget_silent(self.observed, now)
         self._conflicts.forget(now)
         self._silence.forget(

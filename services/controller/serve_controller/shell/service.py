@@ -180,61 +180,61 @@ class ControllerService:
         if self._liveness.is_away:
             term.bus_went()
         self.term = term
-        beside = TaskOwner("term")
+        background = TaskOwner("term")
         try:
             await self._bus.begin_term(LeaderNotice(controller_id=self._controller_id, epoch=epoch))
-            beside.start(self._recall_events(term), name="recall_events")
+            background.start(self._load_events(term), name="recall_events")
             if self._scaling is not None:
                 self.autoscaler = Autoscaler(term, self._scaling.loads, self._scaling.policies, self._clock)
-                beside.start(self.autoscaler.run(), name="autoscaler")
+                background.start(self.autoscaler.run(), name="autoscaler")
             while True:
                 raise_if_cancelled()
                 self._wake.clear()
                 if self._newest_epoch > term.epoch:
                     raise FencedOut(f"epoch {self._newest_epoch} began")
-                look_again_at = await term.run_cycle()
-                await self._wait_until(look_again_at)
+                due_at = await term.run_cycle()
+                await self._wait_until(due_at)
         finally:
             self.term = self.autoscaler = None
             self._claims = term.claims
             term.end()
             self.admin.on_term_end()  # callers that wait for a goal must ask the next leader
-            await beside.close(timeout_s=0.1)
+            await background.close(timeout_s=0.1)
             await self._bus.end_term()
 
     async def _watch_bus(self) -> None:
         """Probe the bus periodically, so that silence of hosts and proxies counts only while it responds."""
         while True:
             raise_if_cancelled()
-            begun_at = self._clock.now()
+            started_at = self._clock.now()
             try:
                 await self._bus.round_trip(ANSWER_WITHIN_S)
             except BusUnavailable as error:
-                if self._liveness.unanswered(begun_at):
+                if self._liveness.unanswered(started_at):
                     _log.warning("bus_silent", reason=str(error))
                     self.bus_went()
             else:
-                await self._hear_round_trip(begun_at)
-            await asyncio.sleep(min(max(0.05, begun_at + PING_EVERY_S - self._clock.now()), PING_EVERY_S))
+                await self._on_round_trip(started_at)
+            await asyncio.sleep(min(max(0.05, started_at + PING_EVERY_S - self._clock.now()), PING_EVERY_S))
 
-    async def _hear_round_trip(self, begun_at: float) -> None:
+    async def _on_round_trip(self, started_at: float) -> None:
         was_away, term = self._liveness.answered(self._clock.now()), self.term
         if was_away:
             _log.warning("bus_answers_again")
             self.bus_came()
         if term is not None:
-            term.hear_round_trip(begun_at)
+            term.hear_round_trip(started_at)
             if was_away:  # every silence counts from now, and all hosts and proxies are asked to report
                 await self._bus.announce(LeaderNotice(controller_id=self._controller_id, epoch=term.epoch))
 
-    async def _recall_events(self, term: Term) -> None:
+    async def _load_events(self, term: Term) -> None:
         """Load events of earlier terms, in a task of its own: a slow stream must not delay the first plan."""
         term.remember(await self._bus.recent_events(EVENTS_MAX))
 
-    async def _wait_until(self, look_again_at: float | None) -> None:
+    async def _wait_until(self, due_at: float | None) -> None:
         wait_s = IDLE_WAIT_S
-        if look_again_at is not None:
-            wait_s = min(max(look_again_at - self._clock.now(), CYCLE_GAP_S), IDLE_WAIT_S)
+        if due_at is not None:
+            wait_s = min(max(due_at - self._clock.now(), CYCLE_GAP_S), IDLE_WAIT_S)
         try:
             async with asyncio.timeout(wait_s):
                 await self._wake.wait()

@@ -47,7 +47,7 @@ class Look:
     def __init__(self, inputs: ScalingInput, demand: Demand, state: ScalingState, now: float) -> None:
         self._config, self._num_replicas = inputs.config, inputs.num_replicas
         self._demand, self._now = demand, now
-        self._asked = inputs.asked is not None
+        self._has_policy = inputs.asked is not None
         self._more = within(demand.more, inputs.config)
         self._keep = within(demand.keep, inputs.config)
         fewer = note_wanted(state.fewer, self._keep, now)
@@ -61,7 +61,7 @@ class Look:
             down_since=since_fewer_than(fewer, self._num_replicas),
             zero_since=since_fewer_than(fewer, 1),
         )
-        self._words = wanted_reason(demand.words, demand.more, self._more)
+        self._reason = wanted_reason(demand.words, demand.more, self._more)
 
     def decide(self) -> ScalingDecision:
         """Apply the first matching rule: wake, panic, scale up, scale down, stay."""
@@ -74,14 +74,14 @@ class Look:
             return self._upwards()
         if self._keep < self._num_replicas:
             return self._downwards()
-        return self._stay(ScalingDecisionKind.STEADY, self._steady_words())
+        return self._stay(ScalingDecisionKind.STEADY, self._steady_reason())
 
     def _from_zero(self) -> ScalingDecision:
-        is_plain = self._config.query is None and not self._asked
+        is_plain = self._config.query is None and not self._has_policy
         # A stopping replica may still process requests; that alone needs no new one.
         if self._more and (self._demand.queued > 0 or not is_plain):
-            return self._add(self._more, ScalingDecisionKind.WOKEN, f"{self._words} and none is there")
-        return self._stay(ScalingDecisionKind.STEADY, f"{self._words}; there is none, and none waits")
+            return self._add(self._more, ScalingDecisionKind.WOKEN, f"{self._reason} and none is there")
+        return self._stay(ScalingDecisionKind.STEADY, f"{self._reason}; there is none, and none waits")
 
     def _burst(self) -> ScalingDecision | None:
         demand, config, state = self._demand, self._config, self._state
@@ -115,11 +115,11 @@ class Look:
         if waited_s < punctual(config.upscale_delay_s, config):
             return self._stay(
                 ScalingDecisionKind.WAITS_UP,
-                waits_reason(self._words, waited_s, config.upscale_delay_s, "adding"),
+                waits_reason(self._reason, waited_s, config.upscale_delay_s, "adding"),
             )
         target = self._step_up()
         return self._add(
-            target, ScalingDecisionKind.UP, f"{self._words} for {waited_s:.0f} s: {target - count} added"
+            target, ScalingDecisionKind.UP, f"{self._reason} for {waited_s:.0f} s: {target - count} added"
         )
 
     def _step_up(self) -> int:
@@ -135,7 +135,7 @@ class Look:
     def _step(self, wanted: float) -> int:
         """``wanted``, limited to what one step up may add."""
         count = round_up(wanted)
-        if self._config.query is None and not self._asked:
+        if self._config.query is None and not self._has_policy:
             factor = max(self._config.upscaling_factor or 1.0, 1.0)
             count = min(count, round_up(STEP_MAX * factor * self._num_replicas))
         return within(count, self._config)
@@ -161,12 +161,12 @@ class Look:
         if target >= count:
             what = "removing the last one" if is_last else "removing"
             return self._stay(
-                ScalingDecisionKind.WAITS_DOWN, waits_reason(self._words, self._down_for_s(), delay_s, what)
+                ScalingDecisionKind.WAITS_DOWN, waits_reason(self._reason, self._down_for_s(), delay_s, what)
             )
         if self._is_panic():
             return self._stay(
                 ScalingDecisionKind.HELD,
-                f"{self._words}; held for {(state.panic_until or 0.0) - self._now:.0f} s more after a burst",
+                f"{self._reason}; held for {(state.panic_until or 0.0) - self._now:.0f} s more after a burst",
             )
         fewer = tuple(entry for entry in state.fewer if entry[0] <= target)
         if target > rest:  # the next part of the step waits for its own delay
@@ -181,7 +181,7 @@ class Look:
         return self._decision(
             target,
             ScalingDecisionKind.DOWN,
-            f"{self._words}, never more than {rest} for {delay_s:.0f} s: {count - target} removed",
+            f"{self._reason}, never more than {rest} for {delay_s:.0f} s: {count - target} removed",
         )
 
     def _may_be_none(self) -> bool:
@@ -196,15 +196,15 @@ class Look:
     def _is_panic(self) -> bool:
         return self._state.panic_until is not None and self._now < self._state.panic_until
 
-    def _steady_words(self) -> str:
+    def _steady_reason(self) -> str:
         if self._demand.more < self._num_replicas and self._keep == self._num_replicas:
-            return f"{self._words} at least; {self._num_replicas} stay, fewer would have nothing to spare"
+            return f"{self._reason} at least; {self._num_replicas} stay, fewer would have nothing to spare"
         waiting = round_up(self._demand.wanted) - self._demand.more
         if waiting > 0:
             return (
-                f"{self._words}; {waiting} more for those who only wait while replicas start are not counted"
+                f"{self._reason}; {waiting} more for those who only wait while replicas start are not counted"
             )
-        return self._words
+        return self._reason
 
     def _add(self, target: int, verdict: ScalingDecisionKind, why: str) -> ScalingDecision:
         self._state = grown(self._state, target, self._now)
@@ -228,7 +228,9 @@ STARTING_S: Final = 120.0
 """Seconds for which starting replicas delay further ones at most."""
 WAKING_S: Final = 3.0
 """Seconds after a wake-up during which requests that wait with other routers count as simultaneous."""
-_ASLEEP: Final = "none is there, of which the query could give an average; a waiting request adds the first"
+_SCALED_TO_ZERO: Final = (
+    "none is there, of which the query could give an average; a waiting request adds the first"
+)
 
 
 def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, now: float) -> ScalingDecision:
@@ -239,12 +241,14 @@ def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, no
         state = msgspec.structs.replace(state, policy_state=inputs.asked_state)
     limited = within(inputs.num_replicas, inputs.config)
     num_replicas, inputs = inputs.num_replicas, msgspec.structs.replace(inputs, num_replicas=limited)
-    state = _settled(inputs, state, now)
+    state = _stabilized(inputs, state, now)
     demand = read_demand(inputs, series, now, is_starting=_is_starting(inputs, series, state))
     if isinstance(demand, str):
         decision = _unknown(inputs, state, demand)
         if not limited and _is_per_replica(inputs.config):
-            decision = msgspec.structs.replace(decision, verdict=ScalingDecisionKind.STEADY, why=_ASLEEP)
+            decision = msgspec.structs.replace(
+                decision, verdict=ScalingDecisionKind.STEADY, why=_SCALED_TO_ZERO
+            )
     else:
         decision = Look(inputs, demand, _known(inputs.config, state, now), now).decide()
     return decision if limited == num_replicas else _limited(decision, num_replicas, limited, now)
@@ -288,7 +292,7 @@ def _is_per_replica(config: AutoscalingConfig) -> bool:
     return config.query is not None and config.query.meaning is QueryMeaning.PER_REPLICA
 
 
-def _settled(inputs: ScalingInput, state: ScalingState, now: float) -> ScalingState:
+def _stabilized(inputs: ScalingInput, state: ScalingState, now: float) -> ScalingState:
     """Update `settled_at`: whether the replicas that were added last are running."""
     if state.last_up_at is None or state.settled_at is not None:
         return state

@@ -55,13 +55,13 @@ def fail(draft: Draft, goal: Goal, error: str, now: float, of: BackendTag) -> No
         backend = draft.backends.get(tag)
         if backend is None or backend.deleting:
             continue
-        why = error if tag == of else f"undone with {of}, which failed"
+        reason = error if tag == of else f"undone with {of}, which failed"
         is_used = any(user != EndpointTag(tag) for user in draft.used_by.get(tag, {}))
         if backend.last_good is None and whole and had_worked and not is_used:
-            draft.put(msgspec.structs.replace(backend, deleting=True, last_error=why))
+            draft.put(msgspec.structs.replace(backend, deleting=True, last_error=reason))
             draft.delete((ObjectKind.ENDPOINT, tag))
         else:
-            _undo(draft, backend, why[-ERROR_LENGTH_MAX:], is_whole=whole)
+            _undo(draft, backend, reason[-ERROR_LENGTH_MAX:], is_whole=whole)
     for endpoint_tag in endpoints_of(goal):
         _undo_endpoint(draft, endpoint_tag)
 
@@ -243,7 +243,7 @@ def succeed_where_reached(
             if move_route(draft, application_of(draft, goal)) or _drop_left_out(draft, goal, now):
                 continue
             end_goal(draft, goal, GoalStatus.SUCCEEDED, now)
-            _settle(draft, goal, now)
+            _mark_good(draft, goal, now)
 
 
 def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
@@ -257,30 +257,30 @@ def _drop_left_out(draft: Draft, goal: Goal, now: float) -> bool:
             dropped = True
     if dropped:
         # From here on a failure restores nothing: the deleted deployments cannot come back.
-        _settle(draft, goal, now)
+        _mark_good(draft, goal, now)
     return dropped
 
 
-def _settle(draft: Draft, goal: Goal, now: float) -> None:
+def _mark_good(draft: Draft, goal: Goal, now: float) -> None:
     """Record the targets of a succeeded goal as last good."""
     application = application_of(draft, goal)
     if application is not None:
-        _settle_application(draft, application, goal)
+        _mark_application_good(draft, application, goal)
     elif goal.kind is GoalKind.DEPLOY:
-        _settle_part(draft, BackendTag(goal.subject))
+        _mark_part_good(draft, BackendTag(goal.subject))
     for endpoint_tag in endpoints_of(goal):
         endpoint = draft.endpoints.get(endpoint_tag)
         if endpoint is not None:
-            _settle_endpoint(draft, endpoint, goal)
+            _mark_endpoint_good(draft, endpoint, goal)
     for tag in backends_of(goal):
         backend = draft.backends.get(tag)
         if backend is not None and not backend.deleting:
-            _settle_backend(draft, backend, goal, now)
+            _mark_backend_good(draft, backend, goal, now)
     if goal.kind is GoalKind.HTTP and draft.http is not None:
         draft.put(msgspec.structs.replace(draft.http, last_good=draft.http.target))
 
 
-def _settle_application(draft: Draft, application: Application, goal: Goal) -> None:
+def _mark_application_good(draft: Draft, application: Application, goal: Goal) -> None:
     if application.deleting:
         draft.delete((ObjectKind.APPLICATION, application.name))
         return
@@ -290,7 +290,7 @@ def _settle_application(draft: Draft, application: Application, goal: Goal) -> N
     draft.put(msgspec.structs.replace(application, last_good=good))
 
 
-def _settle_part(draft: Draft, tag: BackendTag) -> None:
+def _mark_part_good(draft: Draft, tag: BackendTag) -> None:
     """Add a deployment that joined an application by its own goal to the application's last good version."""
     deployment = draft.deployments.get(tag)
     application = None if deployment is None else draft.applications.get(deployment.application)
@@ -302,7 +302,7 @@ def _settle_part(draft: Draft, tag: BackendTag) -> None:
         draft.put(msgspec.structs.replace(application, last_good=good))
 
 
-def _settle_endpoint(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
+def _mark_endpoint_good(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None:
     reached: EndpointConfig | None = endpoint.target
     if goal.kind is GoalKind.ROUTE and draft.owners.get(endpoint_key(endpoint.endpoint_tag)):
         # The other fields belong to a deploy that may still fail.
@@ -312,7 +312,7 @@ def _settle_endpoint(draft: Draft, endpoint: EndpointRecord, goal: Goal) -> None
         draft.put(msgspec.structs.replace(endpoint, last_good=reached))
 
 
-def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
+def _mark_backend_good(draft: Draft, backend: Backend, goal: Goal, now: float) -> None:
     former, others = backend.last_good, backend.others
     replicas = draft.replicas_of(backend.backend_tag).values()
     if former is not None and any(r.config_version == former.config_version for r in replicas):
@@ -325,7 +325,7 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
     revision = backend.newest_revision
     if not _is_alike(former, backend.target) or _newest_endpoint(draft, backend) != reached:
         revision += 1
-        _remember(
+        _add_revision(
             draft,
             Revision(
                 backend_tag=backend.backend_tag,
@@ -343,7 +343,7 @@ def _settle_backend(draft: Draft, backend: Backend, goal: Goal, now: float) -> N
     )
 
 
-def _remember(draft: Draft, revision: Revision) -> None:
+def _add_revision(draft: Draft, revision: Revision) -> None:
     """Add a revision of a backend, and delete its oldest ones."""
     draft.put(revision)
     for old in sorted(draft.revisions[revision.backend_tag])[:-REVISIONS_MAX]:

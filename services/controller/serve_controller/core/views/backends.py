@@ -46,16 +46,16 @@ def _is_configured(backend: Backend) -> bool:
 def _view(backend: Backend, status: ScalingStatus | None, now: float) -> AutoscalingView:
     config = backend.target.backend_config.autoscaling_config
     assert config is not None
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if backend.autoscaling_paused:
-        said["why"] = (
+        fields["why"] = (
             f"paused by {backend.autoscaling_paused}: resume_autoscaling lets it follow the load again"
         )
     elif backend.halted:
-        said["why"] = "halted: its first version failed, and nothing is started until the next deploy"
+        fields["why"] = "halted: its first version failed, and nothing is started until the next deploy"
     elif status is not None:
         decision = status.decision
-        said = {
+        fields = {
             "verdict": decision.verdict.value,
             "seen": decision.seen,
             "wanted": decision.wanted,
@@ -70,7 +70,7 @@ def _view(backend: Backend, status: ScalingStatus | None, now: float) -> Autosca
         num_replicas=backend.target.backend_config.num_replicas,
         min_replicas=config.min_replicas,
         max_replicas=config.max_replicas,
-        **said,
+        **fields,
     )
 
 
