@@ -241,9 +241,9 @@ class LoadWindows:
         """Record that a target could not be scraped."""
         self._targets.setdefault(url, TargetHistory()).failure = why
 
-    def at(self, now: float) -> LoadLook:
+    def at(self, now: float) -> LoadEvaluation:
         """Evaluate the scrapes at ``now``, by the clock of `add`."""
-        return LoadLook(
+        return LoadEvaluation(
             {url: target for url, target in self._targets.items() if target.points}, self._failures(), now
         )
 
@@ -259,7 +259,7 @@ class _Window(NamedTuple):
 
 
 @final
-class LoadLook:
+class LoadEvaluation:
     """Load samples at one time; results that backends share are computed once."""
 
     def __init__(self, targets: Mapping[str, TargetHistory], failures: Sequence[str], now: float) -> None:

@@ -50,7 +50,7 @@ class PolicyProcess:
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._lines_left = _OUTPUT_LINES_MAX
         self._stack_printed = asyncio.Event()
-        self.is_in_step = True
+        self.is_usable = True
         """False while a reply is pending, and for good once waiting for it was abandoned."""
 
     @classmethod
@@ -93,7 +93,7 @@ class PolicyProcess:
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        self.is_in_step = False
+        self.is_usable = False
         if self._process.returncode is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ class PolicyProcess:
 
     async def ask(self, request: PolicyRequest, timeout_s: float, what: str) -> PolicyReply:
         """Send a request; returns the reply. Raises `PolicyFailed`, also on a timeout; unusable after that."""
-        self.is_in_step = False
+        self.is_usable = False
         self._lines_left = _OUTPUT_LINES_MAX
         stdin = self._process.stdin
         assert stdin is not None
@@ -116,7 +116,7 @@ class PolicyProcess:
             raise PolicyFailed(f"{where}{what} took more than {timeout_s:g} s") from error
         except OSError as error:
             raise PolicyFailed(f"{what}: {await self._describe_end()}") from error
-        self.is_in_step = True
+        self.is_usable = True
         return reply
 
     async def _read_reply(self, what: str) -> PolicyReply:
@@ -276,7 +276,7 @@ class _PolicyWorker:
             try:
                 return await self._run(policy, context)
             except BaseException:
-                if not (self._child is not None and self._child.is_in_step):
+                if not (self._child is not None and self._child.is_usable):
                     self.end()
                 raise
             finally:

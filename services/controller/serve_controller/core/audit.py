@@ -145,7 +145,7 @@ _UNSHOWN: Final = frozenset({"user_config", "init_args", "init_kwargs", "runtime
 _SHOWN_LENGTH_MAX: Final = 80
 
 
-def shown_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as text for people, cut."""
     if value is None or value == "":
         return "none"
@@ -174,7 +174,7 @@ def changed_fields(before: msgspec.Struct, after: msgspec.Struct, names: Collect
         elif name in _UNSHOWN:
             texts.append(f"{name} changes")
         else:
-            texts.append(f"{name} {shown_value(old)} → {shown_value(new)}")
+            texts.append(f"{name} {format_value(old)} → {format_value(new)}")
     return texts
 
 
@@ -182,7 +182,7 @@ def code_change(before: BackendVersion, after: BackendVersion) -> str:
     """Why replicas of ``before`` are replaced by those of ``after``."""
     parts = []
     if before.version != after.version:
-        parts.append(f"version {shown_value(before.version)} → {shown_value(after.version)}")
+        parts.append(f"version {format_value(before.version)} → {format_value(after.version)}")
     fields = changed_fields(before.replica_config, after.replica_config)
     if fields:
         parts.append(f"the code changes: {', '.join(fields)}")

@@ -57,7 +57,7 @@ def name_of(version: BackendVersion) -> str:
     return version.version or str(version.code_version)
 
 
-def host_news(known: HostRecord | None, host: HostRecord) -> Iterator[tuple[str, str]]:
+def host_changes(known: HostRecord | None, host: HostRecord) -> Iterator[tuple[str, str]]:
     """State and message of each event of a host."""
     if known is None:
         yield "known", "is heard of for the first time"
@@ -68,7 +68,9 @@ def host_news(known: HostRecord | None, host: HostRecord) -> Iterator[tuple[str,
         yield "undrained", "replicas are placed there again"
 
 
-def backend_news(known: Backend | None, backend: Backend, *, has_failed: bool) -> Iterator[tuple[str, str]]:
+def backend_changes(
+    known: Backend | None, backend: Backend, *, has_failed: bool
+) -> Iterator[tuple[str, str]]:
     """State and message of each event of a backend; ``has_failed``: whether its goal failed by this change."""
     if known is None:
         return
@@ -97,7 +99,7 @@ def _was_rolled_back(known: Backend, backend: Backend) -> bool:
     return msgspec.structs.replace(known.last_good, config_version=number) == backend.target
 
 
-class ReplicaWords:
+class ReplicaEventTexts:
     """Texts of what one change means for replicas. Caches counts, however many replicas changed."""
 
     def __init__(self, before: Checkpoint, after: Checkpoint) -> None:
@@ -105,7 +107,7 @@ class ReplicaWords:
         self._after = after
         self._num_wanted: dict[BackendTag, int] = {}
 
-    def of_move(self, known: Replica | None, replica: Replica) -> str:
+    def transition_text(self, known: Replica | None, replica: Replica) -> str:
         """Text of a replica's transition from the state of ``known`` (None: it is new)."""
         was = None if known is None else known.state
         match replica.state:
@@ -130,7 +132,7 @@ class ReplicaWords:
             case ReplicaState.STOPPED:
                 return "is gone"
 
-    def of_end(self, replica: Replica) -> str:
+    def end_text(self, replica: Replica) -> str:
         """Text of a replica's end; ``replica`` is its last value."""
         if replica.state not in WANTED:
             return "has stopped"
@@ -210,7 +212,7 @@ class _EventCollector:
         self._before = before
         self._after = after
         self._now = now
-        self._texts = ReplicaWords(before, after)
+        self._texts = ReplicaEventTexts(before, after)
         self._found: list[tuple[_SortKey, EventView]] = []
 
     def events(self) -> list[EventView]:
@@ -223,7 +225,7 @@ class _EventCollector:
             case Goal():
                 self._goal(self._before.goals.get(value.goal_id), value)
             case HostRecord():
-                for state, message in host_news(self._before.hosts.get(value.host_id), value):
+                for state, message in host_changes(self._before.hosts.get(value.host_id), value):
                     self._add((_HOST, value.host_id, 0), "host", state, message)
             case ProxyRecord():
                 if value.proxy_id not in self._before.proxies:
@@ -233,7 +235,7 @@ class _EventCollector:
             case Replica():
                 known = self._before.replicas_of(value.backend_tag).get(value.replica_tag)
                 if known is None or known.state is not value.state:
-                    self._replica(value, value.state, self._texts.of_move(known, value))
+                    self._replica(value, value.state, self._texts.transition_text(known, value))
             case _:
                 return
 
@@ -249,7 +251,7 @@ class _EventCollector:
             tag = ReplicaTag(name)
             replica = self._before.replicas_of(backend_tag_of(tag)).get(tag)
             if replica is not None:
-                self._replica(replica, ReplicaState.STOPPED, self._texts.of_end(replica))
+                self._replica(replica, ReplicaState.STOPPED, self._texts.end_text(replica))
 
     def _goal(self, known: Goal | None, goal: Goal) -> None:
         about = f"{goal.kind.value} {goal.subject}".strip()
@@ -268,7 +270,7 @@ class _EventCollector:
         goal_id = backend.goal_id
         goal = self._after.goals.get(goal_id)
         has_failed = goal is not None and goal.status is GoalStatus.FAILED and goal_id in self._before.pending
-        for state, message in backend_news(known, backend, has_failed=has_failed):
+        for state, message in backend_changes(known, backend, has_failed=has_failed):
             self._add((_BACKEND, backend.backend_tag, 0), "backend", state, message, goal_id=goal_id)
 
     def _replica(self, replica: Replica, state: ReplicaState, message: str) -> None:

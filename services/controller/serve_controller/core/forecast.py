@@ -37,7 +37,7 @@ from serve_controller.core.rollout import stop_rank
 from serve_controller.core.transitions import ROUTED, WANTED
 
 
-def notes_of(before: Checkpoint, after: Checkpoint, with_replicas: Collection[BackendTag]) -> list[str]:
+def build_notes(before: Checkpoint, after: Checkpoint, with_replicas: Collection[BackendTag]) -> list[str]:
     """Notes on all changes other than those of replicas. ``with_replicas``: backends with planned replicas."""
     return [
         *_applications(before, after),
@@ -140,7 +140,7 @@ def forecast(before: Checkpoint, after: Checkpoint, observed: ObservedState, now
     tags = {*changed_names(before.backends, after.backends), *moved, *dropped}
     plans = [_BackendPlan(before, after, tag, drained, dropped.get(tag, "")) for tag in sorted(tags)]
     replicas = [replica for plan in plans for replica in plan.replicas()]
-    notes = notes_of(before, after, {plan.tag for plan in plans if plan.replicas()})
+    notes = build_notes(before, after, {plan.tag for plan in plans if plan.replicas()})
     notes += _capacity_notes(after, plans, observed, now)
     if len(replicas) > PLANNED_MAX:
         counts = ", ".join(f"{sum(r.action is a for r in replicas)} to {a.value}" for a in PlannedAction)

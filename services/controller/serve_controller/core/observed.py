@@ -77,7 +77,7 @@ class ObservedState(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None
     """Since when the bus has been available without a break: earlier silence means nothing. None while the bus is
     unavailable, when all are silent and none is lost."""
-    heard_to: float = inf
+    received_until: float = inf
     """Everything sent before this time has been received: it is the start of the newest completed round trip over the
     bus. Silence counts up to here, so a hanging bus makes no process silent. Infinite where nothing can be late."""
     hosts: Map[HostId, HostObserved] = Map()
@@ -228,12 +228,12 @@ def observe_break(observed: ObservedState, since: float | None) -> ObservedState
 
 def observe_round_trip(observed: ObservedState, started_at: float) -> ObservedState:
     """Record that the round trip over the bus that began at ``started_at`` ended."""
-    return msgspec.structs.replace(observed, heard_to=started_at)
+    return msgspec.structs.replace(observed, received_until=started_at)
 
 
 def has_come(observed: ObservedState, at: float, now: float) -> bool:
     """Whether ``at`` has passed and everything sent before it has been received."""
-    return min(now, observed.heard_to) >= at
+    return min(now, observed.received_until) >= at
 
 
 def _is_silent(

@@ -23,7 +23,7 @@ GOAL_BYTES_MAX: Final = 900_000
 _GOAL_BYTES_EACH: Final = 650
 """Bytes of one replica without its users' values: names of fields, tags of the greatest length, numbers."""
 
-NO_COMPANIONS: Final[Mapping[BackendTag, int]] = {}
+NO_PEER_VERSIONS: Final[Mapping[BackendTag, int]] = {}
 
 Rank = tuple[float, float, HostId]
 
@@ -35,7 +35,7 @@ def needs_of(version: BackendVersion) -> dict[str, float]:
     return {name: amount for name, amount in needs.items() if amount > 0}
 
 
-def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS) -> int:
+def goal_bytes_of(version: BackendVersion, companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS) -> int:
     """Bytes that one replica of this version takes of its host's goal."""
     user_values = (version.replica_config, version.backend_config.user_config, companions)
     return _GOAL_BYTES_EACH + len(msgspec.json.encode(user_values))
@@ -74,7 +74,10 @@ class Ledger:
         return {name: amount - taken.get(name, 0) for name, amount in whole.items()}
 
     def placer(
-        self, tag: BackendTag, version: BackendVersion, companions: Mapping[BackendTag, int] = NO_COMPANIONS
+        self,
+        tag: BackendTag,
+        version: BackendVersion,
+        companions: Mapping[BackendTag, int] = NO_PEER_VERSIONS,
     ) -> Placer:
         """A `Placer` for many replicas of one version."""
         return Placer(self, self._draft, tag, version, companions)

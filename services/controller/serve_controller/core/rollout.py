@@ -15,7 +15,7 @@ from serve_controller.core.replica_reports import SHORT_LIFE_S, stuck_at, with_e
 from serve_controller.core.transitions import IN_HOST_GOAL, ROUTED, WANTED, TransitionEvent
 
 
-def companions_of(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
+def get_peer_versions(checkpoint: Checkpoint, tag: BackendTag) -> dict[BackendTag, int]:
     """Target code versions of the other backends of the backend's application; empty without an application."""
     deployment = checkpoint.deployments.get(tag)
     if deployment is None or deployment.ended_at is not None:
@@ -169,7 +169,7 @@ def place(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     if backend.backend_tag not in draft.unplaced:
         return
     waiting = [r for r in current_replicas(draft, backend) if r.state is ReplicaState.SHOULD_START]
-    companions = companions_of(draft, backend.backend_tag)
+    companions = get_peer_versions(draft, backend.backend_tag)
     placer = ledger.placer(backend.backend_tag, backend.target, companions)
     for number, replica in enumerate(waiting):
         host_id = placer.place()
@@ -274,7 +274,7 @@ def _free_capacity(draft: Draft, ledger: Ledger, backend: Backend, now: float) -
                 serving, made, leaving = serving - len(leaving), made + 1, []
 
 
-def take_out_of_goals(draft: Draft, backend: Backend) -> None:
+def remove_from_host_goals(draft: Draft, backend: Backend) -> None:
     """Take replicas that should stop out of their hosts' goals; delete those that never had a host."""
     is_forced = backend.deleting and backend.force_kill
     for replica in sorted(draft.replicas_of(backend.backend_tag).values(), key=age_rank):
@@ -315,7 +315,7 @@ def roll(draft: Draft, ledger: Ledger, backend: Backend, now: float) -> None:
     stop_surplus(draft, draft.backends[tag], now)
     stop_old(draft, ledger, draft.backends[tag], now)
     reconfigure(draft, ledger, draft.backends[tag], now)
-    take_out_of_goals(draft, draft.backends[tag])
+    remove_from_host_goals(draft, draft.backends[tag])
     _prune_versions(draft, draft.backends[tag])
 
 

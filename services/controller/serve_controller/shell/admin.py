@@ -112,7 +112,7 @@ class BackupTransfers:
 WAITERS_MAX: Final = 20_000
 
 
-class GoalWaits:
+class GoalWaiters:
     """Callers that wait for goals, by goal."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class AdminApi:
         self._boundary = boundary
         self._current_term = current_term
         self._queries = QueryApi(controller_id, clock, read_load)
-        self._waits = GoalWaits()
+        self._waits = GoalWaiters()
         self._goal_views = GoalViews()
 
     def on_goals(self, goal_ids: Collection[GoalId]) -> None:

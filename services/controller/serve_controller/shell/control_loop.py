@@ -50,7 +50,7 @@ _log = structlog.get_logger()
 BUS_RETRY_S: Final = 0.5
 
 
-class Performing:
+class ActionExecutor:
     """Performs actions and records their outcome in the observations."""
 
     def __init__(
@@ -156,7 +156,7 @@ class Term:
         self._hearing.hear_round_trip(clock.now(), clock.now())
         self._store = store
         self._event_log = EventLog(events)
-        self._performing = Performing(
+        self._performing = ActionExecutor(
             host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
         )
         self._clock = clock

@@ -54,7 +54,7 @@ SWEEP_S: Final = 120.0
 SWEEP_STEP_S: Final = 1.0
 
 
-CONFLICT_TOLD_EVERY_S: Final = 60.0
+CONFLICT_EVENT_EVERY_S: Final = 60.0
 """Least seconds between two conflict events of one host or proxy."""
 CONFLICTS_TOLD_MAX: Final = 20
 """Most conflict events of all senders within that time, so that they do not displace other events."""
@@ -98,9 +98,9 @@ class _Conflicts:
         return [conflict_event(now, kind, name) for kind, name in new]
 
     def forget(self, now: float) -> None:
-        """Forget conflicts that were published more than `CONFLICT_TOLD_EVERY_S` ago."""
+        """Forget conflicts that were published more than `CONFLICT_EVENT_EVERY_S` ago."""
         self._published_at = {
-            sender: at for sender, at in self._published_at.items() if now - at < CONFLICT_TOLD_EVERY_S
+            sender: at for sender, at in self._published_at.items() if now - at < CONFLICT_EVENT_EVERY_S
         }
 
 

@@ -41,7 +41,7 @@ STEP_MAX: Final = 10.0
 
 
 @final
-class Look:
+class ScalingEvaluation:
     """One decision with a known load."""
 
     def __init__(self, inputs: ScalingInput, demand: Demand, state: ScalingState, now: float) -> None:
@@ -250,7 +250,7 @@ def decide_scaling(inputs: ScalingInput, series: Series, state: ScalingState, no
                 decision, verdict=ScalingDecisionKind.STEADY, why=_SCALED_TO_ZERO
             )
     else:
-        decision = Look(inputs, demand, _known(inputs.config, state, now), now).decide()
+        decision = ScalingEvaluation(inputs, demand, _known(inputs.config, state, now), now).decide()
     return decision if limited == num_replicas else _limited(decision, num_replicas, limited, now)
 
 

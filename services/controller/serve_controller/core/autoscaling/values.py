@@ -145,7 +145,7 @@ class ScalingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the newest usable load sample; None before the first."""
 
 
-MEASURED_AFTER_S: Final = 20.0
+SCRAPED_AFTER_S: Final = 20.0
 """Seconds after which a serving replica must be on its host's metrics page."""
 
 
@@ -176,7 +176,7 @@ def asks_of(
                 hosts=frozenset(
                     r.host_id for r in routed if r.host_id is not None and r.host_id in observed.hosts
                 ),
-                num_replicas=sum(now - replica.since >= MEASURED_AFTER_S for replica in routed),
+                num_replicas=sum(now - replica.since >= SCRAPED_AFTER_S for replica in routed),
                 began_at=began_at,
             )
         )
