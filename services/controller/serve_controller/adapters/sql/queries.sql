@@ -2,7 +2,7 @@
 -- Tables are found through the connection's search_path.
 
 -- name: migrations_exist
--- Tell whether any migration ever ran.
+-- Whether any migration ever ran.
 SELECT to_regclass('muster.schema_migrations') IS NOT NULL;
 
 -- name: schema_version
@@ -10,7 +10,7 @@ SELECT to_regclass('muster.schema_migrations') IS NOT NULL;
 SELECT coalesce(max(version), 0) FROM schema_migrations;
 
 -- name: note_migration
--- Remember that a migration ran: version, name.
+-- Record that a migration ran: version, name.
 INSERT INTO schema_migrations (version, name) VALUES ($1, $2);
 
 -- name: lock_migrations
@@ -46,7 +46,7 @@ WHERE controller_id = $1 AND epoch = $2;
 SELECT kind, key, schema_version, value FROM checkpoint_rows;
 
 -- name: record
--- Write one change with its history if the epoch still leads, all of it or nothing; answers the number of the write.
+-- Write one change with its history if the epoch still leads, all of it or nothing; returns the number of the write.
 -- One statement: there is no moment at which a stopped controller holds the lock on the leader row and blocks its
 -- successor. `fence` waits for a takeover in progress and then sees its epoch; a takeover waits for this statement. It
 -- also counts the write: where the number is not the one after our last, the database was restored meanwhile.
@@ -89,7 +89,7 @@ SELECT writes FROM fence;
 
 -- name: read_history
 -- A page of the audit log, the newest first: rows at most, subject or null, id that all must be below or null, bytes at
--- most (the first row comes whatever its size, so that a reader gets on).
+-- most (but at least one row, so that a reader makes progress).
 WITH page AS (
     SELECT id, at, who, epoch, verb, subject, goal_id, request, old, new
     FROM history
