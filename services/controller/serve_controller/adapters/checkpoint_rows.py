@@ -88,12 +88,12 @@ def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject
     goals = [value for value in known if isinstance(value, Goal)]
     backends = {value.backend_tag: value for value in known if isinstance(value, Backend)}
     endpoints = {value.endpoint_tag: value for value in known if isinstance(value, EndpointRecord)}
-    begun: dict[str, float] = {}
+    first_at: dict[str, float] = {}
     for value in known:
         if isinstance(value, Goal):
-            begun[value.subject] = min(value.created_at, begun.get(value.subject, value.created_at))
+            first_at[value.subject] = min(value.created_at, first_at.get(value.subject, value.created_at))
         elif isinstance(value, Replica):
-            begun[value.backend_tag] = min(value.since, begun.get(value.backend_tag, value.since))
+            first_at[value.backend_tag] = min(value.since, first_at.get(value.backend_tag, value.since))
     succeeded = {goal.goal_id: goal for goal in goals if goal.status is GoalStatus.SUCCEEDED}
     deployments = {value.tag for value in known if isinstance(value, Deployment)}
     sizes = _Sizes()
@@ -111,7 +111,7 @@ def completed(old: Sequence[CheckpointObject], others: Iterable[CheckpointObject
                 result.append(msgspec.structs.replace(value, newest_revision=0 if revision is None else 1))
                 if value.backend_tag not in deployments:
                     # Goals are deleted after a while, so the oldest one left is only an upper bound.
-                    started_at = begun.get(value.backend_tag, 0.0)
+                    started_at = first_at.get(value.backend_tag, 0.0)
                     result.append(Deployment(tag=value.backend_tag, started_at=started_at))
             case _:
                 result.append(value)

@@ -84,7 +84,7 @@ class PrometheusApi:
             await session.close()
 
     async def time(self) -> float:
-        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, as all queries do."""
+        """The server's clock, seconds since 1970. Raises `PrometheusAway` or `QueryRefused`, like all queries."""
         answer = await self._query("time()", None)
         return float(_SCALAR.decode(answer.result)[1])
 

@@ -239,8 +239,8 @@ class PrometheusSource:
         if interval_s is None:
             return
         self._interval_s = interval_s
-        said = self._logged_interval_s
-        if said is None or not said / 1.5 < interval_s < said * 1.5:
+        logged_s = self._logged_interval_s
+        if logged_s is None or not logged_s / 1.5 < interval_s < logged_s * 1.5:
             self._logged_interval_s = interval_s
             _log.info(
                 "prometheus_scrape_interval",
@@ -347,10 +347,10 @@ def _process_of(kind: str, element: Element) -> tuple[Process, str]:
 
 
 def _break_text(last_break: tuple[float, float], at: float) -> str:
-    began, ended = last_break
+    started_at, ended = last_break
     if ended >= at:
-        return f"Prometheus has scraped nothing for {at - began:.0f} s"
-    return f"Prometheus scraped nothing for {ended - began:.0f} s until {at - ended:.0f} s ago"
+        return f"Prometheus has scraped nothing for {at - started_at:.0f} s"
+    return f"Prometheus scraped nothing for {ended - started_at:.0f} s until {at - ended:.0f} s ago"
 
 
 async def _gather(calls: Iterable[Coroutine[None, None, _T]]) -> list[_T]:

@@ -157,7 +157,7 @@ class Term:
         self._store = store
         self._event_log = EventLog(events)
         self._performing = ActionExecutor(
-            host_link, publisher, boundary, self._hearing, clock, on_change=self._plan_soon
+            host_link, publisher, boundary, self._hearing, clock, on_change=self._request_plan
         )
         self._clock = clock
         self._boundary = boundary
@@ -298,7 +298,7 @@ class Term:
         with ExitStack() as traced:
             return await self._run_cycle(traced)
 
-    def _plan_soon(self) -> None:
+    def _request_plan(self) -> None:
         self.on_change()
 
     async def _run_cycle(self, traced: ExitStack) -> float | None:

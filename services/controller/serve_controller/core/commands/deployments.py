@@ -213,19 +213,19 @@ def delete_deployment(checkpoint: Checkpoint, command: DeleteDeployment, now: fl
         return nothing_to_do(tag, existing.goal_id, updating=True)
     check_not_moving(checkpoint, tag)
     application = checkpoint.applications.get(checkpoint.deployments[tag].application)
-    going = [tag]
+    deleted_tags = [tag]
     if application is not None and set(application.target.deployments) <= {tag}:
         # The last deployment of an application also deletes those that were left out of it.
-        going += left_out_of(checkpoint, application.name, [tag])
-    for gone in going:
-        check_unused(checkpoint, gone, {EndpointTag(t) for t in going})
+        deleted_tags += left_out_of(checkpoint, application.name, [tag])
+    for gone in deleted_tags:
+        check_unused(checkpoint, gone, {EndpointTag(t) for t in deleted_tags})
     draft = Draft(checkpoint)
-    owns = [key for gone in going for key in deployment_owned(gone)]
+    owns = [key for gone in deleted_tags for key in deployment_owned(gone)]
     goal_id = new_goal(draft, GoalKind.DELETE, tag, owns, now)
     application = draft.applications.get(checkpoint.deployments[tag].application)
     if application is not None:
         _leave(draft, application, tag)
-    for gone in going:
+    for gone in deleted_tags:
         give_up(draft, checkpoint.backends[gone], goal_id)
     return changed(draft, tag, goal_id)
 
