@@ -263,8 +263,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     goal_id: GoalId = GoalId("")
     """Goal of the newest `drain_host`; empty for none."""
     holder: str = ""
-    """`observed.holder_of` the incarnation that the id belongs to, so that a new leader refuses any other one while
-    it lives; empty until it is recorded."""
+    """Digest (`observed.holder_of`) of the incarnation that owns the id: a new leader refuses any other one while that
+    lives. Empty until it is recorded."""
     adopted_epoch: int = 0
     """The `Counters.restored_epoch` after which the replicas that the host ran by lost goals were adopted; 0 for none.
     Those not adopted may have been stopped since."""
