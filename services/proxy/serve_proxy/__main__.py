@@ -47,7 +47,7 @@ async def _run(settings: ProxySettings, logs: LogForwarder) -> int:
     async def drain() -> None:
         try:
             await proxy.drain()
-        finally:  # whatever went wrong, even that nobody reads the log any more
+        finally:  # on any failure, even when the log has no reader any more
             should_end.set()
 
     parent = None if settings.parent_fd is None else ParentLink(settings.parent_fd, should_drain.set)
@@ -67,10 +67,11 @@ async def _run(settings: ProxySettings, logs: LogForwarder) -> int:
     return 1 if has_failed else 0
 
 
-def _spare_the_collector() -> None:
-    """Keep garbage collection out of requests' way: measured, pauses of up to 48 ms fell and p99 at c=64 halved.
+def _tune_gc() -> None:
+    """Tune garbage collection for latency: measured, it removed pauses of up to 48 ms and halved p99 at c=64.
 
-    Requests leave no cycles behind, so what is there after the imports is set aside, and the rest is looked at seldom.
+    Requests leave no cycles behind, so objects that exist after the imports are frozen, and the rest is collected
+    seldom.
     """
     gc.collect()
     gc.freeze()
@@ -88,7 +89,7 @@ def main() -> int:
     logs = configure_logs("proxy", proxy_id=settings.proxy_id)
     if settings.processes == 1:
         import_ahead(settings.tracing)
-        _spare_the_collector()
+        _tune_gc()
     try:
         return uvloop.run(_run(settings, logs) if settings.processes == 1 else run_processes(settings))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the proxy's shell needs from outside, beyond what dispatching needs (`serve_common.dispatch.calls`)."""
+"""Ports of the proxy's shell, beyond those of dispatching (`serve_common.dispatch.calls`)."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from serve_common.protocol.reports import ProxyReport
 
 
 class ControlPlane(Protocol):
-    """The bus that leads to the controller."""
+    """The connection to the controller."""
 
     async def send_report(self, report: ProxyReport) -> None:
-        """Publish it; raises `BusUnavailable`."""
+        """Publish the report. Raises `BusUnavailable`."""
         ...
 
 
 class Child(Protocol):
-    """One proxy process that a parent has started."""
+    """A proxy process started by a parent."""
 
     @property
     def operations_port(self) -> int | None:
-        """Where it answers on the loopback interface; None before it listens."""
+        """Port of its operations server on the loopback interface; None before it listens."""
         ...
 
     async def ended(self) -> int:
-        """Wait until it has; its exit code, or minus the number of the signal that killed it."""
+        """Wait for its exit code; negative for the signal that killed it."""
         ...
 
     def stop(self) -> None:
-        """Let it drain and end; told again, it ends at once."""
+        """Make it drain and exit; a second call makes it exit at once."""
         ...
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it."""
         ...
 
 
 StartChild = Callable[[int], Awaitable[Child]]
-"""Start the process of that number. Raises OSError when there is no room for one more."""
+"""Start the process with that number. Raises OSError when it cannot be started."""

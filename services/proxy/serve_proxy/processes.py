@@ -1,6 +1,6 @@
-"""Joins the parts of a parent of proxy processes: `MUSTER_PROXY_PROCESSES` above 1.
+"""Wiring of a parent of proxy processes: `MUSTER_PROXY_PROCESSES` above 1.
 
-Why the environment: a child is started as every proxy is, so there is one code path.
+Why children are configured by the environment: they start as every proxy does, so there is one code path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def run_processes(settings: ProxySettings) -> int:
-    """Run until a signal; the exit code. Raises OSError when a port is taken."""
+    """Run until a signal; returns the exit code. Raises OSError when a port is in use."""
     with held_port(settings.http_host, settings.http_port) as port:
 
         async def start(number: int) -> Child:
@@ -54,13 +54,13 @@ async def run_processes(settings: ProxySettings) -> int:
 def child_environment(
     settings: ProxySettings, number: int, http_port: int, operations_port: int
 ) -> dict[str, str]:
-    """What the child of that number is told: all that the parent was, and what makes it a proxy of its own."""
+    """Environment of the child with that number: the parent's, with the child's id and ports."""
     return {
         **os.environ,
         "MUSTER_PROXY_PROCESSES": "1",
         "MUSTER_PROXY_ID": child_id(settings.proxy_id, number),
         "MUSTER_HTTP_PORT": str(http_port),
-        # Asked by the parent alone, which knows the port that the system chooses.
+        # Queried by the parent only, which knows the port that the system chooses.
         "MUSTER_OPS_HOST": "127.0.0.1",
         "MUSTER_OPS_PORT": "0",
         "MUSTER_OPS_ADVERTISE": advertised_for_children(settings.operations, operations_port),

@@ -1,4 +1,4 @@
-"""What the proxy is told by its environment."""
+"""Settings of the proxy, read from its environment."""
 
 from __future__ import annotations
 
@@ -34,34 +34,32 @@ class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int
     """0 lets the system choose."""
     http: HttpOptions
-    """What holds until the controller has said something else."""
+    """Defaults until the controller has published HTTP options."""
     drain_timeout_s: float
-    """How long requests in flight may take to finish once the process was told to stop."""
+    """Seconds that requests in flight may take to finish after a stop signal."""
     bus_wait_s: float
-    """How long a request waits for NATS to come back before it is answered 503."""
+    """Seconds that a request waits for NATS to reconnect before it fails with 503."""
     body_memory_max: int = BODIES_BYTES_MAX
-    """Bytes that the bodies of all requests under way may need in this process; a request beyond it is a 503. With
-    `processes`, of each one."""
+    """Maximum bytes of the bodies of all requests in flight in one process; a request beyond it fails with 503."""
     processes: int = 1
-    """Above 1, this process is the parent of so many proxies that listen together."""
+    """Above 1, this process is the parent of that many proxies which share a port."""
     parent_fd: int | None = None
-    """In a child: the socket that leads to its parent. It then shares the HTTP port with its siblings."""
+    """In a child, the descriptor of the socket to its parent; it then shares the HTTP port with its siblings."""
     tracing: TracingSettings | None = None
-    """None: nothing is traced."""
+    """Tracing; None turns it off."""
     middleware_dir: str | None = None
-    """Directory put last on ``sys.path``, for middlewares."""
+    """Directory appended to ``sys.path``, for middlewares."""
     forwarded_hops: int = 0
-    """Load balancers in front that are trusted to add the address that they saw to ``X-Forwarded-For``.
+    """Number of load balancers in front that are trusted to add their peer's address to ``X-Forwarded-For``.
 
-    Without any, nothing that a request says of its client is believed or passed on. With some, the nearest must set, or
-    leave out, every ``X-Forwarded-…``, ``Forwarded`` and ``X-Real-IP``. Holds for applications, the access log and rate
-    limits."""
+    With 0, all forwarding headers of requests are dropped. Otherwise the nearest one must set or remove every
+    ``X-Forwarded-…``, ``Forwarded`` and ``X-Real-IP``. Applies to applications, the access log and rate limits."""
     uncounted: frozenset[str] = frozenset()
-    """Endpoints whose requests are not counted: for measuring what counting costs."""
+    """Endpoints whose requests are not counted; used to measure the cost of counting."""
 
 
 def read_settings(environment: Environment) -> ProxySettings:
-    """Read them; raises `BadField` naming the variable."""
+    """Read the settings. Raises `BadField` naming the variable."""
     if environment.optional("MUSTER_RATE_LIMIT_FORWARDED_HOPS"):
         raise BadField(
             "MUSTER_RATE_LIMIT_FORWARDED_HOPS", "has become MUSTER_FORWARDED_HOPS, which holds for everything"

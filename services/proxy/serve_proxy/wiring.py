@@ -1,4 +1,4 @@
-"""Joins the parts of a proxy process, starts them in order, and stops them without losing a request."""
+"""Wires the parts of a proxy process, starts them in order, and stops them without losing a request."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ from serve_proxy.shell.request_traces import RequestTraces
 _log = structlog.get_logger(__name__)
 
 _CONNECT_ROUND_S: Final = 10.0
-_SETTLE_S: Final = 0.1
-"""How long a drain must be quiet before it ends: connections that were accepted last are not counted at once."""
-_LINGER_S: Final = 1.0
-"""How long a kept-alive connection may be quiet in a drain before it is closed: its client may be about to send, and
-is told by the next answer to connect elsewhere."""
+_QUIET_S: Final = 0.1
+"""Seconds without requests before a drain ends: newly accepted connections are not counted at once."""
+_IDLE_CLOSE_S: Final = 1.0
+"""Seconds without requests in a drain before idle connections are closed: a client may be about to send, and the next
+response makes it connect elsewhere."""
 _SOCKETS_GRACE_S: Final = 5.0
-"""How long WebSockets go on in a drain, or half of the drain, before their clients are told to connect elsewhere."""
+"""Seconds, at most half of the drain timeout, before WebSockets are closed in a drain."""
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
 @final
 class Proxy:
-    """One proxy process' parts."""
+    """The parts of one proxy process."""
 
     def __init__(
         self,
@@ -72,26 +72,26 @@ class Proxy:
         logs: LogForwarder | None = None,
         write_access: Callable[[bytes], None] | None = None,
     ) -> None:
-        """Makes everything and starts nothing; to be called on a running loop.
+        """Creates all parts and starts none; call it on a running loop.
 
-        ``on_failure`` is called when the process cannot go on and should be started anew. ``logs`` are published.
-        ``write_access``: see `AccessWriter`.
+        ``on_failure`` is called when the process cannot continue and should be restarted. ``logs`` are published.
+        ``write_access`` writes the access log, as for `AccessWriter`; None writes to standard error.
         """
         self._settings = settings
-        chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        rng = random.Random()  # noqa: S311 - balances load, not for security
         subjects = Subjects(settings.bus.subject_prefix)
-        self._bus = BusConnection(_bus_options(settings), chance)
+        self._bus = BusConnection(_bus_options(settings), rng)
         inbox = Inbox(self._bus, f"{settings.proxy_id}-{uuid.uuid4().hex[:12]}")
-        routes = Routes(chance.random, uncounted=settings.uncounted)
+        routes = Routes(rng.random, uncounted=settings.uncounted)
         outgoing = Outgoing(self._bus, inbox, subjects)
         self._dispatcher = Dispatcher(routes, outgoing, bus_wait_s=settings.bus_wait_s)
         models = ModelHolders(routes, subjects, asyncio.get_running_loop().time)
         self._bus.subscribe(subjects.all_models, models.take)
-        self._beat = RequestTimers(self._dispatcher, routes, outgoing, models)
-        self._shadows = Shadows(self._dispatcher, chance.random, asyncio.get_running_loop().time)
+        self._timers = RequestTimers(self._dispatcher, routes, outgoing, models)
+        self._shadows = Shadows(self._dispatcher, rng.random, asyncio.get_running_loop().time)
         if settings.middleware_dir is not None:
             add_directory(settings.middleware_dir)
-        self._live = LiveOptions(
+        self._live_options = LiveOptions(
             settings.http,
             nothing=NO_MIDDLEWARES,
             load=load_middlewares,
@@ -103,8 +103,8 @@ class Proxy:
             self._dispatcher,
             self._bus,
             self._shadows,
-            self._live,
-            on_applied=self._applied,
+            self._live_options,
+            on_applied=self._on_applied,
             bus_wait_s=settings.bus_wait_s,
             room=UploadRoom(settings.body_memory_max // 2, settings.body_memory_max),
         )
@@ -113,7 +113,7 @@ class Proxy:
             settings.bus,
             name=f"proxy {settings.proxy_id}",
             listener=self._ingress,
-            on_leader=lambda: self._reports.wake(),  # noqa: PLW0108 - the two know each other
+            on_leader=lambda: self._reports.wake(),  # noqa: PLW0108 - created below
             on_closed=on_failure,
             refused=refused,
         )
@@ -123,7 +123,7 @@ class Proxy:
             incarnation=uuid.uuid4().hex,
             started_at=SystemClock().now(),
             applied_snapshot_id=lambda: routes.applied_snapshot_id,
-            http_refusal=lambda: (self._live.error, self._live.error_snapshot_id),
+            http_refusal=lambda: (self._live_options.error, self._live_options.error_snapshot_id),
             metrics_url=lambda: metrics_url(
                 settings.operations, self.operations.port, self._control_plane.local_host
             ),
@@ -133,13 +133,13 @@ class Proxy:
         traces = None if self._tracing is None else RequestTraces(self._tracing.tracer)
 
         def new_request_id() -> str:
-            return f"{chance.getrandbits(128):032x}"
+            return f"{rng.getrandbits(128):032x}"
 
         self._gateway = Gateway(
             self._ingress,
             self._bus,
             subjects,
-            request_timeout_s=lambda: self._live.options.request_timeout_s,
+            request_timeout_s=lambda: self._live_options.options.request_timeout_s,
             new_request_id=new_request_id,
             wall_now=SystemClock().now,
             traces=traces,
@@ -202,12 +202,12 @@ class Proxy:
         self._tasks = TaskOwner("proxy", on_failure=lambda _name, _error: on_failure())
         self._bus.on_connected.append(self._dispatcher.bus_is_back)
         self._bus.on_answers_again.append(self._dispatcher.bus_answers_again)
-        self._log_outlet = (
+        self._log_sink = (
             None if logs is None else NatsLogSink(logs, self._bus, subjects, "proxy", settings.proxy_id)
         )
 
     async def start(self) -> str:
-        """Listen, and connect in the background. Returns the address; raises OSError when a port is taken."""
+        """Listen, and connect in the background. Returns the address. Raises OSError when a port is in use."""
         settings = self._settings
         declare_identity(settings.bus)
         await self.operations.start()
@@ -218,7 +218,7 @@ class Proxy:
         self._tasks.start(self._connect_bus(), name="connect_bus")
         self._tasks.start(self._control_plane.connect(), name="connect_control_plane")
         self._tasks.start(self._reports.run(), name="reports")
-        self._tasks.start(self._beat.run(), name="beat")
+        self._tasks.start(self._timers.run(), name="beat")
         self._tasks.start(give_back_memory(self._ingress.room), name="give_back_memory")
         self._tasks.start(self._lag.run(), name="loop_lag")
         for pulse in self._pulses:
@@ -227,9 +227,9 @@ class Proxy:
         return address
 
     async def drain(self) -> None:
-        """Take nothing new, and wait until what is in flight has ended or `drain_timeout_s` is over."""
+        """Accept nothing new, and wait until requests in flight have ended, for at most `drain_timeout_s`."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._settings.drain_timeout_s
+        deadline = loop.time() + self._settings.drain_timeout_s
         self._ingress.is_draining = True
         await self.http.stop_listening()
         self._reports.leave()
@@ -238,19 +238,19 @@ class Proxy:
         self._tasks.start(self._requests.sockets.leave(sockets_grace_s), name="leave_sockets")
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
         quiet_since = loop.time()
-        while loop.time() < give_up_at:
+        while loop.time() < deadline:
             now = loop.time()
             if self._in_flight:
                 quiet_since = now
-            elif now - quiet_since >= _LINGER_S:
+            elif now - quiet_since >= _IDLE_CLOSE_S:
                 self.http.close_idle()
-            if not self.http.connections and now - quiet_since >= _SETTLE_S:
+            if not self.http.connections and now - quiet_since >= _QUIET_S:
                 return
             await asyncio.sleep(0.02)
         _log.warning("drain_timed_out", in_flight=self._in_flight)
 
     async def close(self) -> None:
-        """End everything at once; requests that are still in flight get an error."""
+        """Stop everything at once; requests in flight get an error."""
         self._ingress.is_draining = True
         await self._gateway.leave(_CLOSE_TIMEOUT_S)
         await self._shadows.close(_CLOSE_TIMEOUT_S)
@@ -261,11 +261,11 @@ class Proxy:
         await self._gateway.close(_CLOSE_TIMEOUT_S)
         self._reports.leave()
         await self._reports.send()
-        await self._live.close(_CLOSE_TIMEOUT_S)
+        await self._live_options.close(_CLOSE_TIMEOUT_S)
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._control_plane.close()
-        if self._log_outlet is not None:
-            await self._log_outlet.close()
+        if self._log_sink is not None:
+            await self._log_sink.close()
         await self._bus.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close, _CLOSE_TIMEOUT_S)
@@ -275,7 +275,7 @@ class Proxy:
     def _in_flight(self) -> int:
         return self.http.in_flight + self._gateway.in_flight
 
-    def _applied(self) -> None:
+    def _on_applied(self) -> None:
         self._reports.wake()
         if self._ingress.is_open and not self._ingress.is_draining:
             self._gateway.start()

@@ -1,7 +1,7 @@
 """The replica host as a process: ``python -m serve_replica_host``.
 
-Why the late import: prometheus_client looks at the environment when it is imported, and no later. And Ray's process has
-begun to start by then, which takes longest.
+Why the late import: prometheus_client reads the environment only when it is imported. And Ray's process, which takes
+longest to start, is starting by then.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from serve_replica_host.settings import HostSettings, read_host_settings
 
 
 def main() -> int:
-    """Run until told to stop. The exit status: 2 for bad settings, else as `run_host`."""
+    """Run until stopped by a signal; returns 2 for bad settings, else the exit status of `run_host`."""
     try:
-        settings = read_host_settings(
-            Environment()
-        )  # secrets, too: what is read later is read as another user
+        settings = read_host_settings(Environment())  # includes secrets: later reads happen as another user
         users = choose_users(settings.host_user, settings.replica_user)
         log_socket = LogSocket(Path(settings.own_dir))
         with acting_as(users.host, *users.shared_groups):
@@ -77,13 +75,13 @@ def _make_directories(settings: HostSettings, users: HostUsers) -> None:
         for directory in (settings.own_dir, settings.metrics_dir):
             make_own_directory(Path(directory))
         return
-    # Replicas pass through the one, and make files in the other that only they and the host may remove.
+    # Replicas traverse the one, and create files in the other that only they and the host may remove.
     share_directory(Path(settings.own_dir), users.shared_gid, 0o710)
     share_directory(Path(settings.metrics_dir), users.shared_gid, 0o1770)
 
 
 def _end(status: int) -> NoReturn:
-    """End without the interpreter's own teardown, which would wait for threads that hang."""
+    """Exit without the interpreter's teardown, which would wait for hanging threads."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # such as of a full disk
             stream.flush()

@@ -1,6 +1,6 @@
-"""What the replica host needs from outside: a runtime for replicas, a way to report, and metrics.
+"""Ports of the replica host: a runtime for replicas, a bus for reports, and metrics.
 
-Why Protocols: the shell is driven in tests with a runtime and a bus made of lists.
+Why Protocols: tests run the shell with a fake runtime and bus.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from serve_common.runtime.request_context import CurrentReplica
 
 
 class ReplicaRuntime(Protocol):
-    """Runs replicas. No method waits: what becomes of each call is told as events (`core.events`)."""
+    """Runs replicas. No method waits: the outcome of each call is reported as events (`core.events`)."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """Whole resources by Ray's names; on a cluster they change as machines come and go."""
+        """Total resources by Ray's names; on a cluster they change as machines join and leave."""
         ...
 
     def start(self, goal: ReplicaGoal) -> None:
@@ -32,28 +32,28 @@ class ReplicaRuntime(Protocol):
         ...
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
-        """Ask the user's code for its health; `HealthCheckSent` is told when the question is on its way."""
+        """Run the user's health check; `HealthCheckSent` is emitted when the check was sent."""
         ...
 
     def drain(self, replica_tag: ReplicaTag) -> None:
-        """Have it refuse new requests and finish those in flight."""
+        """Make it refuse new requests and finish those in flight."""
         ...
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """End its process now, also one that is still waiting to be placed; a start that has not begun never does."""
+        """Kill its process, even if it is still waiting to be placed; a queued start is cancelled."""
         ...
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:
-        """End a process that is still there after `kill`, without asking the runtime where that is possible."""
+        """Kill a process that survived `kill`, bypassing Ray where that is possible."""
         ...
 
 
 class ReportBus(Protocol):
-    """Where reports go."""
+    """Publishes reports."""
 
     @property
     def is_connected(self) -> bool:
-        """False while reports cannot be sent."""
+        """True while reports can be sent."""
         ...
 
     async def publish_report(self, payload: bytes) -> None:
@@ -62,26 +62,26 @@ class ReportBus(Protocol):
 
 
 class HostMetrics(Protocol):
-    """What the host counts about itself."""
+    """Metrics of the host itself."""
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
-        """Replicas by status."""
+        """Set the numbers of replicas by status."""
         ...
 
     def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
-        """A replica was started, that many seconds after the order; ``was_spare``: in a process that waited."""
+        """A replica was started, ``seconds`` after the request; ``was_spare``: in a spare process."""
         ...
 
     def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
-        """A replica failed and is now FAILED, DEAD or UNHEALTHY."""
+        """A replica has become FAILED, DEAD or UNHEALTHY."""
         ...
 
     def message_refused(self, kind: str, sender: str, error: Exception) -> None:
-        """A message could not be taken in; ``kind`` as of `RefusedMessages`."""
+        """A message could not be decoded; ``kind`` as for `RefusedMessages`."""
         ...
 
     def retire_process(self, process: str) -> None:
-        """Keep the totals of an ended replica process without keeping its files. Blocks on files.
+        """Fold the files of an ended replica process into totals. Blocks on files.
 
         ``process`` as in `Placed`.
         """
@@ -89,49 +89,49 @@ class HostMetrics(Protocol):
 
 
 class Occupancy(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica has in it at a moment."""
+    """The load of a replica at one moment."""
 
     ongoing_s: float
-    """How long requests have been in it so far, all together, those that still are included; never falls."""
+    """Total seconds that requests have spent in it so far, including current ones; never decreases."""
     in_flight: int = 0
     """Requests that hold a slot."""
     limit: int = 0
-    """How many may."""
+    """Maximum number of slots; 0 while draining."""
     waiting: int = 0
     """Requests that wait for a slot."""
     streams: int = 0
-    """Of those in flight: whose answer has begun."""
+    """Requests in flight whose response has started, except WebSockets."""
     sockets: int = 0
-    """Of those in flight: WebSockets."""
+    """WebSockets in flight."""
     is_connected: bool = False
-    """To NATS."""
+    """True while connected to NATS."""
     reconnects: int = 0
-    """To NATS, so far."""
+    """Reconnects to NATS so far."""
 
 
 class HandleMetrics(Protocol):
-    """What waits in the calls that a replica's own code makes."""
+    """Queue metrics of the calls that a replica's own code makes."""
 
     def write(self, replica: CurrentReplica) -> None:
-        """Make it visible; called a few times a second."""
+        """Write the metrics; called a few times a second."""
         ...
 
 
 class RequestMetrics(Protocol):
-    """What a replica counts; called for each request, so it must be cheap. One call at a time, but for `write`."""
+    """Request metrics of a replica; called for each request, so they must be cheap. Serialized, except for `write`."""
 
     def count_answered(self, status: int, seconds: float) -> None:
-        """A request left: by its answer's status, after that many seconds."""
+        """A request has ended with ``status``, after ``seconds``."""
         ...
 
     def count_refused(self, reason: str) -> None:
-        """A request was refused: ``busy`` or ``draining``; or dropped, for its ``reply_subject`` is no inbox."""
+        """A request was refused: ``busy`` or ``draining``; or dropped: its ``reply_subject`` is not an inbox."""
         ...
 
     def turn(self) -> None:
-        """What is counted from now on is left for the `write` after the next one."""
+        """Close the current batch of counts, which the next `write` writes."""
         ...
 
     def write(self, occupancy: Occupancy) -> None:
-        """Make visible what was counted before `turn`, and what is in the replica now."""
+        """Write the counts from before `turn`, and the current occupancy."""
         ...

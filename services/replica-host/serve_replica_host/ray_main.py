@@ -1,9 +1,9 @@
 """The Ray runtime of a host as a process: ``python -m serve_replica_host.ray_main FD``, started by the host alone.
 
-It holds no credentials but the replicas' own. It ends with its host: when the host's end of the socket is closed, at
-once, and Ray's own processes with it.
+It has no credentials but the replicas' own. It exits at once when the host's end of the socket is closed, and Ray's own
+processes with it.
 
-Why the late import: Ray looks at the environment when it is imported, and no later.
+Why the late import: Ray reads the environment only when it is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from serve_replica_host.replica.telemetry.logs import HOST_ID, LOG_SOCKET, open_
 
 
 def main() -> int:
-    """Run until the host ends or says so. The exit status: 0 after that, 1 after a failure."""
+    """Run until the host exits or sends `Close`; returns 0 after `Close`, 1 after a failure."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     try:
@@ -68,17 +68,17 @@ def _read_settings(connection: socket.socket) -> RaySettings:
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
-    read = bytearray()
-    while len(read) < length:
-        piece = connection.recv(length - len(read))
-        if not piece:
+    received = bytearray()
+    while len(received) < length:
+        chunk = connection.recv(length - len(received))
+        if not chunk:
             raise RayProtocolError("the host is gone")
-        read += piece
-    return bytes(read)
+        received += chunk
+    return bytes(received)
 
 
 def _end(status: int) -> NoReturn:
-    """End without the interpreter's own teardown, in which Ray's threads now and then abort the process."""
+    """Exit without the interpreter's teardown, in which Ray's threads sometimes abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

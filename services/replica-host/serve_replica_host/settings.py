@@ -1,4 +1,4 @@
-"""What a replica host is told by its environment."""
+"""Settings of the replica host, read from its environment."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ from serve_common.telemetry.tracer import TracingSettings, read_tracing_settings
 OPERATIONS_PORT: Final = 9103
 SPARE_REPLICAS: Final = 8
 RAY_TEMP_DIR_LENGTH_MAX: Final = 40
-"""Ray's unix sockets lie up to 67 characters deeper, and the kernel allows 107 in all."""
+"""Maximum length of Ray's directory: its unix sockets are up to 67 characters deeper, and the kernel allows 107."""
 
 OWN_DIR_SUFFIX: Final = "-host"
 
 
 class HostSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is configurable about a host."""
+    """All settings of a host."""
 
     host_id: HostId
     bus: BusSettings
-    """As role ``host``."""
+    """Connection of the host itself, as role ``host``."""
     replica_bus: BusSettings
-    """What its replicas connect with: a key that makes an identity for each, or the plain user that all of them are."""
+    """Connection of its replicas: a key that signs an identity for each, or a plain user for all."""
     replica_identity_s: float
-    """How long an identity lasts; a newer one is given well before."""
+    """Seconds that an identity lasts; it is renewed well before. Default 3600."""
     operations: OperationsSettings
     ray_temp_dir: str
     ray_address: str | None
-    """An existing Ray cluster; None starts a local runtime that ends with this process."""
+    """Address of an existing Ray cluster; None starts a local runtime that ends with this process."""
     num_cpus: int | None
-    """CPUs that the local runtime may give away; None for the machine's."""
+    """CPUs of the local runtime; None for those of the machine."""
     app_root: str
-    """Where a relative app_dir begins."""
+    """Directory to which a relative app_dir is resolved."""
     metrics_dir: str
     """prometheus_client's multiprocess directory."""
     spare_replicas: int
-    """Replica processes that a local runtime keeps started ahead, at the most; half of them while few replicas run."""
+    """Maximum spare processes of a local runtime; half of them while few replicas run. Default 8."""
     drain_timeout_s: float
-    """How long leaving may take."""
+    """Seconds that leaving may take. Default 20."""
     own_dir: str = ""
-    """Where the host's sockets are; Ray's directory, unless that is another user's."""
+    """Directory of the host's sockets; Ray's directory, unless that is another user's."""
     host_user: str = ""
-    """Whom the host becomes once it has read its secrets: ``name``, ``uid`` or ``uid:gid``; empty: nobody else."""
+    """User to which the host switches after reading its secrets: ``name``, ``uid`` or ``uid:gid``; empty: no switch."""
     replica_user: str = ""
-    """Who runs Ray and user code, as for ``host_user``; empty: the host's user."""
+    """User that runs Ray and user code, as for ``host_user``; empty: the host's user."""
     tracing: TracingSettings | None = None
-    """Of its replicas; None: nothing is traced."""
+    """Tracing of its replicas; None turns it off."""
 
 
 def read_host_settings(environment: Environment) -> HostSettings:
-    """The settings; raises `BadField` naming the variable."""
+    """Read the settings. Raises `BadField` naming the variable."""
     ray_temp_dir = environment.text("MUSTER_RAY_TEMP_DIR", str(Path(tempfile.gettempdir()) / "muster-ray"))
     if not Path(ray_temp_dir).is_absolute() or len(ray_temp_dir) > RAY_TEMP_DIR_LENGTH_MAX:
         raise BadField(
@@ -73,7 +73,7 @@ def read_host_settings(environment: Environment) -> HostSettings:
         )
     host_id = HostId(environment.identity("MUSTER_HOST_ID"))
     replica_user = environment.optional("MUSTER_REPLICA_USER") or ""
-    # What is another user's is no place for what the host makes.
+    # The host must not create its files in another user's directory.
     own_dir = f"{ray_temp_dir}{OWN_DIR_SUFFIX}" if replica_user else ray_temp_dir
     return HostSettings(
         host_id=host_id,

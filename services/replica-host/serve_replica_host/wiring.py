@@ -1,7 +1,7 @@
-"""Joins the host's parts and lives its life: start, serve, leave.
+"""Wires the parts of the host, and runs it: start, serve, leave.
 
-Why in this order: reports begin when Ray is up, for a host without resources is of no use to anybody; NATS may come
-and go at any time.
+Why in this order: reports start when Ray is up, because a host without resources is of no use; NATS may connect and
+disconnect at any time.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _log = structlog.get_logger(__name__)
 
 _CLOSE_TIMEOUT_S: Final = 1.0
 STARTS_MIN: Final = 4
-"""Processes that may start at once on the smallest machine; on others it is two for each processor."""
+"""Minimum of processes that may start at once; on larger machines it is two for each processor."""
 
 
-async def run_host(  # noqa: PLR0915 - it joins everything
+async def run_host(  # noqa: PLR0915 - it wires everything
     settings: HostSettings, logs: LogForwarder, runtime: RayProcess, log_socket: LogSocket
 ) -> int:
-    """One life of a host, until SIGTERM or SIGINT. The exit status: 0 after leaving, 1 after a failure.
+    """Run a host until SIGTERM or SIGINT; returns 0 after leaving, 1 after a failure.
 
-    ``logs`` are published. ``runtime`` is starting, and is closed in the end; so is ``log_socket``, which is bound.
+    ``logs`` are published. ``runtime``, which is starting, and ``log_socket``, which is bound, are closed at the end.
     """
     declare_identity(settings.bus)
     loop = asyncio.get_running_loop()
@@ -133,7 +133,7 @@ async def run_host(  # noqa: PLR0915 - it joins everything
         _log.critical("host_failed", exc_info=error)
         failures.append(str(error) or repr(error))
     finally:
-        await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would connect again
+        await tasks.close(_CLOSE_TIMEOUT_S)  # first, or the bus would reconnect
         await bus.close()
         await runtime.close()
         log_socket.close()
@@ -143,12 +143,12 @@ async def run_host(  # noqa: PLR0915 - it joins everything
 
 
 async def _run_with(runtime: RayProcess, shell: HostShell) -> None:
-    """Until the host has left, or its runtime is gone: then raises `RayUnavailable`."""
+    """Run until the host has left. Raises `RayUnavailable` when its runtime has ended."""
     try:
         async with asyncio.TaskGroup() as group:
-            taking = group.create_task(runtime.run(), name="ray_runtime")
+            runtime_task = group.create_task(runtime.run(), name="ray_runtime")
             await shell.run()
-            taking.cancel()
+            runtime_task.cancel()
     except ExceptionGroup as group_error:
         raise group_error.exceptions[0] from None
 

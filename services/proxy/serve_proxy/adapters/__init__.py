@@ -1,3 +1,3 @@
-"""The proxy's edges: one file per outside thing."""
+"""The proxy's adapters: one file per external system."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the access log, on a thread of its own.
 
-Why a thread: a request must wait neither for a disk nor for whoever reads the log. Why not over the bus: a line for
-each request would leave no room for others. What is too much is left out, counted, and the count is a line itself.
+Why a thread: a request must wait neither for a disk nor for a slow log reader. Why not over the bus: a line for each
+request would leave no capacity for other messages. Lines beyond the limit are dropped and counted; the count is logged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from serve_common.telemetry.log_lines import StandardError, dropped_line
 from serve_proxy.core.access_line import LINE_BYTES_MAX, AccessLine, AccessLines
 
 WAITING_LINES_MAX: Final = 10_000
-"""Of some 500 bytes each."""
+"""Lines queued for writing, some 500 bytes each; more are dropped."""
 GATHER_S: Final = 0.05
-"""After each round, so that lines are made and written many at once."""
+"""Seconds between two rounds of writing, so that lines are encoded and written in batches."""
 
 
 @final
@@ -32,24 +32,24 @@ class AccessWriter:
     def __init__(
         self, ids: dict[str, str], clock: Clock, write: Callable[[bytes], None] | None = None
     ) -> None:
-        """``ids``: what all lines bear. ``write`` may take its time and raise OSError; None means standard error."""
+        """``ids`` are fields of every line. ``write`` may block and raise OSError; None writes to standard error."""
         self._ids = ids
         self._clock = clock
         self._write = write or StandardError(ids, clock).put
         self._lines = AccessLines(ids)
-        self._waiting: deque[tuple[float, AccessLine]] = deque()
+        self._queue: deque[tuple[float, AccessLine]] = deque()
         self._refused = 0
-        """Lines that found no room, ever; written by the loop's thread only."""
+        """Lines dropped because the queue was full, in all; written by the loop's thread only."""
         self._unwritten = 0
-        """Lines that could not be written, ever; written by the own thread only, as is the next."""
-        self._told = 0
+        """Lines that could not be written, in all; like the next one, written by the writer thread only."""
+        self._reported = 0
         self._wake = threading.Event()
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
     def add(self, line: AccessLine) -> None:
         """Take one line; never waits and never raises."""
-        waiting = self._waiting
+        waiting = self._queue
         if len(waiting) >= WAITING_LINES_MAX:
             self._refused += 1
             return
@@ -61,7 +61,7 @@ class AccessWriter:
             self._wake.set()
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, for at most so long; to be called when nothing is added any more."""
+        """Write the queued lines, for at most ``timeout_s`` seconds; call it once no more lines are added."""
         self._is_closing = True
         self._wake.set()
         if self._thread is not None:
@@ -71,35 +71,35 @@ class AccessWriter:
         while not self._is_closing:
             self._wake.wait()
             self._wake.clear()
-            self._carry()
+            self._write_queued()
             if not self._is_closing:
                 time.sleep(GATHER_S)
-        self._carry()
+        self._write_queued()
 
-    def _carry(self) -> None:
-        """One round: what waits now, and how many lines are missing."""
-        piece: list[bytes] = []
+    def _write_queued(self) -> None:
+        """Write the lines that are queued now, and a line with the number of dropped ones."""
+        chunk: list[bytes] = []
         size = 0
-        for _ in range(len(self._waiting)):
-            at, line = self._waiting.popleft()
+        for _ in range(len(self._queue)):
+            at, line = self._queue.popleft()
             encoded = self._lines.encode(line, at)
-            if piece and size + len(encoded) > LINE_BYTES_MAX:
-                self._put(piece, len(piece))
-                piece, size = [], 0
-            piece.append(encoded)
+            if chunk and size + len(encoded) > LINE_BYTES_MAX:
+                self._put(chunk, len(chunk))
+                chunk, size = [], 0
+            chunk.append(encoded)
             size += len(encoded)
-        if piece:
-            self._put(piece, len(piece))
-        missing = self._refused + self._unwritten - self._told
+        if chunk:
+            self._put(chunk, len(chunk))
+        missing = self._refused + self._unwritten - self._reported
         if missing:
             why = "they came faster than they could be written"
             if self._put([dropped_line(self._clock.now(), {"log": "access", **self._ids}, missing, why)], 0):
-                self._told += missing
+                self._reported += missing
 
-    def _put(self, piece: list[bytes], requests: int) -> bool:
+    def _put(self, chunk: list[bytes], requests: int) -> bool:
         try:
-            self._write(b"".join(piece))
-        except OSError:  # where logs are written is where it would be told
+            self._write(b"".join(chunk))
+        except OSError:  # the failure would be logged to the same place
             self._unwritten += requests
             return False
         return True

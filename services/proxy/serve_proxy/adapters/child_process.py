@@ -1,4 +1,4 @@
-"""A proxy process and its parent, each from the other's side: a process, a socket between them, a shared port."""
+"""The link between a parent and its proxy processes: the child process, a socket pair, a shared port."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 @final
 class ChildProcess:
-    """A child, from its parent's side."""
+    """A child process, as its parent controls it."""
 
     def __init__(self, process: asyncio.subprocess.Process, link: socket.socket) -> None:
         self._process = process
         self._link = link
         self._operations_port: int | None = None
         self._tasks = TaskOwner("child_process")
-        self._tasks.start(self._hear_port(), "hear_port")
+        self._tasks.start(self._receive_port(), "hear_port")
 
     @classmethod
     async def start(cls, environment: Mapping[str, str]) -> Self:
-        """Start one with that environment. Raises OSError."""
+        """Start a proxy process with ``environment``. Raises OSError."""
         own, other = socket.socketpair()
         with other:
             try:
@@ -59,29 +59,29 @@ class ChildProcess:
 
     @property
     def operations_port(self) -> int | None:
-        """As `Child.operations_port`."""
+        """The child's operations port; None until the child has reported it."""
         return self._operations_port
 
     async def ended(self) -> int:
-        """As `Child.ended`."""
+        """Wait for the exit code; negative for the signal that killed it."""
         code = await self._process.wait()
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         self._link.close()
         return code
 
     def stop(self) -> None:
-        """As `Child.stop`."""
+        """Send SIGTERM."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As `Child.kill`."""
+        """Send SIGKILL."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
             self._process.send_signal(number)
 
-    async def _hear_port(self) -> None:
+    async def _receive_port(self) -> None:
         loop = asyncio.get_running_loop()
         line = b""
         while not line.endswith(b"\n"):
@@ -90,17 +90,17 @@ class ChildProcess:
             except ConnectionError:
                 part = b""
             if not part:
-                return  # it ended before it listened; its exit code says why
+                return  # it exited before it listened; its exit code is the reason
             line += part
         self._operations_port = int(line)
 
 
 @final
 class ParentLink:
-    """The parent, from its child's side."""
+    """The link to the parent, as a child uses it."""
 
     def __init__(self, fd: int, on_gone: Callable[[], None]) -> None:
-        """``on_gone`` is called once, when the parent is no more. Raises OSError when ``fd`` is no socket."""
+        """``on_gone`` is called once, when the parent has exited. Raises OSError when ``fd`` is not a socket."""
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional only
         self._socket = socket.socket(fileno=fd)
         self._socket.settimeout(0)
@@ -109,12 +109,12 @@ class ParentLink:
         self._loop.add_reader(self._socket.fileno(), self._read)
 
     def tell_port(self, operations_port: int) -> None:
-        """Say that this process listens, and where it answers for its operations."""
-        with contextlib.suppress(ConnectionError):  # a parent that is gone is noticed by reading
+        """Report to the parent that this process listens, and its operations port."""
+        with contextlib.suppress(ConnectionError):  # the reader detects that the parent has exited
             self._socket.send(b"%d\n" % operations_port)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching the parent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket.fileno())
             self._socket.close()
@@ -134,9 +134,9 @@ class ParentLink:
 
 @contextlib.contextmanager
 def held_port(host: str, port: int) -> Iterator[int]:
-    """The port, kept for sockets with SO_REUSEPORT while the block runs; 0 lets the system choose.
+    """Reserve a port for sockets with SO_REUSEPORT while the block runs; 0 lets the system choose.
 
-    Raises OSError when something listens there already, or the host has no address.
+    Raises OSError when the port is in use, or the host has no address.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -144,7 +144,7 @@ def held_port(host: str, port: int) -> Iterator[int]:
     if port:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)  # without SO_REUSEPORT: fails where anybody listens
+            probe.bind(address)  # without SO_REUSEPORT, so it fails when the port is in use
     with socket.socket(family, kind, protocol) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,4 +1,4 @@
-"""The proxy's side of the control plane: the bucket's watch, reports, and the leader's notice."""
+"""The proxy's side of the control plane: the bucket watch, reports, and leader notices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NatsControlPlane:
         on_closed: Callable[[], None],
         refused: RefusedMessages,
     ) -> None:
-        """``on_leader``: a controller began to lead. ``on_closed``: the connection is gone for good.
+        """``on_leader`` is called when a controller starts to lead, ``on_closed`` when the connection closes for good.
 
         ``refused`` counts snapshots that cannot be read.
         """
@@ -45,23 +45,23 @@ class NatsControlPlane:
             name=name,
             listener=listener,
             on_closed=on_closed,
-            on_reconnect=on_leader,  # whoever leads may have missed reports
+            on_reconnect=on_leader,  # the leader may have missed reports
             refused=refused,
         )
 
     @property
     def reconnects(self) -> int:
-        """How often the connection came back."""
+        """Number of reconnects so far."""
         return self._connection.reconnects
 
     @property
     def is_connected(self) -> bool:
-        """False while nothing can be sent."""
+        """True while messages can be sent."""
         client = self._connection.client
         return client is not None and client.is_connected
 
     async def ping(self, within_s: float) -> None:
-        """See `BusPulse`."""
+        """Round trip to the server within ``within_s`` seconds. Raises `BusUnavailable`."""
         if self._connection.client is None:
             raise BusUnavailable("not connected to NATS")
         await ping_nats(self._connection.client, within_s)
@@ -72,12 +72,12 @@ class NatsControlPlane:
         return local_host_of(self._connection.client)
 
     async def connect(self) -> None:
-        """Connect, however long that takes, and begin to watch. Raises `BusAuthorizationFailed`."""
+        """Connect, retrying without a limit, and start the watch. Raises `BusAuthorizationFailed`."""
         client = await self._connection.open()
-        await client.subscribe(self._subjects.leader, cb=self._hear_leader)
+        await client.subscribe(self._subjects.leader, cb=self._on_leader_message)
 
     async def send_report(self, report: ProxyReport) -> None:
-        """See `ControlPlane`; nothing is kept for later while NATS is away."""
+        """Publish the report; nothing is buffered while disconnected. Raises `BusUnavailable`."""
         client = self._connection.client
         if client is None or not client.is_connected:
             raise BusUnavailable("not connected to NATS")
@@ -87,8 +87,8 @@ class NatsControlPlane:
             raise BusUnavailable(f"the report could not be sent: {error}") from error
 
     async def close(self) -> None:
-        """Send what was published and disconnect."""
+        """Flush what was published and disconnect."""
         await self._connection.close()
 
-    async def _hear_leader(self, _message: Msg) -> None:
+    async def _on_leader_message(self, _message: Msg) -> None:
         self._on_leader()

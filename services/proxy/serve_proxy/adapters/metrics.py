@@ -1,6 +1,6 @@
 """The proxy's metrics for Prometheus, read from the running state when they are scraped.
 
-Why a collector: nothing is counted twice, and what was deleted is gone from the next scrape.
+Why a collector: nothing is counted twice, and deleted objects are gone from the next scrape.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _OTHER_CODE = "other"
 
 
 class DataBus(Protocol):
-    """The data connection, as far as it is shown."""
+    """The data connection, as far as metrics need it."""
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes that the operating system has not taken yet."""
+        """Bytes that the operating system has not accepted yet."""
         ...
 
     @property
     def permission_violations(self) -> int:
-        """What the server has refused so far."""
+        """Operations that the server has refused so far."""
         ...
 
 
@@ -71,9 +71,9 @@ def register_metrics(
     dropped_calls: Callable[[], int],
     room: UploadRoom,
 ) -> None:
-    """Make ``registry`` show them; ``reconnects`` counts those to NATS, ``connections`` those of clients.
+    """Register the collectors; ``reconnects`` counts those to NATS, ``connections`` those of clients.
 
-    ``dropped_calls``: see `Gateway.dropped_calls`; ``room`` is that of bodies.
+    ``dropped_calls`` is `Gateway.dropped_calls`; ``room`` is the memory budget of request bodies.
     """
     registry.register(_RoutesCollector(routes))
     registry.register(
@@ -105,7 +105,7 @@ class _ProxyCollector(Collector):
         self._room = room
 
     def collect(self) -> Iterable[Metric]:
-        """What there is one of."""
+        """Metrics without an endpoint or backend label."""
         info = family_of(PROXY_INFO)
         info.add_metric([self._proxy_id], 1.0)
         yield info
@@ -126,35 +126,35 @@ class _RoutesCollector(Collector):
     def __init__(self, routes: Routes) -> None:
         self._routes = routes
         self._lock = threading.Lock()
-        """Several may scrape at once."""
-        self._waited_s: dict[BackendTag, tuple[Router, float]] = {}
-        """What was shown last, of each router."""
+        """Several scrapes may run at once."""
+        self._exported_s: dict[BackendTag, tuple[Router, float]] = {}
+        """Queued seconds exported last, by backend."""
 
     def collect(self) -> Iterable[Metric]:
-        """What there is for each endpoint and backend."""
+        """Metrics of each endpoint and backend."""
         tallies = [("", self._routes.unmatched)]
         tallies += [(endpoint.tag, endpoint.tally) for endpoint in list(self._routes.endpoints.values())]
         yield from _request_families(tallies)
         yield _shadow_family(tallies)
         routers = list(self._routes.routers.items())
-        yield _by_backend(QUEUED_SECONDS, self._count_waited(routers))
-        yield _by_backend(QUEUE_DEPTH, [(tag, router.queue_depth) for tag, router in routers])
-        yield _by_backend(IN_FLIGHT, [(tag, router.in_flight) for tag, router in routers])
+        yield _backend_family(QUEUED_SECONDS, self._get_queued_seconds(routers))
+        yield _backend_family(QUEUE_DEPTH, [(tag, router.queue_depth) for tag, router in routers])
+        yield _backend_family(IN_FLIGHT, [(tag, router.in_flight) for tag, router in routers])
         yield from _protection_families(routers)
 
-    def _count_waited(self, routers: _Routers) -> list[tuple[BackendTag, float]]:
-        """For how long requests have waited: never less than was shown before.
+    def _get_queued_seconds(self, routers: _Routers) -> list[tuple[BackendTag, float]]:
+        """Queued seconds by backend; never less than exported before.
 
-        Why: the loop may be about to note that somebody left the queue a moment ago; and to Prometheus a counter that
-        falls by anything has begun anew, so that all of it would count again.
+        Why: the loop may be about to record that a request left the queue just now; and to Prometheus a counter that
+        decreases was reset, so that all of it would count again.
         """
         with self._lock:
             shown = {}
             for tag, router in routers:
                 seconds = router.queued_seconds(time.monotonic())
-                known, before = self._waited_s.get(tag, (None, 0.0))
+                known, before = self._exported_s.get(tag, (None, 0.0))
                 shown[tag] = (router, max(seconds, before) if known is router else seconds)
-            self._waited_s = shown
+            self._exported_s = shown
         return [(tag, seconds) for tag, (_, seconds) in shown.items()]
 
 
@@ -164,7 +164,7 @@ def _single(spec: MetricSpec, value: float) -> Metric:
     return family
 
 
-def _by_backend(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> Metric:
+def _backend_family(spec: MetricSpec, rows: Iterable[tuple[BackendTag, float]]) -> Metric:
     family = family_of(spec)
     for tag, value in rows:
         family.add_metric([tag], value)
@@ -183,9 +183,9 @@ def _request_families(tallies: Iterable[tuple[str, RequestStats]]) -> Iterable[M
 
 
 def _protection_families(routers: _Routers) -> Iterable[Metric]:
-    yield _by_backend(EJECTIONS, [(tag, router.ejections) for tag, router in routers])
-    yield _by_backend(RETRIES, [(tag, router.retries.spent) for tag, router in routers])
-    yield _by_backend(CIRCUIT_OPEN, [(tag, router.circuit.is_open) for tag, router in routers])
+    yield _backend_family(EJECTIONS, [(tag, router.ejections) for tag, router in routers])
+    yield _backend_family(RETRIES, [(tag, router.retries.spent) for tag, router in routers])
+    yield _backend_family(CIRCUIT_OPEN, [(tag, router.circuit.is_open) for tag, router in routers])
     refusals = family_of(REFUSED)
     for tag, router in routers:
         refusals.add_metric([tag, "queue"], router.queue_refusals)

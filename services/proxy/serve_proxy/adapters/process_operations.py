@@ -1,6 +1,6 @@
 """The operations port of a container with several proxy processes: one page of metrics, ready when all of them are.
 
-Why one port: probes, scrapes and people find a container as they find one with a single process.
+Why one port: probes and scrapes then need not know how many processes a container runs.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class ProcessOperations:
     def __init__(
         self, settings: OperationsSettings, children: Mapping[int, Child], why_not_ready: WhyNot
     ) -> None:
-        """``children`` is looked at with each question, by another thread."""
+        """``children`` is read for each request, by another thread."""
         self._heartbeat = Heartbeat(settings.unhealthy_after_s)
         self._site = OperationsSite(settings, _ChildrenPages(children, self._heartbeat, why_not_ready))
         self._tasks = TaskOwner("process_operations")
 
     @property
     def port(self) -> int:
-        """Where it listens; after `start` the real one."""
+        """The port it listens on; the actual one after `start`."""
         return self._site.port
 
     async def start(self) -> None:
@@ -55,7 +55,7 @@ class ProcessOperations:
 
 @final
 class _ChildrenPages:
-    """What all children say, asked anew for each answer."""
+    """Pages merged from all children, which are queried for each response."""
 
     def __init__(self, children: Mapping[int, Child], heartbeat: Heartbeat, why_not_ready: WhyNot) -> None:
         self._children = children
@@ -64,50 +64,52 @@ class _ChildrenPages:
         self._session: aiohttp.ClientSession | None = None
 
     async def metrics(self, names: Collection[str]) -> bytes:
-        # Who does not answer is left out: its absence shows, and the others are not lost with it.
+        # A child that does not respond is left out: its absence shows, and the others are still exported.
         parameters = [(NAMES_PARAMETER, name) for name in names]
         pages = {
             number: text
-            for number, (status, text) in (await self._ask_all("/metrics", parameters)).items()
+            for number, (status, text) in (await self._query_all("/metrics", parameters)).items()
             if status == _OK
         }
         return (await asyncio.to_thread(merge_metrics, pages)).encode()
 
     async def why_not_healthy(self) -> str | None:
-        return self._heartbeat.why_not_healthy() or await self._complaints("/healthz", listening_only=True)
+        return self._heartbeat.why_not_healthy() or await self._collect_errors(
+            "/healthz", listening_only=True
+        )
 
     async def why_not_ready(self) -> str | None:
-        why = self._heartbeat.why_not_healthy() or self._why_not_ready()
-        return why or await self._complaints("/readyz", listening_only=False)
+        error = self._heartbeat.why_not_healthy() or self._why_not_ready()
+        return error or await self._collect_errors("/readyz", listening_only=False)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _complaints(self, path: str, *, listening_only: bool) -> str | None:
-        """``listening_only``: one that starts, or has just ended, is the parent's to look after, and it does."""
+    async def _collect_errors(self, path: str, *, listening_only: bool) -> str | None:
+        """Errors of the children; ``listening_only`` ignores children that do not listen: the parent restarts them."""
         lines = [
             f"process {number}: {text.strip()}"
-            for number, (status, text) in (await self._ask_all(path)).items()
+            for number, (status, text) in (await self._query_all(path)).items()
             if status != _OK and not (listening_only and status == _NOT_LISTENING)
         ]
         return "\n".join(lines) or None
 
-    async def _ask_all(
+    async def _query_all(
         self, path: str, parameters: Collection[tuple[str, str]] = ()
     ) -> dict[str, tuple[int, str]]:
-        """Status and body by the number of the process, or what stands for them when there is no answer."""
+        """Status and body by process number; a placeholder status and a reason where there is no response."""
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_TIMEOUT_S))
         session = self._session
-        asked = sorted(dict(self._children).items())
-        answers = await asyncio.gather(
-            *(_ask(session, child.operations_port, path, parameters) for _, child in asked)
+        children = sorted(dict(self._children).items())
+        responses = await asyncio.gather(
+            *(_query(session, child.operations_port, path, parameters) for _, child in children)
         )
-        return {str(number): answer for (number, _), answer in zip(asked, answers, strict=True)}
+        return {str(number): response for (number, _), response in zip(children, responses, strict=True)}
 
 
-async def _ask(
+async def _query(
     session: aiohttp.ClientSession, port: int | None, path: str, parameters: Collection[tuple[str, str]]
 ) -> tuple[int, str]:
     if port is None:

@@ -1,7 +1,7 @@
-"""One line of the access log: what it says of a request, and how long it may get.
+"""One line of the access log: its fields, and how long it may get.
 
-Why so little: headers, bodies and queries may hold secrets and are never in it. Why bounded: what a client chooses must
-not fill a log, and a line of at most `LINE_BYTES_MAX` is written in one piece, whoever else writes there.
+Why so little: headers, bodies and queries may hold secrets and are never in it. Why bounded: a client must not be able
+to fill a log, and a line of at most `LINE_BYTES_MAX` is written atomically beside other writers.
 """
 
 from __future__ import annotations
@@ -13,89 +13,90 @@ import msgspec
 from serve_common.telemetry.log_lines import cut, encode_line, timestamp
 
 LINE_BYTES_MAX: Final = 4096
-"""What Linux writes into a pipe without mixing it with what others write (PIPE_BUF)."""
+"""Bytes that Linux writes to a pipe atomically (PIPE_BUF)."""
 PATH_LENGTH_MAX: Final = 384
 METHOD_LENGTH_MAX: Final = 20
 _SECOND_LENGTH: Final = len("1970-01-01T00:00:00.")
-_HARD_LENGTH_MAX: Final = 64
-"""Of each text of a line that would be too long, or cannot be written as it is."""
+_TRUNCATED_LENGTH_MAX: Final = 64
+"""Maximum length of each text when the line would be too long, or cannot be encoded as it is."""
 
 
 class AccessLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What is said of one request; what is not known is left out. Names are those of metrics and spans."""
+    """The fields of one request; unknown ones are left out. Names are those of metrics and spans."""
 
     kind: str
-    """``http``; ``stream`` when the answer came in pieces; ``websocket``."""
+    """``http``; ``stream`` for a streamed response; ``websocket``."""
     method: str
     path: str
-    """As the client sent it, without its query."""
+    """The path as the client sent it, without the query."""
     status: int
-    """As it is counted in the metrics: 499 when the client left or the answer broke off, which ``error`` then says."""
+    """Status as counted in metrics; 499 when the client left or the response broke off, with ``error`` set."""
     bytes_in: int
-    """Of the body, as far as it was read; of a WebSocket's messages."""
+    """Bytes of the request body that were read; for a WebSocket, bytes of messages received."""
     bytes_out: int
-    """Of the body, as far as it was handed to the system; of a WebSocket's messages."""
+    """Bytes of the response body handed to the system; for a WebSocket, bytes of messages sent."""
     duration_ms: float
-    """From the head of the request to the end of the answer, or of the WebSocket."""
+    """From the head of the request to the end of the response, or of the WebSocket."""
     request_id: str
     endpoint_tag: str = ""
     backend_tag: str = ""
     replica_tag: str = ""
-    """The last one that it was sent to."""
+    """The replica of the last attempt."""
     attempts: int = 1
-    """Sendings, when there was more than one."""
+    """Attempts, when there was more than one."""
     messages_in: int | None = None
-    """Of a WebSocket: whole messages of the client."""
+    """WebSocket only: whole messages received from the client."""
     messages_out: int | None = None
+    """WebSocket only: whole messages sent to the client."""
     close_code: int = 0
-    """Of a WebSocket (RFC 6455, 7.4)."""
+    """WebSocket only: the close code (RFC 6455, 7.4)."""
     error: str = ""
-    """Why there is no (whole) answer: the ``code`` that the client was told, or would have been."""
+    """The error ``code`` when there is no complete response, as sent to the client where that was possible."""
     client: str = ""
-    """Its address, or the one that a proxy before this one told of it."""
+    """The client's address, as forwarded by trusted proxies in front if there are any."""
     trace_id: str = ""
-    """Of a request that is traced."""
+    """Trace id; empty when the request is not traced."""
 
 
 def bounded_path(path: str) -> str:
-    """``path``, as it may stand in a line."""
+    """``path``, cut to at most `PATH_LENGTH_MAX` characters."""
     return path if len(path) <= PATH_LENGTH_MAX else cut(path, PATH_LENGTH_MAX)
 
 
 @final
 class AccessLines:
-    """Turns them into JSON that bears the same ids as all other lines of this process."""
+    """Encodes access lines as JSON, with the same ids as all other log lines of this process."""
 
     def __init__(self, ids: dict[str, str]) -> None:
         self._encoder = msgspec.json.Encoder()
         self._ids = ids
         self._second = -1
-        self._begins = b""
-        """How the timestamps of that second begin: written out once, for it costs as much as the rest of a line."""
-        told = msgspec.json.encode({**ids, "level": "info", "timestamp": ""})
-        self._tail = b"," + told[1:-2]
+        self._timestamp_prefix = b""
+        """Timestamp prefix of that second: formatted once, because it costs as much as the rest of a line."""
+        common = msgspec.json.encode({**ids, "level": "info", "timestamp": ""})
+        self._tail = b"," + common[1:-2]
 
     def encode(self, line: AccessLine, at: float) -> bytes:
-        """The whole line, with its end; ``at`` is when the request ended, in seconds since 1970."""
+        """The line with its newline; ``at`` is when the request ended, in seconds since 1970."""
         try:
             fields = self._encoder.encode(line)
-        except UnicodeError:  # half a character, as Python has those that are no UTF-8
-            return self._encode_hard(line, at)
+        except UnicodeError:  # a lone surrogate, as Python decodes bytes that are not UTF-8
+            return self._encode_truncated(line, at)
         second = int(at)
         if second != self._second:
-            self._second, self._begins = second, timestamp(second)[:_SECOND_LENGTH].encode()
+            self._second, self._timestamp_prefix = second, timestamp(second)[:_SECOND_LENGTH].encode()
         whole = b'{"event":"request",%b%b%b%06dZ"}\n' % (
             fields[1:-1],
             self._tail,
-            self._begins,
+            self._timestamp_prefix,
             (at - second) * 1e6,
         )
-        return whole if len(whole) <= LINE_BYTES_MAX else self._encode_hard(line, at)
+        return whole if len(whole) <= LINE_BYTES_MAX else self._encode_truncated(line, at)
 
-    def _encode_hard(self, line: AccessLine, at: float) -> bytes:
-        """Every text cut short and without what cannot be written."""
+    def _encode_truncated(self, line: AccessLine, at: float) -> bytes:
+        """Encode with every text cut short and unprintable characters replaced."""
         fields = {
-            name: _plain(value) if isinstance(value, str) else value
+            name: _sanitize(value) if isinstance(value, str) else value
             for name, value in msgspec.structs.asdict(line).items()
             if value not in ("", None)
         }
@@ -104,5 +105,5 @@ class AccessLines:
         )
 
 
-def _plain(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in cut(text, _HARD_LENGTH_MAX))
+def _sanitize(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in cut(text, _TRUNCATED_LENGTH_MAX))

@@ -1,4 +1,4 @@
-"""Who asks and until when: the client that a proxy hides, and the deadline of a request."""
+"""The client behind forwarding proxies, and the deadline of a request."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _ADDRESS_LENGTH_MAX: Final = 64
 
 
 @lru_cache(maxsize=4096)
-def _of_direct_client(peer: str, scheme: str, host: bytes) -> Headers:
-    """What is told of a client that no other proxy told of; the same for all requests of a connection."""
-    told = [(b"x-forwarded-proto", scheme.encode()), (b"x-forwarded-host", host)]
-    return [(b"x-forwarded-for", _host_of(peer)), *told] if peer else told
+def _build_direct_headers(peer: str, scheme: str, host: bytes) -> Headers:
+    """Forwarding headers of a client that no other proxy forwarded; the same for all requests of a connection."""
+    added = [(b"x-forwarded-proto", scheme.encode()), (b"x-forwarded-host", host)]
+    return [(b"x-forwarded-for", _get_host(peer)), *added] if peer else added
 
 
-def _host_of(peer: str) -> bytes:
+def _get_host(peer: str) -> bytes:
     return peer.rpartition(":")[0].encode()
 
 
 def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
-    """Add ``X-Forwarded-…`` to what goes on, and return who asked and by what: `Ask.client` and `Ask.scheme`.
+    """Add ``X-Forwarded-…`` to the forwarded headers; return `RequestSpec.client` and `RequestSpec.scheme`.
 
-    ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. To be called once a request.
+    ``peer`` is the connection's other end as ``host:port``, ``scheme`` is http or https. Call it once per request.
     """
     forwarded = read.forwarded
     if not read.forwarded_for and not read.forwarded_proto and not read.has_forwarded_host:
-        forwarded += _of_direct_client(peer, scheme, read.host)
+        forwarded += _build_direct_headers(peer, scheme, read.host)
         return peer, scheme
     client = client_of(read.forwarded_for, peer)
     if read.forwarded_for:
-        forwarded.append((b"x-forwarded-for", b"%b, %b" % (read.forwarded_for, _host_of(peer))))
+        forwarded.append((b"x-forwarded-for", b"%b, %b" % (read.forwarded_for, _get_host(peer))))
     elif peer:
-        forwarded.append((b"x-forwarded-for", _host_of(peer)))
+        forwarded.append((b"x-forwarded-for", _get_host(peer)))
     if read.forwarded_proto:
         scheme = _SCHEMES.get(read.forwarded_proto.strip().lower(), scheme)
     else:
@@ -50,7 +50,7 @@ def forward(read: RequestHeaders, peer: str, scheme: str) -> tuple[str, str]:
 
 
 def client_of(forwarded_for: bytes, peer: str) -> str:
-    """Who asked first as ``host:port``, by what was told in ``X-Forwarded-For``, or else the ``peer``."""
+    """The first client in ``X-Forwarded-For`` as ``host:port``, or else the ``peer``."""
     if not forwarded_for:
         return peer
     first = forwarded_for.partition(b",")[0].strip()
@@ -60,7 +60,7 @@ def client_of(forwarded_for: bytes, peer: str) -> str:
 
 
 def _with_port(address: str) -> str:
-    """``host:port`` of an address that may lack the port, or have it, or be an IPv6 one in brackets."""
+    """``host:port`` of an address with or without a port, or of an IPv6 address in brackets; port 0 if it has none."""
     if address.startswith("["):
         host, _, rest = address[1:].partition("]")
         return f"{host}{rest}" if rest.startswith(":") else f"{host}:0"
@@ -75,7 +75,7 @@ def earliest_deadline(
 ) -> float:
     """The deadline of a request, by the clock of ``now`` as ``deadline`` is; all in seconds.
 
-    ``deadline`` is the proxy's own and ``endpoint_slo_ms`` holds for requests that bear none; ``wall_now`` is seconds
+    ``deadline`` is the proxy's own and ``endpoint_slo_ms`` applies to requests without one; ``wall_now`` is seconds
     since 1970. Raises `BadRequest` naming the header, `DeadlineExceeded` for one that has passed.
     """
     if not read.has_slo:

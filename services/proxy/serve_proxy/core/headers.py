@@ -1,4 +1,4 @@
-"""Which headers go through a proxy and which end at it; and who observes a request."""
+"""Which headers are forwarded and which are hop-by-hop; and the observer of a request."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from serve_proxy.core.problems import Problem
 
 
 class ObservedRequest(RequestObserver, Protocol):
-    """One request from its arrival to its end."""
+    """Observes one request from its arrival to its end."""
 
     def asks(self, ask: RequestSpec) -> None:
-        """Its endpoint was found, and this is what is asked of it."""
+        """Called when the endpoint was found and ``ask`` is sent to it."""
         ...
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
-        """It has ended with this status, which is that of the ``problem`` if this process has failed it.
+        """Called when the request has ended with ``status``, that of the ``problem`` if this process failed it.
 
-        ``sent_bytes`` are those of a body that was here as a whole. Does nothing when it had ended.
+        ``sent_bytes`` is the size of a response body that was complete. Idempotent.
         """
         ...
 
@@ -35,13 +35,13 @@ class ReceivedBody(Protocol):
     """The body of a request, as it arrives."""
 
     total_bytes: int
-    """So far."""
+    """Bytes received so far."""
 
 
 REQUEST_ID: Final = "X-Request-ID"
 REQUEST_ID_LENGTH_MAX: Final = 128
 
-_ENDS_HERE: Final = frozenset(
+_HOP_BY_HOP: Final = frozenset(
     name.encode()
     for name in (
         "connection",
@@ -56,17 +56,17 @@ _ENDS_HERE: Final = frozenset(
         "upgrade",
     )
 )
-"""About one connection only (RFC 9110, 7.6.1), and `Expect`, which the proxy answers itself."""
-_NOT_TO_BE_NAMED: Final = frozenset({b"host", b"content-length", b"authorization", b"cookie"})
-"""What is about the whole way however a client's `Connection` names it: leaving it out would change the request."""
-_OURS: Final = _ENDS_HERE | {b"content-length", b"x-request-id", b"date", b"server"}
+"""Hop-by-hop headers (RFC 9110, 7.6.1), and `Expect`, which the proxy answers itself."""
+_ALWAYS_END_TO_END: Final = frozenset({b"host", b"content-length", b"authorization", b"cookie"})
+"""End-to-end headers even if a client's `Connection` names them: removing them would change the request."""
+_SET_BY_PROXY: Final = _HOP_BY_HOP | {b"content-length", b"x-request-id", b"date", b"server"}
 
 
-class _Sign(IntEnum):
-    """What a header means to the proxy."""
+class _HeaderKind(IntEnum):
+    """How the proxy treats a header."""
 
     NOTHING = 0
-    ENDS_HERE = 1
+    HOP_BY_HOP = 1
     CODING = 2
     CONNECTION = 3
     REQUEST_ID = 4
@@ -83,101 +83,101 @@ class _Sign(IntEnum):
     FORWARDED_PROTO = 15
     FORWARDED_HOST = 16
     FORWARDED = 17
-    """Something else that proxies in front tell of the client."""
+    """Another header in which proxies in front describe the client."""
     AMBIGUOUS = 18
-    """Its name has an underscore: to whoever reads headers as CGI and WSGI do, it is that of another header."""
+    """A name with an underscore: CGI and WSGI servers would read it as another header."""
 
 
 RELATIVE_SLO: Final = "X-Serve-Relative-SLO-MS"
 ABSOLUTE_SLO: Final = "X-Serve-Absolute-SLO-MS"
 TIMEOUT: Final = "x-request-timeout-seconds"
-"""As Ray Serve has it."""
+"""The same header as Ray Serve's."""
 MODEL_ID: Final = "serve_multiplexed_model_id"
-"""As Ray Serve has it."""
+"""The same header as Ray Serve's."""
 SHARD_KEY: Final = "x-serve-shard-key"
-"""The name that endpoints look for unless they are told another."""
+"""The default header of an endpoint's shard key."""
 
-_SIGNS: Final = dict.fromkeys(_ENDS_HERE, _Sign.ENDS_HERE) | {
-    b"transfer-encoding": _Sign.CODING,
-    b"connection": _Sign.CONNECTION,
-    b"x-request-id": _Sign.REQUEST_ID,
-    b"upgrade": _Sign.UPGRADE,
-    b"traceparent": _Sign.TRACEPARENT,
-    b"idempotency-key": _Sign.IDEMPOTENCY_KEY,
-    b"host": _Sign.HOST,
-    b"forwarded": _Sign.FORWARDED,
-    b"x-real-ip": _Sign.FORWARDED,
-    b"x-forwarded-for": _Sign.FORWARDED_FOR,
-    b"x-forwarded-proto": _Sign.FORWARDED_PROTO,
-    b"x-forwarded-host": _Sign.FORWARDED_HOST,
-    MODEL_ID.encode(): _Sign.MODEL_ID,
-    SHARD_KEY.encode(): _Sign.SHARD_KEY,
-    RELATIVE_SLO.lower().encode(): _Sign.RELATIVE_SLO,
-    ABSOLUTE_SLO.lower().encode(): _Sign.ABSOLUTE_SLO,
-    TIMEOUT.encode(): _Sign.TIMEOUT,
+_HEADER_KINDS: Final = dict.fromkeys(_HOP_BY_HOP, _HeaderKind.HOP_BY_HOP) | {
+    b"transfer-encoding": _HeaderKind.CODING,
+    b"connection": _HeaderKind.CONNECTION,
+    b"x-request-id": _HeaderKind.REQUEST_ID,
+    b"upgrade": _HeaderKind.UPGRADE,
+    b"traceparent": _HeaderKind.TRACEPARENT,
+    b"idempotency-key": _HeaderKind.IDEMPOTENCY_KEY,
+    b"host": _HeaderKind.HOST,
+    b"forwarded": _HeaderKind.FORWARDED,
+    b"x-real-ip": _HeaderKind.FORWARDED,
+    b"x-forwarded-for": _HeaderKind.FORWARDED_FOR,
+    b"x-forwarded-proto": _HeaderKind.FORWARDED_PROTO,
+    b"x-forwarded-host": _HeaderKind.FORWARDED_HOST,
+    MODEL_ID.encode(): _HeaderKind.MODEL_ID,
+    SHARD_KEY.encode(): _HeaderKind.SHARD_KEY,
+    RELATIVE_SLO.lower().encode(): _HeaderKind.RELATIVE_SLO,
+    ABSOLUTE_SLO.lower().encode(): _HeaderKind.ABSOLUTE_SLO,
+    TIMEOUT.encode(): _HeaderKind.TIMEOUT,
 }
-_HOST: Final = _Sign.HOST
-_CONNECTION: Final = _Sign.CONNECTION
-_FORWARDED_FOR: Final = _Sign.FORWARDED_FOR
-_AMBIGUOUS: Final = _Sign.AMBIGUOUS
-_LAST_THAT_STAYS: Final = _Sign.UPGRADE
-"""Up to here a header is not passed on as it is."""
+_HOST: Final = _HeaderKind.HOST
+_CONNECTION: Final = _HeaderKind.CONNECTION
+_FORWARDED_FOR: Final = _HeaderKind.FORWARDED_FOR
+_AMBIGUOUS: Final = _HeaderKind.AMBIGUOUS
+_LAST_NOT_FORWARDED: Final = _HeaderKind.UPGRADE
+"""Headers of the kinds up to this one are not forwarded as they are."""
 _FORWARDED_PREFIX: Final = b"x-forwarded-"
 _ALL_HOPS: Final = 1_000_000
 
 
 @lru_cache(maxsize=1024)
-def _read_name(raw_name: bytes) -> tuple[bytes, _Sign]:
-    """The name in lower case, and what it means to the proxy; the same few names come again and again."""
+def _parse_name(raw_name: bytes) -> tuple[bytes, _HeaderKind]:
+    """The name in lower case, and its kind; cached, because the same few names recur."""
     name = raw_name.lower()
-    sign = _SIGNS.get(name)
-    if sign is None:
+    header_kind = _HEADER_KINDS.get(name)
+    if header_kind is None:
         if b"_" in name:
-            sign = _Sign.AMBIGUOUS
+            header_kind = _HeaderKind.AMBIGUOUS
         else:
-            sign = _Sign.FORWARDED if name.startswith(_FORWARDED_PREFIX) else _Sign.NOTHING
-    return name, sign
+            header_kind = _HeaderKind.FORWARDED if name.startswith(_FORWARDED_PREFIX) else _HeaderKind.NOTHING
+    return name, header_kind
 
 
 class RequestHeaders(msgspec.Struct, gc=False):
-    """What a request's headers say to the proxy, and what goes on to the replica. Values are as they were sent."""
+    """A request's headers: those that the proxy uses, and those forwarded to the replica. Values are unchanged."""
 
     forwarded: Headers
     request_id: str = ""
-    """As the client sent it when that is usable; otherwise empty."""
+    """The client's request id if it is usable; otherwise empty."""
     traceparent: str = ""
     follower: ObservedRequest | None = None
-    """Set by whoever decides that the request is followed."""
+    """The observer of the request; None when it is not observed."""
     has_idempotency_key: bool = False
     host: bytes = b""
     forwarded_for: bytes = b""
-    """What trusted hops said in ``X-Forwarded-For``, joined. It is not in `forwarded`: this proxy adds to it."""
+    """``X-Forwarded-For`` of the trusted hops, joined. It is not in `forwarded`: this proxy adds to it."""
     forwarded_proto: bytes = b""
     has_forwarded_host: bool = False
     model_id: bytes = b""
     shard_key: bytes = b""
-    """Of the header that has the default name."""
+    """The value of the header with the default name."""
     has_slo: bool = False
-    """One of the next three is there."""
+    """True when one of the next three is set."""
     relative_slo_ms: bytes | None = None
     absolute_slo_ms: bytes | None = None
     timeout_s: bytes | None = None
     upgrade: bytes = b""
     has_coding: bool = False
-    """There is a ``Transfer-Encoding``, whatever it says."""
+    """True when there is a ``Transfer-Encoding``, with any value."""
 
 
 def read_request_headers(raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int = 0) -> RequestHeaders:
-    """Sort out the headers of a request, as a client sent them.
+    """Parse the headers of a request, as a client sent them.
 
     ``forwarded_hops`` proxies in front of this one are trusted to have added the address that they saw to
-    ``X-Forwarded-For``: more of it is not believed, and with none of them nothing at all that tells of the client.
+    ``X-Forwarded-For``: further entries are dropped, and with 0 hops so are all forwarding headers.
     """
     return _read(raw, forwarded_hops, is_checked=False)
 
 
 def read_checked_headers(raw: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
-    """As `read_request_headers`, of `checked_headers` to which middlewares may have added what they like."""
+    """Parse `checked_headers`, to which middlewares may have added any header."""
     return _read(raw, _ALL_HOPS, is_checked=True)
 
 
@@ -186,37 +186,37 @@ def _read(raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int, *, is_checked
     read = RequestHeaders(forwarded)
     connection = b""
     for raw_name, raw_value in raw:
-        name, sign = _read_name(raw_name)
-        if sign:
-            if sign is _HOST:
+        name, header_kind = _parse_name(raw_name)
+        if header_kind:
+            if header_kind is _HOST:
                 read.host = raw_value
-            elif sign is _CONNECTION:
+            elif header_kind is _CONNECTION:
                 connection += b"," + raw_value
-            elif sign >= _FORWARDED_FOR:
-                if not (is_checked if sign is _AMBIGUOUS else forwarded_hops):
+            elif header_kind >= _FORWARDED_FOR:
+                if not (is_checked if header_kind is _AMBIGUOUS else forwarded_hops):
                     continue
-                _note(read, sign, raw_value)
+                _apply(read, header_kind, raw_value)
             else:
-                _note(read, sign, raw_value)
-            if sign <= _LAST_THAT_STAYS or sign is _FORWARDED_FOR:
+                _apply(read, header_kind, raw_value)
+            if header_kind <= _LAST_NOT_FORWARDED or header_kind is _FORWARDED_FOR:
                 continue
         forwarded.append((name, raw_value))
     if connection and not is_checked and connection.lower() not in (b",keep-alive", b",close"):
-        named = _named(connection)
+        named = _connection_options(connection)
         read.forwarded = [(name, value) for name, value in forwarded if name not in named]
     if read.forwarded_for and not is_checked:
         read.forwarded_for = _last_hops(read.forwarded_for, forwarded_hops)
     return read
 
 
-def _named(connection: bytes) -> set[bytes]:
-    """The headers that are about one connection because a client's `Connection` says so."""
-    named = {token.strip().lower() for token in connection.split(b",")} - _NOT_TO_BE_NAMED
-    return {name for name in named if _read_name(name)[1] < _FORWARDED_FOR}
+def _connection_options(connection: bytes) -> set[bytes]:
+    """The headers that a client's `Connection` makes hop-by-hop."""
+    named = {token.strip().lower() for token in connection.split(b",")} - _ALWAYS_END_TO_END
+    return {name for name in named if _parse_name(name)[1] < _FORWARDED_FOR}
 
 
 def _last_hops(forwarded_for: bytes, forwarded_hops: int) -> bytes:
-    """Of what stands left of the trusted ones, the client wrote everything; empty when not all of them are there."""
+    """The last ``forwarded_hops`` entries, as the client wrote those before them; empty when there are fewer."""
     hops = [hop for part in forwarded_for.split(b",") if (hop := part.strip())]
     return b", ".join(hops[-forwarded_hops:]) if len(hops) >= forwarded_hops else b""
 
@@ -224,31 +224,31 @@ def _last_hops(forwarded_for: bytes, forwarded_hops: int) -> bytes:
 def checked_headers(
     raw: Iterable[tuple[bytes, bytes]], forwarded_hops: int
 ) -> tuple[tuple[bytes, bytes], ...]:
-    """The headers of a request for middlewares, as they came: without what `read_request_headers` would not believe.
+    """The headers of a request for middlewares, as received, without those that `read_request_headers` would drop.
 
-    What they add is theirs then, and no `Connection` of the client takes it away. The library still finds `Connection`
-    and its like there.
+    So headers that middlewares add are accepted whatever the client's `Connection` names. Hop-by-hop headers themselves
+    stay, because the library reads them.
     """
     raw = tuple(raw)
     connection = b",".join(value for name, value in raw if name.lower() == b"connection")
-    named = _named(connection) if connection else set()
-    kept: list[tuple[bytes, bytes]] = []
-    told: list[bytes] = []
+    named = _connection_options(connection) if connection else set()
+    accepted: list[tuple[bytes, bytes]] = []
+    hop_values: list[bytes] = []
     for raw_name, value in raw:
-        name, sign = _read_name(raw_name)
-        if sign is _AMBIGUOUS or (sign >= _FORWARDED_FOR and not forwarded_hops):
+        name, header_kind = _parse_name(raw_name)
+        if header_kind is _AMBIGUOUS or (header_kind >= _FORWARDED_FOR and not forwarded_hops):
             continue
-        if sign is _FORWARDED_FOR:
-            told.append(value)
-        elif name not in named or name in _ENDS_HERE:
-            kept.append((raw_name, value))
-    if told and (hops := _last_hops(b",".join(told), forwarded_hops)):
-        kept.append((b"X-Forwarded-For", hops))
-    return tuple(kept)
+        if header_kind is _FORWARDED_FOR:
+            hop_values.append(value)
+        elif name not in named or name in _HOP_BY_HOP:
+            accepted.append((raw_name, value))
+    if hop_values and (hops := _last_hops(b",".join(hop_values), forwarded_hops)):
+        accepted.append((b"X-Forwarded-For", hops))
+    return tuple(accepted)
 
 
 def use_host(read: RequestHeaders, host: bytes) -> None:
-    """Put what the target names in the place of `Host`, which then counts for nothing (RFC 9112, 3.2.2)."""
+    """Replace `Host` by the authority of the request target, which takes precedence (RFC 9112, 3.2.2)."""
     read.host = host
     read.forwarded = [(b"host", host), *(header for header in read.forwarded if header[0] != b"host")]
 
@@ -260,101 +260,101 @@ _HOST_FORM: Final = re.compile(
 
 @lru_cache(maxsize=1024)
 def is_host(value: bytes) -> bool:
-    """True for what a `Host` may say (RFC 9110, 7.2): a name or address with or without a port, or nothing."""
+    """True for a valid `Host` (RFC 9110, 7.2): a name or address with or without a port, or empty."""
     return _HOST_FORM.fullmatch(value) is not None
 
 
 def is_only_chunked(raw: Iterable[tuple[bytes, bytes]]) -> bool:
-    """True when the codings of a body that comes in chunks are no more than that."""
+    """True when chunked is the only transfer coding."""
     codings = [value for name, value in raw if name.lower() == b"transfer-encoding"]
     return len(codings) == 1 and codings[0].strip(b" \t").lower() == b"chunked"
 
 
 _FIELDS: Final = {
-    _Sign.FORWARDED_PROTO: "forwarded_proto",
-    _Sign.MODEL_ID: "model_id",
-    _Sign.SHARD_KEY: "shard_key",
-    _Sign.RELATIVE_SLO: "relative_slo_ms",
-    _Sign.ABSOLUTE_SLO: "absolute_slo_ms",
-    _Sign.TIMEOUT: "timeout_s",
+    _HeaderKind.FORWARDED_PROTO: "forwarded_proto",
+    _HeaderKind.MODEL_ID: "model_id",
+    _HeaderKind.SHARD_KEY: "shard_key",
+    _HeaderKind.RELATIVE_SLO: "relative_slo_ms",
+    _HeaderKind.ABSOLUTE_SLO: "absolute_slo_ms",
+    _HeaderKind.TIMEOUT: "timeout_s",
 }
 
 
-def _note(read: RequestHeaders, sign: _Sign, value: bytes) -> None:
-    field = _FIELDS.get(sign)
+def _apply(read: RequestHeaders, header_kind: _HeaderKind, value: bytes) -> None:
+    field = _FIELDS.get(header_kind)
     if field is not None:
         setattr(read, field, value)
-        if _Sign.RELATIVE_SLO <= sign <= _Sign.TIMEOUT:
+        if _HeaderKind.RELATIVE_SLO <= header_kind <= _HeaderKind.TIMEOUT:
             read.has_slo = True
-    elif sign is _Sign.REQUEST_ID:
+    elif header_kind is _HeaderKind.REQUEST_ID:
         read.request_id = usable_request_id(value.decode("latin-1"))
-    elif sign is _Sign.TRACEPARENT:
+    elif header_kind is _HeaderKind.TRACEPARENT:
         read.traceparent = value.decode("latin-1")
-    elif sign is _Sign.IDEMPOTENCY_KEY:
+    elif header_kind is _HeaderKind.IDEMPOTENCY_KEY:
         read.has_idempotency_key = True
-    elif sign is _Sign.FORWARDED_FOR:
+    elif header_kind is _HeaderKind.FORWARDED_FOR:
         read.forwarded_for = b"%b, %b" % (read.forwarded_for, value) if read.forwarded_for else value
-    elif sign is _Sign.FORWARDED_HOST:
+    elif header_kind is _HeaderKind.FORWARDED_HOST:
         read.has_forwarded_host = True
-    elif sign is _Sign.CODING:
+    elif header_kind is _HeaderKind.CODING:
         read.has_coding = True
-    elif sign is _Sign.UPGRADE:
+    elif header_kind is _HeaderKind.UPGRADE:
         read.upgrade = b"%b,%b" % (read.upgrade, value) if read.upgrade else value
 
 
 @lru_cache(maxsize=1024)
-def _name_of(option: str) -> bytes:
+def _encode_name(option: str) -> bytes:
     return option.lower().encode()
 
 
 def value_of(read: RequestHeaders, option: str) -> bytes:
-    """The first value of the header that an endpoint's option names; empty when there is none."""
+    """The first value of the header named by an endpoint's ``option``; empty when there is none."""
     if not option:
         return b""
-    name = _name_of(option)
-    for held, value in read.forwarded:
-        if held == name:
+    name = _encode_name(option)
+    for header_name, value in read.forwarded:
+        if header_name == name:
             return value
     return b""
 
 
 def usable_request_id(value: str) -> str:
-    """``value`` when it may appear in logs and headers, otherwise an empty text."""
+    """``value`` if it is safe in logs and headers, otherwise an empty string."""
     is_usable = 0 < len(value) <= REQUEST_ID_LENGTH_MAX and value.isascii() and value.isprintable()
     return value if is_usable else ""
 
 
 class ResponseHeaders(NamedTuple):
-    """What a replica's headers say to the proxy, and what goes on to the client."""
+    """A replica's response headers: those forwarded to the client, and the body's length if given."""
 
     forwarded: Headers
     content_length: int | None
 
 
 _NOT_IN_NAMES: Final = bytes(range(0x21)) + b'()<>@,;:\\"/[]?={}\x7f'
-"""What is no part of a token (RFC 9110, 5.6.2); bytes above ASCII are found apart."""
+"""Bytes not allowed in a token (RFC 9110, 5.6.2); bytes above ASCII are checked separately."""
 
 _NOT_IN_VALUES: Final = bytes(byte for byte in range(0x20) if byte != ord("\t")) + b"\x7f"
-"""Control bytes (RFC 9110, 5.5); what is above ASCII may mean anything and is passed on."""
+"""Control bytes (RFC 9110, 5.5); bytes above ASCII are opaque and forwarded."""
 
 
 @lru_cache(maxsize=1024)
-def _read_answer_name(raw_name: bytes) -> bytes:
-    """The name in lower case. Raises ValueError when it cannot be one."""
+def _parse_response_name(raw_name: bytes) -> bytes:
+    """The name in lower case. Raises ValueError for an invalid name."""
     if not raw_name or not raw_name.isascii() or raw_name.translate(None, _NOT_IN_NAMES) != raw_name:
         raise ValueError(f"{raw_name[:80]!r} cannot be the name of a header")
     return raw_name.lower()
 
 
 def read_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> ResponseHeaders:
-    """Sort out the headers of an answer. Raises ValueError for a head that would break the answer apart."""
+    """Parse the headers of a response. Raises ValueError for a head that would corrupt the response."""
     if not 200 <= status <= 599:
         raise ValueError(f"{status} is no status of a final answer")
     forwarded: Headers = []
     content_length: int | None = None
     for raw_name, value in headers:
-        name = _read_answer_name(raw_name)
-        if name in _OURS:
+        name = _parse_response_name(raw_name)
+        if name in _SET_BY_PROXY:
             if name == b"content-length" and value.isdigit():
                 content_length = int(value)
             continue
@@ -365,7 +365,7 @@ def read_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> R
 
 
 def as_text(headers: Headers) -> list[tuple[str, str]]:
-    """For whoever takes only text that has a UTF-8 form: what has none is in it as question marks."""
+    """Headers as valid Unicode text; bytes that are not UTF-8 become question marks."""
     return [(name.decode("latin-1"), _as_utf8(value)) for name, value in headers]
 
 
@@ -377,10 +377,10 @@ def _as_utf8(value: bytes) -> str:
 
 
 def as_exact_text(headers: Headers) -> list[tuple[str, str]]:
-    """Text which `as_bytes` turns back into the very bytes; it may be no UTF-8."""
+    """Headers as text that `as_bytes` turns back into the same bytes; it may contain surrogates."""
     return [(name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in headers]
 
 
 def as_bytes(text: str) -> bytes:
-    """The bytes for which text of a header stands, such as that of `as_exact_text`."""
+    """The bytes of a header's text, such as from `as_exact_text`."""
     return text.encode("utf-8", "surrogateescape")

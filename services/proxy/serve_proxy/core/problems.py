@@ -1,6 +1,6 @@
-"""What goes wrong with a request, as the client is told: one JSON form for every error.
+"""Errors of requests as clients receive them: one JSON format for every error.
 
-Why one place: a client, a dashboard and a foreign NATS caller must be able to tell the same cases apart. The form is
+Why one place: a client, a dashboard and a foreign NATS caller must be able to distinguish the same cases. The format is
 that of RFC 9457, problem details, so that libraries which know it show the text without knowing Muster.
 """
 
@@ -24,14 +24,14 @@ from serve_common.errors import (
 )
 
 RETRY_AFTER_S: Final = 1
-_WORTH_A_RETRY: Final = frozenset(
+_RETRYABLE_CODES: Final = frozenset(
     kind.error_code for kind in (NoReplicaAvailable, QueueIsFull, CircuitOpen, TransientError, BusUnavailable)
 )
-"""Of what a replica says: its code has called a deployment that had no room, or could not be reached."""
+"""Codes of replica errors that get a Retry-After: a downstream deployment was full or unreachable."""
 
 
 class ProxyLeaves(BusUnavailable):
-    """This proxy drains and begins nothing that may last; another one will."""
+    """This proxy is draining and accepts no long-lived connection; another proxy will."""
 
     error_code = "draining"
 
@@ -44,7 +44,7 @@ class BodyTooLarge(LimitReached):
 
 
 class BodiesFull(TransientError):
-    """The bodies of other requests take all the memory that this proxy has for them."""
+    """The memory limit of this proxy for request bodies is reached."""
 
     error_code = "bodies_full"
 
@@ -67,21 +67,21 @@ class HeadTooSlow(DeadlineExceeded):
 
 
 class BadRequest(BadField):
-    """The bytes of the request are not what HTTP allows."""
+    """The request is not valid HTTP."""
 
     error_code = "bad_request"
     status_hint = 400
 
 
 class UnknownCoding(BadField):
-    """The body is in a coding besides chunks, which only its replica could undo and never sees."""
+    """The body has a transfer coding other than chunked, which is not supported."""
 
     error_code = "unknown_coding"
     status_hint = 501
 
 
 class UpgradeRefused(BadField):
-    """A handshake of a WebSocket that RFC 6455 does not allow, or of another version."""
+    """A WebSocket handshake that violates RFC 6455, or is of an unsupported version."""
 
     error_code = "bad_handshake"
     status_hint = 400
@@ -89,14 +89,14 @@ class UpgradeRefused(BadField):
     def __init__(
         self, field: str, reason: str, *, status: int = 400, headers: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        """``headers`` tell the client what would do."""
+        """``headers`` of the response list what is supported."""
         super().__init__(field, reason)
         self.status = status
         self.headers = headers
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as it leaves the proxy."""
+    """An error as it is sent to the client."""
 
     status: int
     code: str
@@ -124,10 +124,10 @@ CONTENT_TYPE: Final = "application/problem+json"
 
 
 def problem_of(error: ServeError) -> Problem:
-    """What the client is told of ``error``."""
+    """The problem sent to the client for ``error``."""
     headers: tuple[tuple[str, str], ...] = ()
     if isinstance(error, ReplicaError):
-        if error.code in _WORTH_A_RETRY:
+        if error.code in _RETRYABLE_CODES:
             headers = (("Retry-After", str(RETRY_AFTER_S)),)
         return Problem(status=error.status, code=error.code, message=str(error), headers=headers)
     status = error.status_hint
@@ -144,7 +144,7 @@ def problem_of(error: ServeError) -> Problem:
 
 
 def encode_problem(problem: Problem, request_id: str) -> bytes:
-    """The body as `CONTENT_TYPE` wants it; ``error`` says the same once more, for clients that know only Muster."""
+    """The body in the format of `CONTENT_TYPE`; ``error`` repeats it for clients that know only Muster's own format."""
     return msgspec.json.encode(
         _Body(
             type=f"urn:muster:problem:{problem.code}",

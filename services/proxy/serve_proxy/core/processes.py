@@ -1,4 +1,4 @@
-"""What is decided about the processes of one container: names, when a dead one is replaced, one page of metrics."""
+"""Rules for the processes of one container: ids, restart backoff, merged metrics."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from serve_common.names import NAME_LENGTH_MAX, ProxyId
 
 PROCESSES_MAX: Final = 64
 PARENT_FD: Final = "MUSTER_PROXY_PARENT_FD"
-"""The variable that names a child's end of the socket to its parent; set by the parent only."""
+"""Variable with the file descriptor of a child's socket to its parent; set by the parent only."""
 LONG_LIFE_S: Final = 10.0
-"""Who lived for so long did not die of its start."""
+"""Seconds after which the end of a process does not count as a failed start."""
 _WAIT_MIN_S: Final = 0.1
 _WAIT_MAX_S: Final = 5.0
 
 
 def child_id(proxy_id: ProxyId, number: int) -> ProxyId:
-    """``<id>-<number>``; of an id that is too long for that, the end is kept, where names of containers differ."""
+    """``<id>-<number>``; an id that is too long keeps its end, where container names differ."""
     suffix = f"-{number}"
     return ProxyId(proxy_id[-(NAME_LENGTH_MAX - len(suffix)) :].lstrip("-_") + suffix)
 
 
 def restart_wait_s(short_lives: int) -> float:
-    """How long to wait before the next start, after so many short lives in a row."""
+    """Seconds to wait before the next start, after ``short_lives`` short lives in a row."""
     if short_lives == 0:
         return 0.0
     return min(_WAIT_MAX_S, _WAIT_MIN_S * 2.0 ** min(short_lives - 1, 30))
@@ -35,7 +35,7 @@ LABEL = "process"
 def merge_metrics(pages: Mapping[str, str]) -> str:
     """One page in Prometheus' text format; each sample gets the label ``process`` with the key of its page.
 
-    The format wants all samples of a family in one group, so they are gathered; its help and type come once.
+    The format requires all samples of a family in one group, with its help and type once.
     """
     families: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Request bodies: never more read than allowed or used at once, their memory given back, slow clients cut off."""
+"""Request bodies: limits on size and memory, memory returned to the system, slow clients aborted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S: Final = 5.0
 GROWN_BYTES_MIN: Final = 16 * 1024 * 1024
-"""By so much must the process have grown: giving back less is not worth the look at the whole heap."""
+"""Minimum growth before memory is trimmed: returning less is not worth scanning the whole heap."""
 _TRIES_MAX: Final = 6
-"""After so many looks what is still there counts as needed."""
+"""Trims after which the memory that remains counts as in use."""
 _STATM: Final = Path("/proc/self/statm")
 
 
 async def give_back_memory(room: UploadRoom) -> None:
-    """Look every `LOOK_EVERY_S` whether the process has grown while few bodies are held; for ever.
+    """Every `LOOK_EVERY_S`, trim the heap if the process has grown while few bodies are held; runs forever.
 
-    Ends at once where the C library offers no way.
+    Returns at once where the C library has no ``malloc_trim``.
     """
     trim = _find_trim()
     if trim is None:
@@ -52,14 +52,14 @@ async def give_back_memory(room: UploadRoom) -> None:
         await asyncio.to_thread(trim, 0)
         kept_bytes = resident_bytes()
         _log.debug("memory_given_back", given_back_bytes=now_bytes - kept_bytes, kept_bytes=kept_bytes)
-        # Connections of clients that were refused may still hold some of it: that goes with a later look.
+        # Connections of clients that were refused may still hold some of it: a later round trims that.
         tries += 1
         if tries >= _TRIES_MAX:
             least_bytes, tries = kept_bytes, 0
 
 
 def resident_bytes() -> int:
-    """What this process has in memory."""
+    """Resident memory of this process in bytes."""
     return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -76,15 +76,15 @@ PERIOD_S: Final = 10.0
 
 @final
 class Pace:
-    """Watches one body on its way, for as long as it is entered."""
+    """Context manager that enforces a minimum rate on one body's transfer."""
 
     __slots__ = ("_last", "_least_bytes", "_loop", "_on_slow", "_progress", "_timer")
 
     def __init__(
         self, rate_min: int, progress: Callable[[], int | None], on_slow: Callable[[], None]
     ) -> None:
-        """``rate_min`` is in bytes a second, 0 allows any. ``progress`` tells how many bytes the client has sent or
-        taken in all; None while it is not the client that is waited for. ``on_slow`` is called once."""
+        """``rate_min`` is in bytes a second, 0 allows any. ``progress`` returns how many bytes the client has sent or
+        received in all; None while the transfer does not wait for the client. ``on_slow`` is called once."""
         self._loop = asyncio.get_running_loop()
         self._least_bytes = rate_min * PERIOD_S
         self._progress = progress
@@ -95,7 +95,7 @@ class Pace:
     def __enter__(self) -> None:
         if self._least_bytes > 0:
             self._last = self._progress()
-            self._timer = self._loop.call_later(PERIOD_S, self._look)
+            self._timer = self._loop.call_later(PERIOD_S, self._check_progress)
 
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
@@ -103,35 +103,35 @@ class Pace:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         now = self._progress()
         if now is not None and self._last is not None and now - self._last < self._least_bytes:
             self._timer = None
             self._on_slow()
             return
         self._last = now
-        self._timer = self._loop.call_later(PERIOD_S, self._look)
+        self._timer = self._loop.call_later(PERIOD_S, self._check_progress)
 
 
 COLLECTED_BYTES_MAX: Final = 256 * 1024
-"""A body that is announced to be no larger is sent on when it is whole: its client then holds no replica's slot while
-it sends, and it can be sent again."""
+"""A body with a Content-Length up to this is forwarded when it is complete: its client then holds no replica slot while
+it sends, and the request can be retried."""
 COPIED_BYTES_MAX: Final = 4 * 1024 * 1024
-"""A body for an endpoint that has shadows is collected up to here: one that is still arriving cannot be copied."""
-_LOOK_FOR_CLIENT_S: Final = 0.25
+"""A body for an endpoint with shadows is buffered up to this size: one that is still arriving cannot be copied."""
+_DISCONNECT_POLL_S: Final = 0.25
 UNREAD_BYTES_MAX: Final = 64 * 1024
-"""What is read and dropped of a body whose request is answered already, for the connection to be kept."""
+"""Bytes of an unread body that are drained after the response to keep the connection alive."""
 
 
 def check_announced(request: web.BaseRequest, bytes_max: int) -> None:
-    """Raise `BodyTooLarge` when the client says that it would send more."""
+    """Raise `BodyTooLarge` when the Content-Length exceeds ``bytes_max``."""
     announced = request.content_length
     if announced is not None and announced > bytes_max:
         raise BodyTooLarge(f"the body has {announced} bytes; at most {bytes_max} are allowed")
 
 
 def body_need(content: StreamReader, announced: int | None, *, is_copied: bool) -> int:
-    """How much memory a body may need at once; ``content`` is what has come of it, ``announced`` its length if known.
+    """Maximum bytes of memory for a body; ``content`` is what was received, ``announced`` its length if known.
 
     ``is_copied`` as for `receive_body`.
     """
@@ -150,11 +150,11 @@ async def receive_body(
     is_welcomed: bool,
     is_copied: bool,
 ) -> bytes | RequestBody:
-    """The whole body when it is small or has come already, otherwise its beginning; `feed_body` brings the rest.
+    """The whole body when it is small or complete, otherwise its first part; `feed_body` reads the rest.
 
-    ``is_welcomed`` says that an `Expect` was answered already, ``is_copied`` that shadows may get it too, for
-    which the body must be whole. Raises `BodyTooLarge`, `BodyTooSlow` after ``deadline``
-    (the loop's time) and for a client that is slower than allowed, `BadRequest`.
+    ``is_welcomed``: an `Expect` was answered already; ``is_copied``: shadows may get the body too, for
+    which it must be complete. Raises `BodyTooLarge`, `BodyTooSlow` after ``deadline``
+    (loop time) and for a client below the minimum rate, `BadRequest`.
     """
     check_announced(request, options.body_bytes_max)
     content = request.content
@@ -163,7 +163,7 @@ async def receive_body(
         if content.is_eof():
             # A middleware may have read it; then it is kept in the request.
             whole = await request.read() if is_welcomed else content.read_nowait()
-            return _within(whole, options.body_bytes_max)
+            return _check_size(whole, options.body_bytes_max)
         if not is_welcomed:
             await let_continue(request)
         if is_copied:
@@ -176,28 +176,28 @@ async def receive_body(
     except web.HTTPRequestEntityTooLarge as error:
         raise BodyTooLarge(f"the body has more than {options.body_bytes_max} bytes") from error
     except web.RequestPayloadError as error:
-        raise _malformed(error) from error
+        raise _malformed_body(error) from error
     if content.is_eof():
         rest = content.read_nowait()
-        return _within(first + rest if rest else first, options.body_bytes_max)
-    _within(first, options.body_bytes_max)
+        return _check_size(first + rest if rest else first, options.body_bytes_max)
+    _check_size(first, options.body_bytes_max)
     return RequestBody(first, room, UNKNOWN_BYTES if announced is None else announced)
 
 
 async def _collect(
     content: StreamReader, options: HttpOptions, deadline: float, room: UploadRoom, wanted_bytes: int
 ) -> bytes:
-    """The next so many bytes or a few more; fewer at the body's end, and when all uploads together hold too much."""
+    """At least ``wanted_bytes``; fewer at the body's end, and when all uploads together hold too much memory."""
     pieces: list[bytes] = []
     size = 0
 
-    def give_up() -> None:
+    def on_too_slow() -> None:
         scope.reschedule(asyncio.get_running_loop().time())
 
     scope = asyncio.timeout_at(deadline)
     try:
         async with scope:
-            with Pace(options.body_rate_min, lambda: size, give_up):
+            with Pace(options.body_rate_min, lambda: size, on_too_slow):
                 while size < wanted_bytes and (piece := await content.readany()):
                     size += len(piece)
                     room.change(len(piece))
@@ -214,15 +214,15 @@ async def _collect(
 async def feed_body(
     request: web.BaseRequest, body: RequestBody, options: HttpOptions, room: UploadRoom
 ) -> None:
-    """Bring the rest of a body, as fast as it is taken; what is wrong with it fails its request."""
+    """Read the rest of a body at the rate it is consumed; an error in it fails the request."""
     content = request.content
     is_waiting = False
 
-    def give_up() -> None:
+    def on_too_slow() -> None:
         body.fail(BodyTooSlow(f"the body comes at less than {options.body_rate_min} bytes a second"))
 
     try:
-        with Pace(options.body_rate_min, lambda: body.received_bytes if is_waiting else None, give_up):
+        with Pace(options.body_rate_min, lambda: body.received_bytes if is_waiting else None, on_too_slow):
             while not body.is_closed:
                 is_waiting = True
                 data = await (content.read(FRAME_BODY_BYTES_MAX) if room.is_crowded else content.readany())
@@ -237,34 +237,34 @@ async def feed_body(
                 if not body.has_room:
                     await _wait_for_room(request, body)
     except web.RequestPayloadError as error:
-        body.fail(_malformed(error))
+        body.fail(_malformed_body(error))
     except ConnectionError:
-        return  # the client is gone, and its request is given up where it is waited for
+        return  # the client disconnected; the request is cancelled where its response is awaited
 
 
 async def _wait_for_room(request: web.BaseRequest, body: RequestBody) -> None:
-    """Nothing is read meanwhile, and so nobody would be told that the client is gone: it is looked for."""
+    """Wait for capacity. Nothing is read meanwhile, so the socket is polled for a disconnect."""
     while True:
         try:
-            async with asyncio.timeout(_LOOK_FOR_CLIENT_S):
+            async with asyncio.timeout(_DISCONNECT_POLL_S):
                 await body.wait_for_room()
         except TimeoutError:
             transport = request.transport
-            if transport is not None and _has_left(transport):
-                transport.abort()  # which cancels whoever waits for the answer
+            if transport is not None and _is_disconnected(transport):
+                transport.abort()  # which cancels the task that awaits the response
                 return
         else:
             return
 
 
-def _has_left(transport: asyncio.Transport) -> bool:
+def _is_disconnected(transport: asyncio.Transport) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
     return bool(poll.poll(0))
 
 
 def is_mostly_unread(request: web.BaseRequest) -> bool:
-    """True when a client would go on sending much of a body that nobody wants, or nobody knows how much."""
+    """True when much of a body that is not wanted is unread, or an unknown amount."""
     content = request.content
     if content.is_eof():
         return False
@@ -272,18 +272,18 @@ def is_mostly_unread(request: web.BaseRequest) -> bool:
     return announced is None or announced - content.total_bytes > UNREAD_BYTES_MAX
 
 
-def _malformed(error: web.RequestPayloadError) -> BadRequest:
+def _malformed_body(error: web.RequestPayloadError) -> BadRequest:
     return BadRequest("body", str(error).partition("\n")[0][:200] or "is not what its headers say")
 
 
-def _within(body: bytes, bytes_max: int) -> bytes:
+def _check_size(body: bytes, bytes_max: int) -> bytes:
     if len(body) > bytes_max:
         raise BodyTooLarge(f"the body has {len(body)} bytes; at most {bytes_max} are allowed")
     return body
 
 
 async def let_continue(request: web.BaseRequest) -> None:
-    """Tell a client that asked first that its body is welcome."""
+    """Send 100 Continue to a client that expects it."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # the answer itself has not begun
+        request.writer.output_size = 0  # the response itself has not started

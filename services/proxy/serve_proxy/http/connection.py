@@ -1,4 +1,4 @@
-"""One client's connection: aiohttp's, with the fast path of simple requests built in."""
+"""One client's connection: aiohttp's, with the fast path for simple requests built in."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REASON_LENGTH_MAX = 200
 
 
 def problem_of_unread(error: BaseException | None, message: str | None) -> Problem | None:
-    """What was wrong with it; None when ``error`` is of another kind. ``message`` says more than the library's own."""
+    """The problem of an unreadable request; None for other errors. ``message`` is more specific than the error's."""
     if isinstance(error, HeadTooSlow):
         return problem_of(error)
     if isinstance(error, LineTooLong):
@@ -46,64 +46,64 @@ def problem_of_unread(error: BaseException | None, message: str | None) -> Probl
 _log = structlog.get_logger(__name__)
 
 _HEAD_END: Final = b"\r\n\r\n"
-_LINGERS_S: Final = 30.0
-"""How long what a client still sends is dropped at most, once its request was answered."""
+_LINGER_TIMEOUT_S: Final = 30.0
+"""Maximum seconds for which bytes are discarded after the response, while the client still sends."""
 _LINGERS_IDLE_S: Final = 5.0
-"""How long such a client may send nothing, nor close its connection."""
+"""Seconds without bytes after which such a connection is closed."""
 _DROPPED_BYTES_MAX: Final = 64 * 1024 * 1024
-"""How much of it is dropped; a client that has more to send must look for its answer before."""
-_DROPS_EVERY_S: Final = 0.005
-"""So often one read of a body that nobody wants is dropped, so that the bodies that are wanted get their turn."""
-_BARREN_MAX: Final = 16
-"""Parts of what has come at once that may end where a head might and be none, before the rest is parsed in one."""
+"""Maximum bytes discarded; a client with more to send must read its response before."""
+_DROP_INTERVAL_S: Final = 0.005
+"""Seconds between two reads of a body that is discarded, so that other bodies are read meanwhile."""
+_EMPTY_PARTS_MAX: Final = 16
+"""Parts of one read that may contain no complete head before the rest is parsed at once."""
 
 
 class ConnectionOwner(Protocol):
-    """What connections need of their server; `HttpServer`."""
+    """What connections need from their server; implemented by `HttpServer`."""
 
     in_flight: int
-    """Requests that have not been answered."""
+    """Requests without a complete response."""
 
     @property
     def tasks(self) -> TaskOwner:
-        """Of the requests that need one."""
+        """Owns the tasks of requests that need one."""
         ...
 
     @property
     def requests(self) -> HttpRequests:
-        """The long way, and what both have in common."""
+        """The regular path, and the state shared with the fast path."""
         ...
 
     @property
     def header_timeout_s(self) -> float:
-        """See `HttpOptions`."""
+        """Seconds within which the head of a request must arrive."""
         ...
 
     def take_simple(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
     ) -> FastExchange | None:
-        """See `http_fast.take_simple`."""
+        """The exchange of a simple request; None when it must take the regular path."""
         ...
 
     def refuse_full(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
     ) -> bool:
-        """See `http_fast.refuse_full`."""
+        """Refuse a request whose body does not fit into memory; False when it was not refused."""
         ...
 
     async def respond(
         self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
     ) -> web.StreamResponse:
-        """See `http_answers.respond`."""
+        """Write a replica's response to the client. Raises `ResponseUnusable`."""
         ...
 
 
 class HttpConnection(web.RequestHandler):
-    """One client's connection; what is not HTTP gets the same form of error as everything else.
+    """One client's connection; invalid HTTP gets the same error format as everything else.
 
-    Requests on the short way (`http_fast`) are begun here, in the order in which they came: one is begun only while no
-    other is under way, and what comes behind it waits. aiohttp's own task for the connection meanwhile waits for a
-    message, and gets everything that must take the long way.
+    Requests on the fast path (`fast_path`) are started here, in the order of arrival: one is started only while no
+    other is in flight, and requests behind it wait. aiohttp's own task for the connection meanwhile waits for a
+    message, and gets every request that must take the regular path.
     """
 
     __slots__ = (
@@ -123,32 +123,32 @@ class HttpConnection(web.RequestHandler):
         super().__init__(manager, **kwargs)
         self._http = owner
         self._fast: FastExchange | None = None
-        """The request on the short way that is under way."""
+        """The request on the fast path that is in flight."""
         self._stream_task: OwnedTask | None = None
         self._peer = ""
         self._last_payload: StreamReader = EMPTY_PAYLOAD
         self._head_timer: asyncio.TimerHandle | None = None
-        """Runs while the head of a request has come in part."""
+        """Runs while the head of a request has arrived in part."""
         self._last_bytes = b""
-        """Of what came last, when it may be a part of a head's end."""
+        """The last bytes received, when they may be part of the end of a head."""
         self._unparsed = b""
-        """What has come behind as many requests as may wait."""
+        """Bytes received after the maximum of queued requests."""
         self._drop_bytes_left: int | None = None
-        """After `drop_rest`, what may still be read."""
+        """After `drop_rest`, how many more bytes may be read; otherwise None."""
         self._linger_timer: asyncio.TimerHandle | None = None
 
     @property
     def peer(self) -> str:
-        """See `http_fast.Connection`."""
+        """Address of the client as ``host:port``; empty when unknown."""
         if not self._peer:
             name = self.peername
             self._peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else ""
         return self._peer
 
-    # -- the short way --
+    # -- the fast path --
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and begin what may take the short way."""
+        """Parse, and start requests that may take the fast path."""
         if self._payload_parser is not None or self._upgraded or self._force_close or self._close:
             if self._drop_bytes_left is None:
                 super().data_received(data)
@@ -159,7 +159,7 @@ class HttpConnection(web.RequestHandler):
         messages, upgraded, tail, is_understood = self._parse(data)
         if not messages:
             if was_between_requests and data.strip(b"\r\n"):
-                self._wait_for_head()
+                self._start_head_timer()
             return
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -178,7 +178,7 @@ class HttpConnection(web.RequestHandler):
             and not waiter.done()
             and not self._unparsed
             and (
-                self._begin_fast(message, payload)
+                self._start_fast(message, payload)
                 if payload.is_eof()
                 else self._http.refuse_full(self, message, payload)
             )
@@ -187,9 +187,9 @@ class HttpConnection(web.RequestHandler):
         self._request_count += len(messages)
         self._messages.extend(messages)
         if payload.total_bytes and not payload.is_eof() and not upgraded:
-            # Whoever wants the body reads on; until then it takes memory that nobody granted. The parser is not told,
-            # as `pause_reading` would: it holds nothing back now, and would stop inside what comes next, which may hold
-            # a good request before one that is not understood.
+            # The reader of the body resumes reading; until then it takes memory that was not admitted. The parser is
+            # not paused, as `pause_reading` would: it buffers nothing now, and would stop inside the next bytes, which
+            # may hold a valid request before an invalid one.
             self._reading_paused = True
             self._pause_transport_reading()
         if self._fast is None:
@@ -201,24 +201,24 @@ class HttpConnection(web.RequestHandler):
             self._message_tail = tail
 
     def _parse(self, data: bytes) -> tuple[Sequence[Any], bool, bytes, bool]:
-        """The requests in ``data``, whether one of them wants an upgrade, what came behind that, and whether all was
-        understood; what was not is the last of them.
+        """The requests in ``data``, whether one of them wants an upgrade, the bytes after it, and whether all of it was
+        valid; an invalid request is the last one, as an error.
 
-        The parser forgets what it has found when it meets what it does not understand, so it is given no more at once
-        than to the next place where a head might end.
+        The parser discards the requests that it has found when the next one is invalid, so it is fed up to the next
+        possible end of a head at a time.
         """
         parser = self._parser
         assert parser is not None, "it lives as long as the connection"
         if self._unparsed:
             data, self._unparsed = self._unparsed + data, b""
-        end = self._end_begun_before(data)
+        end = self._find_split_head_end(data)
         messages: list[Any] = []
         found: Sequence[Any]
-        at, barren, whole = 0, 0, len(data)
+        at, empty_parts, whole = 0, 0, len(data)
         try:
             while True:
                 if not end:
-                    found_at = data.find(_HEAD_END, at) if barren < _BARREN_MAX else -1
+                    found_at = data.find(_HEAD_END, at) if empty_parts < _EMPTY_PARTS_MAX else -1
                     end = found_at + len(_HEAD_END) if found_at >= 0 else whole
                 if end >= whole:
                     found, upgraded, tail = parser.feed_data(data[at:] if at else data)
@@ -234,26 +234,26 @@ class HttpConnection(web.RequestHandler):
                         self._unparsed = data[at:]
                         return messages, False, b"", True
                 else:
-                    barren += 1
+                    empty_parts += 1
         except HttpProcessingError as error:
-            if not self._last_payload.is_eof():  # the parser does not tell the body that it was in
+            if not self._last_payload.is_eof():  # the parser does not fail the body that it was in
                 self._last_payload.set_exception(web.RequestPayloadError(error.message))
             messages.append((_ErrInfo(status=400, exc=error, message=error.message), EMPTY_PAYLOAD))
             return messages, False, b"", False
 
-    def _end_begun_before(self, data: bytes) -> int:
-        """Where in ``data`` that ends which may be the end of a head and has come in part before; 0 when nowhere."""
-        if not data:  # reading goes on after a pause
+    def _find_split_head_end(self, data: bytes) -> int:
+        """Index in ``data`` after a head's end that started in the previous read; 0 when there is none."""
+        if not data:  # reading resumes after a pause
             return 0
         last = self._last_bytes
         self._last_bytes = (last + data)[1 - len(_HEAD_END) :] if data.endswith((b"\r", b"\n")) else b""
         if not last:
             return 0
-        begun_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
-        return begun_at + len(_HEAD_END) - len(last) if begun_at >= 0 else 0
+        start_at = (last + data[: len(_HEAD_END) - 1]).find(_HEAD_END)
+        return start_at + len(_HEAD_END) - len(last) if start_at >= 0 else 0
 
     def finish_fast(self, answer: bytes, *, closes: bool) -> None:
-        """See `http_fast.Connection`."""
+        """Write the complete response, and go on with the requests behind it."""
         self._fast = None
         self._http.in_flight -= 1
         transport = self.transport
@@ -263,17 +263,17 @@ class HttpConnection(web.RequestHandler):
         self._after_fast(closes=closes)
 
     def refuse_fast(self, answer: bytes) -> None:
-        """See `http_fast.Connection`."""
+        """Write the complete response to a request whose body is not read, and discard the rest."""
         if self.transport is not None:
             self.transport.write(answer)
             self.drop_rest()
 
     def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
-        """See `http_fast.Connection`."""
+        """Write a streamed response in a task."""
         self._stream_task = self._http.tasks.start(self._stream(exchange, call, answer), name="stream")
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """The client is gone: whatever it asked for is given up."""
+        """The client disconnected: its request is cancelled."""
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -288,7 +288,7 @@ class HttpConnection(web.RequestHandler):
                 self._stream_task.cancel()
         super().connection_lost(exc)
 
-    def _begin_fast(self, message: RawRequestMessage, payload: StreamReader) -> bool:
+    def _start_fast(self, message: RawRequestMessage, payload: StreamReader) -> bool:
         exchange = self._http.take_simple(self, message, payload)
         if exchange is None:
             return False
@@ -315,7 +315,7 @@ class HttpConnection(web.RequestHandler):
             self._wake()
 
     async def _stream(self, exchange: FastExchange, call: Call, answer: Response) -> None:
-        """Write an answer in pieces by the long way's means."""
+        """Write a streamed response as the regular path does."""
         closes, status = True, CLIENT_GONE
         try:
             task = asyncio.current_task()
@@ -324,16 +324,16 @@ class HttpConnection(web.RequestHandler):
             request = web.BaseRequest(exchange.message, exchange.payload, self, writer, task, self._loop)
             response = await self._http.respond(request, call, answer, exchange.request_id)
             status = response.status
-            if not response.prepared:  # it has no body after all, and only its caller writes those
+            if not response.prepared:  # it has no body, and its caller must write it
                 response.headers["Server"] = SERVER_NAME
                 await response.prepare(request)
                 await response.write_eof()
             closes = not response.keep_alive
-        except ServeError as error:  # before it has begun
+        except ServeError as error:  # before it has started
             if self._fast is exchange:
                 exchange.fail(error)
         except ConnectionError as error:
-            # The client left, or the answer broke off and took the connection along.
+            # The client disconnected, or the response broke off and the connection was closed.
             _log.debug("stream_ended_early", request_id=exchange.request_id, reason=str(error))
         finally:
             self._stream_task = None
@@ -351,23 +351,23 @@ class HttpConnection(web.RequestHandler):
     # -- time --
 
     def _process_keepalive(self) -> None:
-        # aiohttp's task waits, but the connection is not idle; or is no longer, for after a moment in which nothing ran
-        # timers come before what has come meanwhile.
+        # aiohttp's task waits, but the connection is not idle; or is no longer, because after the loop was blocked
+        # timers run before the bytes that arrived meanwhile are read.
         if self._fast is not None or self._has_unread():
             self._keepalive_handle = self._loop.call_later(self._keepalive_timeout, self._process_keepalive)
             return
         super()._process_keepalive()
 
-    def _wait_for_head(self) -> None:
-        """The head of a request has come in part."""
+    def _start_head_timer(self) -> None:
+        """Start the timer of a head that has arrived in part."""
         if self._head_timer is None:
-            self._head_timer = self._loop.call_later(self._http.header_timeout_s, self._end_slow_head)
+            self._head_timer = self._loop.call_later(self._http.header_timeout_s, self._time_out_head)
 
-    def _end_slow_head(self) -> None:
-        """The client sends its head a drop at a time, to hold the connection; what came before is answered first."""
+    def _time_out_head(self) -> None:
+        """Time out a head that arrives too slowly; requests before it are answered first."""
         self._head_timer = None
         if self._fast is not None or self._request_in_progress or self._messages:
-            self._wait_for_head()
+            self._start_head_timer()
             return
         error = HeadTooSlow("the head of the request did not come in time")
         self._messages.append((_ErrInfo(status=408, exc=error, message=str(error)), EMPTY_PAYLOAD))
@@ -376,47 +376,47 @@ class HttpConnection(web.RequestHandler):
     # -- the end --
 
     def drop_rest(self) -> None:
-        """The answer to a request whose body still comes was written, and says that it is the last one.
+        """Discard the rest of a body whose request was answered with ``Connection: close``.
 
-        Were the connection closed now it would be reset, and its client, which is still sending, might lose the answer.
-        Were it left unread, a client that sends all before it reads would wait. So what comes is dropped, until the
+        Closing the connection now would reset it, and its client, which is still sending, might lose the response.
+        Not reading would block a client that sends everything before it reads. So the bytes are discarded until the
         client closes its end, or pauses, or has sent too much or for too long.
         """
         transport = self.transport
         if transport is None or transport.is_closing():
             return
-        self._force_close = True  # aiohttp parses no more, and leaves the transport to whoever has closed it
+        self._force_close = True  # aiohttp stops parsing, and does not close the transport
         if self._waiter is not None:
             self._waiter.cancel()
-        # It may be broken, or somebody still reads it: then nothing is held.
+        # It may be broken, or still have a reader: then nothing is buffered.
         with contextlib.suppress(RuntimeError, web.RequestPayloadError):
             self._last_payload.read_nowait()
         self._unparsed = b""
         self._drop_bytes_left = _DROPPED_BYTES_MAX
         transport.write_eof()
         self._drop(0)
-        self._linger(self._loop.time() + _LINGERS_S)
+        self._linger(self._loop.time() + _LINGER_TIMEOUT_S)
 
     def _drop(self, size: int) -> None:
         assert self._drop_bytes_left is not None, "it drops"
         self._drop_bytes_left -= size
         self._pause_transport_reading()
         if self._drop_bytes_left > 0:
-            self._loop.call_later(_DROPS_EVERY_S, self._resume_transport_reading)
+            self._loop.call_later(_DROP_INTERVAL_S, self._resume_transport_reading)
 
     def _linger(self, until: float) -> None:
         before = self._drop_bytes_left
 
-        def look() -> None:
+        def check() -> None:
             if self._drop_bytes_left == before or self._loop.time() >= until:
                 self.force_close()
             else:
                 self._linger(until)
 
-        self._linger_timer = self._loop.call_later(_LINGERS_IDLE_S, look)
+        self._linger_timer = self._loop.call_later(_LINGERS_IDLE_S, check)
 
     def close_if_idle(self) -> None:
-        """Close it when no request is under way and none waits to be read: closing would reset that one."""
+        """Close the connection if no request is in flight or unread: closing would reset that one."""
         transport, waiter = self.transport, self._waiter
         if transport is None or waiter is None or waiter.done() or self._messages or self._fast is not None:
             return
@@ -424,7 +424,7 @@ class HttpConnection(web.RequestHandler):
             self.force_close()
 
     def _has_unread(self) -> bool:
-        """True when the client has sent something, or its end, that was not read yet."""
+        """True when bytes or an end of file from the client are unread."""
         transport = self.transport
         if transport is None:
             return False
@@ -439,7 +439,7 @@ class HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that could not be parsed, or whose handler failed."""
+        """Respond to a request that could not be parsed, or whose handler failed."""
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun, so no error can be sent")
         request_id = uuid.uuid4().hex
@@ -448,10 +448,10 @@ class HttpConnection(web.RequestHandler):
             _log.error("connection_failed", exc_info=exc)
             problem = Problem(status=status, code="internal", message="the proxy failed")
         elif isinstance(self._http.requests.following, AccessLog):
-            # What stands in for the request knows neither method nor path.
+            # The placeholder for the request has neither method nor path.
             self._http.requests.following.refused("", "", request_id, self.peer, problem)
         response = problem_response(problem, request_id)
         response.headers["Server"] = SERVER_NAME
         response.force_close()
-        request._version = HttpVersion11  # noqa: SLF001 - what stands in for an unparsable request claims 1.0
+        request._version = HttpVersion11  # noqa: SLF001 - the placeholder for an unparsable request has 1.0
         return response

@@ -1,4 +1,4 @@
-"""The response of an endpoint to one HTTP request: what is asked of it, and the long way to its end."""
+"""Regular path of one HTTP request: build the request to its endpoint, dispatch it, write the response."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def ask_of(
     scheme: str = "http",
     kind: RequestKind = RequestKind.HTTP,
 ) -> RequestSpec:
-    """What a request asks of ``endpoint``.
+    """Build the request to ``endpoint``.
 
-    ``now`` and ``deadline``, the latest that the options allow, are by the loop's clock. ``headers`` are used up: call
-    it once. ``scheme`` is http or https. Raises `BadField` naming a header that cannot be understood,
+    ``now`` and ``deadline``, the latest that the options allow, are loop time. ``headers`` are modified: call it
+    once. ``scheme`` is http or https. Raises `BadField` naming an invalid header,
     `DeadlineExceeded` when the client's own deadline has passed.
     """
     options = endpoint.options
@@ -113,7 +113,7 @@ _log = structlog.get_logger(__name__)
 
 @final
 class _RequestState:
-    """One request on its way to the endpoint and back, and what is to be counted of it."""
+    """State of one request, and what is counted of it."""
 
     __slots__ = (
         "deadline",
@@ -145,14 +145,14 @@ class _RequestState:
         self.tally = tally
         self.status = CLIENT_GONE
         self.ended = 0.0
-        """When it counts as ended, if that is before its end; by time.perf_counter."""
+        """When it counts as ended, if before its actual end, by time.perf_counter; 0 otherwise."""
         self.problem: Problem | None = None
-        """What it is answered with, when this process has failed it."""
+        """The error response, when this process failed the request."""
 
 
 @final
 class EndpointAnswers:
-    """Asks endpoints, and writes what they answer."""
+    """Dispatches requests to endpoints, and writes their responses."""
 
     def __init__(self, ingress: Ingress, new_request_id: Callable[[], str], forwarded_hops: int) -> None:
         self.sockets: Final = HttpSockets(ingress)
@@ -164,7 +164,7 @@ class EndpointAnswers:
         self._tasks = TaskOwner("uploads")
 
     async def close(self, timeout_s: float) -> None:
-        """End what is left of uploads and sockets."""
+        """Cancel the remaining uploads and sockets."""
         await self.sockets.close(timeout_s)
         await self._tasks.close(timeout_s)
 
@@ -178,16 +178,17 @@ class EndpointAnswers:
         following: RequestTraces | AccessLog | None,
         exchange: MiddlewareExchange | None,
     ) -> web.StreamResponse:
-        """The answer of the endpoint for ``path``.
+        """The response of the endpoint for ``path``.
 
-        With an ``exchange``, whoever made that counts the request and has it followed; otherwise ``following`` does.
+        With an ``exchange``, its creator counts and observes the request; otherwise it is counted here, and observed by
+        ``following``.
         """
-        began = time.perf_counter()  # the loop's own time stands still within an iteration
+        started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         headers = self._read_headers(request, is_checked=exchange is not None)
-        visit = _RequestState(path, query, options, exchange, self._ingress.routes.unmatched)
+        state = _RequestState(path, query, options, exchange, self._ingress.routes.unmatched)
         if exchange is None:
-            visit.request_id = headers.request_id or self._new_request_id()
-            visit.deadline = self._now() + options.request_timeout_s
+            state.request_id = headers.request_id or self._new_request_id()
+            state.deadline = self._now() + options.request_timeout_s
             if following is not None:
                 scheme, peer = scheme_of(request), peer_of(request)
                 following.begin(
@@ -195,41 +196,41 @@ class EndpointAnswers:
                     request.method,
                     path,
                     scheme,
-                    visit.request_id,
+                    state.request_id,
                     peer=peer,
                     body=request.content,
                 )
         else:
-            visit.request_id, visit.deadline = exchange.request_id, exchange.deadline
+            state.request_id, state.deadline = exchange.request_id, exchange.deadline
             headers.follower = exchange.follower
             headers.traceparent = exchange.traceparent or headers.traceparent
         response: web.StreamResponse | None = None
         try:
-            response = await self._answer_endpoint(request, headers, visit)
+            response = await self._answer_endpoint(request, headers, state)
         except ServeError as error:
-            problem = visit.problem = problem_of(error)
-            visit.status = problem.status
-            response = problem_response(problem, visit.request_id)
+            problem = state.problem = problem_of(error)
+            state.status = problem.status
+            response = problem_response(problem, state.request_id)
         except (asyncio.CancelledError, ConnectionError):
-            if visit.status != SWITCHED:
-                visit.status = CLIENT_GONE
+            if state.status != SWITCHED:
+                state.status = CLIENT_GONE
             raise
-        except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
-            _log.exception("request_failed", request_id=visit.request_id, path=path[:200])
-            visit.status = 500
-            problem = visit.problem = Problem(
+        except Exception as error:  # noqa: BLE001 - the client must get a response; it is logged
+            _log.exception("request_failed", request_id=state.request_id, path=path[:200])
+            state.status = 500
+            problem = state.problem = Problem(
                 status=500, code="internal", message=f"the proxy failed: {type(error).__name__}"
             )
-            response = problem_response(problem, visit.request_id)
+            response = problem_response(problem, state.request_id)
         finally:
             if exchange is None:
-                ended = visit.ended or time.perf_counter()
-                visit.tally.add(request.method, visit.status, ended - began)
+                ended = state.ended or time.perf_counter()
+                state.tally.add(request.method, state.status, ended - started_at)
                 if headers.follower is not None:
-                    headers.follower.ended(visit.status, visit.problem, whole_bytes(request, response))
+                    headers.follower.ended(state.status, state.problem, whole_bytes(request, response))
             else:
-                exchange.tally = visit.tally
-                exchange.problem = visit.problem
+                exchange.tally = state.tally
+                exchange.problem = state.problem
         return response
 
     def _read_headers(self, request: web.BaseRequest, *, is_checked: bool) -> RequestHeaders:
@@ -243,27 +244,27 @@ class EndpointAnswers:
         return headers
 
     async def _answer_endpoint(
-        self, request: web.BaseRequest, headers: RequestHeaders, visit: _RequestState
+        self, request: web.BaseRequest, headers: RequestHeaders, state: _RequestState
     ) -> web.StreamResponse:
-        method, options = request.method, visit.options
-        endpoint = self._ingress.admit(method, visit.path)
-        visit.tally = endpoint.tally
+        method, options = request.method, state.options
+        endpoint = self._ingress.admit(method, state.path)
+        state.tally = endpoint.tally
         if not request.body_exists:
-            return await self._answer_admitted(request, headers, visit, endpoint)
+            return await self._answer_admitted(request, headers, state, endpoint)
         check_announced(request, options.body_bytes_max)
         need_bytes = body_need(request.content, request.content_length, is_copied=bool(endpoint.shadows))
         if not self._room.admit(need_bytes):
             raise BodiesFull
         try:
-            return await self._answer_admitted(request, headers, visit, endpoint)
+            return await self._answer_admitted(request, headers, state, endpoint)
         finally:
             self._room.leave(need_bytes)
 
     async def _answer_admitted(
-        self, request: web.BaseRequest, headers: RequestHeaders, visit: _RequestState, endpoint: Endpoint
+        self, request: web.BaseRequest, headers: RequestHeaders, state: _RequestState, endpoint: Endpoint
     ) -> web.StreamResponse:
-        """There is room for the request's body, if it has one."""
-        method, options = request.method, visit.options
+        """Respond to a request whose body, if it has one, was admitted."""
+        method, options = request.method, state.options
         is_socket = is_socket_wanted(request, headers.upgrade)
         body: bytes | RequestBody = b""
         if is_socket:
@@ -272,45 +273,45 @@ class EndpointAnswers:
             body = await receive_body(
                 request,
                 options,
-                visit.deadline,
+                state.deadline,
                 self._room,
-                is_welcomed=visit.exchange is not None,
+                is_welcomed=state.exchange is not None,
                 is_copied=bool(endpoint.shadows),
             )
         ask = ask_of(
             endpoint,
             headers,
             method=method,
-            path=visit.path,
-            query=visit.query,
+            path=state.path,
+            query=state.query,
             body=body,
-            request_id=visit.request_id,
+            request_id=state.request_id,
             now=self._now(),
-            deadline=visit.deadline,
+            deadline=state.deadline,
             peer=peer_of(request),
             scheme=scheme_of(request),
             kind=RequestKind.WEBSOCKET if is_socket else RequestKind.HTTP,
         )
         if ask.upload is None:
-            return await self._pass_on(request, ask, visit)
-        feeding = self._tasks.start(feed_body(request, ask.upload, options, self._room), name="upload")
+            return await self._forward(request, ask, state)
+        feeder = self._tasks.start(feed_body(request, ask.upload, options, self._room), name="upload")
         try:
-            return await self._pass_on(request, ask, visit)
+            return await self._forward(request, ask, state)
         finally:
-            feeding.cancel()
+            feeder.cancel()
 
-    async def _pass_on(
-        self, request: web.BaseRequest, ask: RequestSpec, visit: _RequestState
+    async def _forward(
+        self, request: web.BaseRequest, ask: RequestSpec, state: _RequestState
     ) -> web.StreamResponse:
-        """Ask, and write the answer."""
+        """Dispatch the request, and write the response."""
         call, answer = await self._ingress.ask(ask)
-        visit.status = answer.status
-        if visit.exchange is not None:
-            visit.exchange.begun()
-        rate_min = visit.options.body_rate_min
+        state.status = answer.status
+        if state.exchange is not None:
+            state.exchange.begun()
+        rate_min = state.options.body_rate_min
         if answer.socket is None:
             return await respond(self._ingress, request, call, answer, ask.request_id, rate_min=rate_min)
-        visit.ended = time.perf_counter()  # how long a socket lasts is no request's duration
+        state.ended = time.perf_counter()  # the lifetime of a socket is not a request's duration
         try:
             return await self.sockets.serve(request, ask, answer, answer.socket, rate_min)
         finally:

@@ -1,8 +1,8 @@
-"""The short way of a simple request: parsed, sent and answered in the callbacks of the two connections.
+"""The fast path of a simple request: parsed, dispatched and answered in the callbacks of the two connections.
 
-Why: aiohttp makes two tasks' switches, a request, a response and a writer for every request, which together cost more
-than the rest of this proxy. A request that is whole, wants nothing special and meets no middleware needs none of them.
-Everything else takes the long way, `HttpRequests`, on the same connection and in the same order.
+Why: aiohttp makes two task switches, a request, a response and a writer for every request, which together cost more
+than the rest of this proxy. A request that is complete, has no special features and no middleware needs none of them.
+Every other request takes the regular path, `HttpRequests`, on the same connection and in the same order.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from serve_proxy.shell.ingress import Ingress
 _log = structlog.get_logger(__name__)
 
 _CACHED_HEADERS_MAX: Final = 8
-"""Of one answer, for its head to be worth keeping."""
+"""Maximum headers of a response whose head is cached."""
 COUNTED_BYTES_MIN: Final = 16 * 1024
-"""Smaller bodies cost less than the rest of their requests, whose number has limits of its own."""
+"""Bodies from this size on are counted against the memory limit; smaller ones are limited by the number of requests."""
 _BODILESS: Final = frozenset({204, 304})
 _TAIL: Final = f"\r\nserver: {SERVER_NAME}\r\n{REQUEST_ID.lower()}: ".encode()
 
 
 class Connection(Protocol):
-    """What a request on the short way needs of its client's connection."""
+    """What a request on the fast path needs from its client's connection."""
 
     @property
     def peer(self) -> str:
@@ -56,30 +56,30 @@ class Connection(Protocol):
         ...
 
     def finish_fast(self, answer: bytes, *, closes: bool) -> None:
-        """Write the whole answer, and take up what came behind the request."""
+        """Write the complete response, and go on with the requests behind it."""
         ...
 
     def refuse_fast(self, answer: bytes) -> None:
-        """Write the whole answer to a request whose body still comes, and take up nothing else."""
+        """Write the complete response to a request whose body is still arriving, and read no further request."""
         ...
 
     def stream_fast(self, exchange: FastExchange, call: Call, answer: Response) -> None:
-        """Write an answer that comes in pieces; the exchange is told when it has ended."""
+        """Write a streamed response; the exchange is notified when it has ended."""
         ...
 
 
 @final
 class FastExchange:
-    """One request on the short way, from its last byte to its answer."""
+    """One request on the fast path, from its last byte to its response."""
 
     __slots__ = (
-        "_began",
         "_connection",
         "_headers",
         "_ingress",
         "_is_done",
         "_is_refused",
         "_need_bytes",
+        "_started_at",
         "_tally",
         "call",
         "message",
@@ -95,36 +95,36 @@ class FastExchange:
         payload: StreamReader,
         headers: RequestHeaders,
     ) -> None:
-        """``headers`` are the message's."""
+        """``headers`` are those parsed from ``message``."""
         self.message: Final = message
         self.payload: Final = payload
         self.request_id = ""
         self.call: Call | None = None
-        """While it is under way."""
+        """The call in flight; None before and after."""
         self._is_done = False
         self._is_refused = False
-        """Its body still comes, and is not wanted."""
+        """True when the request was refused while its body is still arriving."""
         self._need_bytes = 0
-        """What was reserved for the body."""
+        """Bytes reserved for the body."""
         self._connection = connection
         self._headers = headers
         self._ingress = ingress
-        self._began = time.perf_counter()  # the loop's own time stands still within an iteration
+        self._started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         self._tally = ingress.routes.unmatched
 
     def begin(self, requests: HttpRequests) -> None:
-        """Ask; the answer may be written before this returns."""
+        """Dispatch the request; the response may be written before this returns."""
         path, _, query = self.message.path.partition("?")
         body = self.payload.read_nowait()
         message = self.message
         read = self._headers
-        self._follow(requests, path)
+        self._attach_observer(requests, path)
         try:
             endpoint = self._ingress.admit(message.method, path)
             self._tally = endpoint.tally
             if len(body) >= COUNTED_BYTES_MIN:
                 if not self._ingress.room.admit(len(body)):
-                    raise BodiesFull  # noqa: TRY301 - as what `admit` and `ask_of` raise
+                    raise BodiesFull  # noqa: TRY301 - handled like what `admit` and `ask_of` raise
                 self._need_bytes = len(body)
             now = requests.now()
             ask = ask_of(
@@ -142,23 +142,23 @@ class FastExchange:
         except ServeError as error:
             self.fail(error)
             return
-        except Exception as error:  # noqa: BLE001 - the client is owed an answer; it is logged
+        except Exception as error:  # noqa: BLE001 - the client must get a response; it is logged
             _log.exception("request_failed", request_id=self.request_id, path=path[:200])
             reason = f"the proxy failed: {type(error).__name__}"
             self._finish_problem(Problem(status=500, code="internal", message=reason))
             return
-        call = self._ingress.begin(ask, self._take_answer, self._take_error)
+        call = self._ingress.begin(ask, self._on_response, self._on_error)
         if not self._is_done:
             self.call = call
 
     def refuse(self, requests: HttpRequests, tally: RequestStats, error: ServeError) -> None:
-        """Answer before the body has come; it counts in ``tally``."""
-        self._follow(requests, self.message.path.partition("?")[0])
+        """Respond with ``error`` before the body has arrived; it is counted in ``tally``."""
+        self._attach_observer(requests, self.message.path.partition("?")[0])
         self._tally = tally
         self._is_refused = True
         self.fail(error)
 
-    def _follow(self, requests: HttpRequests, path: str) -> None:
+    def _attach_observer(self, requests: HttpRequests, path: str) -> None:
         read, message = self._headers, self.message
         self.request_id = read.request_id or requests.new_request_id()
         if requests.following is not None:
@@ -168,24 +168,24 @@ class FastExchange:
             )
 
     def client_gone(self) -> None:
-        """Nobody waits for the answer any more."""
+        """The client disconnected: cancel the call."""
         if self.call is not None:
             self._ingress.abandon(self.call)
         self.count(CLIENT_GONE)
 
     def count(self, status: int, sent: bytes | memoryview = b"") -> None:
-        """The request has ended with this status; ``sent`` is the body of a whole answer."""
-        # The call holds this exchange by its callbacks: together they would be left to the garbage collector.
+        """Count the request as ended with ``status``; ``sent`` is the body of a complete response."""
+        # The call references this exchange by its callbacks: the cycle would need the garbage collector.
         self.call = None
         self._is_done = True
         if self._need_bytes:
             self._ingress.room.leave(self._need_bytes)
             self._need_bytes = 0
-        self._tally.add(self.message.method, status, time.perf_counter() - self._began)
+        self._tally.add(self.message.method, status, time.perf_counter() - self._started_at)
         if self._headers.follower is not None:
             self._headers.follower.ended(status, None, len(sent))
 
-    def _take_answer(self, call: Call, answer: Response) -> None:
+    def _on_response(self, call: Call, answer: Response) -> None:
         if answer.stream is not None or len(answer.body) > WATCHED_BYTES_MIN:
             self._connection.stream_fast(self, call, answer)
             return
@@ -193,9 +193,9 @@ class FastExchange:
         headers = tuple(answer.headers)
         try:
             if len(headers) <= _CACHED_HEADERS_MAX:
-                head, is_bodiless = _answer_head(status, headers)
+                head, is_bodiless = _response_head(status, headers)
             else:
-                head, is_bodiless = _answer_head.__wrapped__(status, headers)
+                head, is_bodiless = _response_head.__wrapped__(status, headers)
         except ValueError as error:
             self.fail(ResponseUnusable(f"the replica's answer cannot be sent: {error}"))
             return
@@ -205,11 +205,11 @@ class FastExchange:
             body = answer.body
             self._finish(status, head, b"%d" % len(body), body)
 
-    def _take_error(self, _call: Call, error: ServeError) -> None:
+    def _on_error(self, _call: Call, error: ServeError) -> None:
         self.fail(error)
 
     def fail(self, error: ServeError) -> None:
-        """There is no answer."""
+        """Respond with ``error``."""
         self._finish_problem(problem_of(error))
 
     def _finish_problem(self, problem: Problem) -> None:
@@ -220,7 +220,7 @@ class FastExchange:
         self._finish(problem.status, head, b"%d" % len(body), body)
 
     def _finish(self, status: int, head: bytes, length: bytes, body: bytes | memoryview) -> None:
-        """``head`` ends where the length belongs, or, for an answer that has none, with its last header."""
+        """``head`` ends where the length belongs, or, for a response without one, with its last header."""
         self.count(status, body)
         closes = self._is_refused or self._ingress.is_draining
         answer = b"".join(
@@ -247,13 +247,13 @@ def refuse_full(
     message: RawRequestMessage,
     payload: StreamReader,
 ) -> bool:
-    """Answer a request at once whose body still comes and finds no room; False, with nothing done, for all others.
+    """Refuse a request at once whose body is still arriving and does not fit into memory; False for all others.
 
-    Those take the long way, which lets them in. It refuses too, but only when its tasks have had their turn, and until
-    then holds what has come of the body: for hundreds of uploads at once there is neither the time nor the memory.
+    Those take the regular path, which admits them. It refuses too, but only once its tasks have run, and until then
+    buffers the bytes received: with hundreds of uploads at once there is neither the time nor the memory for that.
     """
     room = ingress.room
-    if room.admits(COPIED_BYTES_MAX):  # more than any needs
+    if room.admits(COPIED_BYTES_MAX):  # more than any body needs
         return False
     announced = None if message.chunked else int(message.headers.get(hdrs.CONTENT_LENGTH, 0))
     if announced is not None and announced > requests.options.body_bytes_max:
@@ -268,7 +268,7 @@ def refuse_full(
     exchange = take_simple(connection, requests, ingress, message, payload)
     if exchange is None:
         return False
-    room.admit(need_bytes)  # which counts that it was refused
+    room.admit(need_bytes)  # which counts the refusal
     exchange.refuse(requests, endpoint.tally, BodiesFull())
     return True
 
@@ -280,7 +280,7 @@ def take_simple(
     message: RawRequestMessage,
     payload: StreamReader,
 ) -> FastExchange | None:
-    """The exchange to `begin`, when ``message`` may go the short way and its body is whole, or to `refuse`."""
+    """The exchange, for `begin` or `refuse`, when ``message`` may take the fast path; otherwise None."""
     if (
         requests.has_middlewares
         or payload.total_bytes > requests.options.body_bytes_max
@@ -312,10 +312,10 @@ def _status_line(status: int) -> bytes:
 
 
 @lru_cache(maxsize=512)
-def _answer_head(status: int, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
-    """Status line and headers, up to where the length belongs; and whether the answer has no body by its status.
+def _response_head(status: int, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bool]:
+    """Status line and headers, up to where the length belongs; and whether the status allows no body.
 
-    The same few heads come again and again. Raises ValueError for one that would break the answer apart.
+    Cached, because the same few heads recur. Raises ValueError for a head that would corrupt the response.
     """
     forwarded, content_length = read_response_head(status, headers)
     lines = [_status_line(status)]

@@ -1,4 +1,4 @@
-"""Middlewares of users: imported by name, checked, and put around a handler that only their requests pass."""
+"""User middlewares: imported by path, validated, and wrapped around the handler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_MIDDLEWARES: Final[Middlewares] = ()
 
 
 def add_directory(directory: str) -> None:
-    """Let modules in ``directory`` be imported, after all others."""
+    """Append ``directory`` to ``sys.path``."""
     if directory not in sys.path:
         sys.path.append(directory)
 
@@ -40,16 +40,16 @@ def add_directory(directory: str) -> None:
 def compose(middlewares: Sequence[Middleware], handler: Handler) -> Handler:
     """``handler`` with ``middlewares`` around it, the first outermost."""
     for middleware in reversed(middlewares):
-        handler = _around(middleware, handler)
+        handler = _wrap(middleware, handler)
     return handler
 
 
-def _around(middleware: Middleware, handler: Handler) -> Handler:
+def _wrap(middleware: Middleware, handler: Handler) -> Handler:
     return lambda request: middleware(request, handler)
 
 
 async def load_middlewares(paths: Sequence[str]) -> Middlewares:
-    """Import what ``paths`` (``module:attribute``) name, in a thread. Raises `MiddlewareRefused` naming the path."""
+    """Import ``paths`` (``module:attribute``) in a thread. Raises `MiddlewareRefused` naming the path."""
     loop = asyncio.get_running_loop()
     loaded: asyncio.Future[Middlewares] = loop.create_future()
 
@@ -64,13 +64,13 @@ async def load_middlewares(paths: Sequence[str]) -> Middlewares:
     def work() -> None:
         outcome: Middlewares | MiddlewareRefused
         try:
-            importlib.invalidate_caches()  # files may have come since the last import
+            importlib.invalidate_caches()  # files may have been added since the last import
             outcome = tuple(_import(path) for path in paths)
         except MiddlewareRefused as error:
             outcome = error
-        except Exception as error:  # noqa: BLE001 - whoever waits is told
+        except Exception as error:  # noqa: BLE001 - reported to the awaiting task
             outcome = MiddlewareRefused(f"{', '.join(paths)}: {type(error).__name__}: {error}")
-        # The loop may have ended in the meantime; then nobody wants to know.
+        # The loop may have closed in the meantime.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(deliver, outcome)
 
@@ -85,17 +85,17 @@ def _import(path: str) -> Middleware:
         for name in attribute.split("."):
             found = getattr(found, name)
     except BaseException as error:
-        # User code runs here, and what it raises, SystemExit included, is an answer like any other.
+        # User code runs here; anything that it raises, SystemExit included, refuses the middleware.
         raise MiddlewareRefused(f"{path}: {type(error).__name__}: {error}") from error
-    reason = _why_none(found)
+    reason = _validation_error(found)
     if reason:
         raise MiddlewareRefused(f"{path}: {reason}; it must be `async def middleware(request, handler)`")
     middleware: Middleware = found
     return middleware
 
 
-def _why_none(found: Any) -> str | None:
-    """Why ``found`` cannot be a middleware; None when it can."""
+def _validation_error(found: Any) -> str | None:
+    """Why ``found`` is not a valid middleware; None when it is."""
     if inspect.isclass(found) or not callable(found):
         return "is a class" if inspect.isclass(found) else f"is of type {type(found).__name__}"
     if not inspect.iscoroutinefunction(found) and not inspect.iscoroutinefunction(type(found).__call__):
@@ -110,12 +110,12 @@ def _why_none(found: Any) -> str | None:
 _log = structlog.get_logger(__name__)
 
 _MIDDLEWARE_GRACE_S: Final = 0.5
-"""What middlewares get beyond the deadline, so that a late answer is told by what waited for it."""
+"""Seconds that middlewares get beyond the deadline, so that the endpoint's own timeout error comes first."""
 
 
 @final
 class MiddlewareExchange:
-    """What a request with middlewares carries through them."""
+    """State of one request across its middlewares."""
 
     __slots__ = ("_scope", "client", "deadline", "follower", "problem", "request_id", "tally", "traceparent")
 
@@ -123,31 +123,31 @@ class MiddlewareExchange:
         self.request_id = request_id
         self.deadline = deadline
         self.tally = tally
-        """Where it counts; its endpoint's once that is known."""
+        """The statistics that count it; its endpoint's once that is known."""
         self.client: Final = client
-        """Who asks as ``host:port``, as far as the proxies in front are believed."""
+        """The client as ``host:port``, as forwarded by trusted proxies."""
         self.problem: Problem | None = None
-        """What it is answered with, when this process has failed it."""
+        """The error response, when this process failed the request."""
         self.follower: ObservedRequest | None = None
-        """Of a request that is followed."""
+        """The observer of the request; None when it is not observed."""
         self.traceparent = ""
-        """What goes on to replicas, where it was decided here whether the request is traced."""
+        """The traceparent for replicas; empty when tracing was not decided here."""
         self._scope = asyncio.timeout_at(deadline + _MIDDLEWARE_GRACE_S)
 
     def begun(self) -> None:
-        """The answer begins: from now on no deadline holds."""
+        """Called when the response starts: from now on no deadline applies."""
         if not self._scope.expired():
             self._scope.reschedule(None)
 
     async def run(
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions, forwarded_hops: int
     ) -> web.StreamResponse:
-        """The answer of the ``chain``, or what is told instead of it."""
-        given = request.clone(client_max_size=options.body_bytes_max)
+        """The response of the ``chain``, or an error response."""
+        cloned = request.clone(client_max_size=options.body_bytes_max)
         checked = checked_headers(request.raw_headers, forwarded_hops)
         if checked != request.raw_headers:
-            replace_headers(given, checked)
-        given[EXCHANGE] = self
+            replace_headers(cloned, checked)
+        cloned[EXCHANGE] = self
         try:
             check_announced(request, options.body_bytes_max)
         except ServeError as error:
@@ -156,7 +156,7 @@ class MiddlewareExchange:
         await let_continue(request)  # a middleware may want the body
         try:
             async with self._scope:
-                response = await chain(given)
+                response = await chain(cloned)
             if not isinstance(response, web.StreamResponse):
                 raise TypeError(f"a middleware returned {type(response).__name__}, no response")  # noqa: TRY301 - a failure like what it raises
             if request.writer.output_size > 0 and not response.prepared:
@@ -177,7 +177,7 @@ class MiddlewareExchange:
             "middleware_failed", request_id=self.request_id, path=request.raw_path[:200], exc_info=error
         )
         if request.writer.output_size > 0:
-            # What was written still goes out, and then the connection is closed.
+            # What was written is still sent, and then the connection is closed.
             raise ConnectionResetError("a middleware failed after the answer had begun") from error
         if is_late:
             problem = Problem(

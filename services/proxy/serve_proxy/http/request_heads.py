@@ -1,6 +1,6 @@
-"""What a request says of itself, as aiohttp holds it.
+"""Properties of a request's head, as aiohttp stores them.
 
-Why apart: the library hands some of it out only in forms that cost more than the whole way through this proxy.
+Why a module: the library's public forms of some of them cost more than everything else this proxy does.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from serve_proxy.core.problems import BadRequest, UnknownCoding
 
 
 def check_head(request: web.BaseRequest) -> None:
-    """Refuse what the parser lets pass, and have the connection closed where its bytes may be taken in two ways.
+    """Reject invalid heads that the parser accepts; close the connection where its bytes are ambiguous.
 
-    Raises `BadRequest` and `UnknownCoding`; nothing that follows on the connection can then be believed.
+    Raises `BadRequest` and `UnknownCoding`; the rest of the connection can then not be trusted.
     """
-    message = request._message  # noqa: SLF001 - told nowhere else
+    message = request._message  # noqa: SLF001 - not public
     if message.version.major != 1:  # the parser lets 0.9 and 2.0 pass, when nothing follows
-        request._version = HttpVersion11  # noqa: SLF001 - the answer would claim the other one
+        request._version = HttpVersion11  # noqa: SLF001 - the response would use the other one
         raise BadRequest("version", "only HTTP/1.0 and HTTP/1.1 are spoken here")
     if message.chunked:
         if not is_only_chunked(message.raw_headers):
             raise UnknownCoding("transfer-encoding", "only chunked is understood here")
-        is_last = message.version < HttpVersion11  # others on the way may not know chunks (RFC 9112, 6.1)
+        is_last = message.version < HttpVersion11  # intermediaries may not support chunks (RFC 9112, 6.1)
     elif hdrs.TRANSFER_ENCODING in message.headers:
         raise UnknownCoding("transfer-encoding", "only chunked is understood here")
     else:
@@ -36,20 +36,20 @@ def check_head(request: web.BaseRequest) -> None:
     if message.upgrade:
         upgrade = ",".join(message.headers.getall(hdrs.UPGRADE, ()))
         if not is_socket_wanted(request, as_bytes(upgrade)):
-            is_last = True  # the parser drops what came behind it
+            is_last = True  # the parser drops the bytes after it
     if is_last:
         request._message = message._replace(should_close=True)  # noqa: SLF001 - `keep_alive` reads it there
 
 
 def is_socket_wanted(request: web.BaseRequest, upgrade: bytes) -> bool:
     """True for an upgrade to a WebSocket; ``upgrade`` is the header. The parser has then stopped at this request."""
-    return upgrade.strip().lower() == b"websocket" and request._message.upgrade  # noqa: SLF001 - told nowhere else
+    return upgrade.strip().lower() == b"websocket" and request._message.upgrade  # noqa: SLF001 - not public
 
 
 def replace_headers(request: web.BaseRequest, raw: tuple[tuple[bytes, bytes], ...]) -> None:
-    """Give ``request``, a clone, other headers.
+    """Replace the headers of ``request``, a clone.
 
-    `clone(headers=…)` makes the raw form of the others, and fails for values that are not UTF-8.
+    `clone(headers=…)` re-encodes the raw headers, and fails for values that are not UTF-8.
     """
     pairs = ((name.decode("latin-1"), value.decode("utf-8", "surrogateescape")) for name, value in raw)
     headers = CIMultiDictProxy(CIMultiDict(pairs))
@@ -64,12 +64,12 @@ def peer_of(request: web.BaseRequest) -> str:
 
 
 def scheme_of(request: web.BaseRequest) -> str:
-    """By which the client came: http or https."""
+    """Scheme of the client's connection: http or https."""
     return "https" if request.secure else "http"
 
 
 def authority_of(request: web.BaseRequest) -> bytes:
-    """The host that the target itself names, as clients of forward proxies send it; empty when it names none."""
+    """The authority of an absolute-form target, as clients of forward proxies send it; otherwise empty."""
     if request.raw_path.startswith("/"):
         return b""
     return as_bytes(request._message.url.raw_authority)  # noqa: SLF001 - the request's own form has lost it

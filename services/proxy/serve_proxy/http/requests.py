@@ -1,4 +1,4 @@
-"""What holds for HTTP requests that arrive now, and the few paths that the proxy answers itself."""
+"""Handles HTTP requests by the options in force, and serves the proxy's internal routes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from serve_proxy.shell.request_traces import RequestTraces
 
 OWN_PREFIX: Final = "/-/"
 ROUTES_PATH: Final = "/-/routes"
-"""Who asks for it meets the middlewares, as every other client does; a health check does not."""
+"""Requests to it pass the middlewares, as all others do; health checks do not."""
 
 
 def answer_own_path(ingress: Ingress, method: str, path: str, request_id: str) -> web.Response:
-    """``/-/healthz`` and ``/-/routes``; everything else below the prefix is 404."""
+    """Serve ``/-/healthz`` and ``/-/routes``; every other path below the prefix is 404."""
     if path not in ("/-/healthz", ROUTES_PATH):
         problem = problem_of(NotFound(f"{path[:200]} is none of the proxy's paths"))
         return problem_response(problem, request_id)
@@ -50,7 +50,7 @@ def answer_own_path(ingress: Ingress, method: str, path: str, request_id: str) -
 
 @final
 class HttpRequests:
-    """Turns each HTTP request into a call, and the call's answer into the HTTP answer."""
+    """Turns each HTTP request into a call, and the call's response into the HTTP response."""
 
     def __init__(
         self,
@@ -62,38 +62,38 @@ class HttpRequests:
         traces: RequestTraces | None = None,
         log_request: Callable[[AccessLine], None] | None = None,
     ) -> None:
-        """``traces`` is None where nothing is traced; ``log_request`` takes the access log's lines, if there is one."""
+        """``traces`` is None if tracing is off; ``log_request`` receives the access log's lines, if there is one."""
         self.options = options
-        """In force for requests that arrive now."""
+        """The options for requests that arrive now."""
         self.following: RequestTraces | AccessLog | None = None
-        """Who follows requests that arrive now, if anybody does."""
+        """Attaches observers to requests that arrive now; None when they are not observed."""
         self.new_request_id: Final = new_request_id
         self.now: Final = asyncio.get_running_loop().time
         self._ingress = ingress
         self._chain: Handler | None = None
-        """All middlewares around the way to the endpoint; None when there are none."""
+        """The middlewares composed around the endpoint handler; None when there are none."""
         self._traces = traces
         self._access_log = None if log_request is None else AccessLog(log_request, traces)
         self.forwarded_hops: Final = forwarded_hops
-        """See `ProxySettings`."""
+        """Number of trusted proxies in front, as `ProxySettings.forwarded_hops`."""
         self._endpoints = EndpointAnswers(ingress, new_request_id, forwarded_hops)
         self.sockets: Final = self._endpoints.sockets
         self.use(options, ())
 
     async def close(self, timeout_s: float) -> None:
-        """End what is left of uploads and sockets."""
+        """Cancel the remaining uploads and sockets."""
         await self._endpoints.close(timeout_s)
 
     @property
     def has_middlewares(self) -> bool:
-        """True when requests that arrive now meet any."""
+        """True when requests that arrive now pass middlewares."""
         return self._chain is not None
 
     def use(self, options: HttpOptions, middlewares: tuple[Middleware, ...]) -> None:
-        """Treat requests that arrive from now on so; the first middleware is the outermost."""
+        """Apply both to requests that arrive from now on; the first middleware is the outermost."""
 
         async def innermost(request: web.BaseRequest) -> web.StreamResponse:
-            # A middleware may hand on another request than it was given.
+            # A middleware may pass on another request than it received.
             path, _, query = target_of(request).partition("?")
             exchange = request.get(EXCHANGE)
             if path.startswith(OWN_PREFIX):
@@ -110,7 +110,7 @@ class HttpRequests:
             self.following = self._access_log
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+        """Respond to one request."""
         try:
             check_head(request)
         except ServeError as error:
@@ -129,7 +129,7 @@ class HttpRequests:
                     request, path, query, options, following=self.following, exchange=None
                 )
             else:
-                response = await self._answer_through(chain, request, options)
+                response = await self._answer_with_middlewares(chain, request, options)
         if not response.prepared:
             response.headers["Server"] = SERVER_NAME
             if self._ingress.is_draining or (request.body_exists and is_mostly_unread(request)):
@@ -137,7 +137,7 @@ class HttpRequests:
         return response
 
     def _refuse(self, request: web.BaseRequest, problem: Problem) -> web.Response:
-        """Answer a request whose bytes cannot be trusted, and the connection with it."""
+        """Respond to an invalid request, and close its connection."""
         self._ingress.routes.unmatched.add(request.method, problem.status, 0.0)
         request_id = self.new_request_id()
         if isinstance(self.following, AccessLog):
@@ -150,10 +150,10 @@ class HttpRequests:
 
     # -- with middlewares --
 
-    async def _answer_through(
+    async def _answer_with_middlewares(
         self, chain: Handler, request: web.BaseRequest, options: HttpOptions
     ) -> web.StreamResponse:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         read = read_request_headers(request.raw_headers, self.forwarded_hops)
         request_id = read.request_id or self.new_request_id()
         deadline = self.now() + options.request_timeout_s
@@ -176,6 +176,6 @@ class HttpRequests:
                 sent_bytes = whole_bytes(request, response)
             return response
         finally:
-            exchange.tally.add(request.method, status, time.perf_counter() - began)
+            exchange.tally.add(request.method, status, time.perf_counter() - started_at)
             if exchange.follower is not None:
                 exchange.follower.ended(status, exchange.problem, sent_bytes)

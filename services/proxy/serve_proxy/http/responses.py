@@ -1,7 +1,7 @@
-"""Replicas' answers as HTTP: whole, in pieces, or an error.
+"""Replicas' responses as HTTP: complete, streamed, or an error.
 
-Why streams are written here and not by the library: an answer that breaks off must close the connection, for nothing
-else can tell a client in the middle of a body.
+Why streams are written here and not by the library: a response that breaks off must close the connection, which is the
+only way to signal an error in the middle of a body.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _log = structlog.get_logger(__name__)
 
 SERVER_NAME: Final = "muster"
 READS_TOO_SLOWLY: Final = "client_reads_too_slowly"
-"""In the access log, why an answer was not taken to its end."""
+"""Error in the access log for a client that reads its response too slowly."""
 
 WATCHED_BYTES_MIN: Final = 64 * 1024
-"""A whole answer up to this size is left to the system; a larger one must be taken at a pace."""
+"""A complete response up to this size is left to the system; for a larger one a minimum rate is enforced."""
 
 
-class _AsGiven(web.StreamResponse):
-    """An answer as the replica gave it: no type is added to one that has none, and no byte of a header is changed."""
+class _ExactResponse(web.StreamResponse):
+    """A response exactly as the replica sent it: no content type is added, and no byte of a header is changed."""
 
-    _send_headers_immediately = False  # not before they are what they must be
+    _send_headers_immediately = False  # not before they are final
 
     async def _prepare_headers(self) -> None:
         is_typed = CONTENT_TYPE in self.headers
@@ -47,7 +47,7 @@ class _AsGiven(web.StreamResponse):
             self.headers.popall(CONTENT_TYPE, None)
 
     async def _write_headers(self) -> None:
-        """The library drops what is not UTF-8, so a head that may have some is put together here."""
+        """The library drops what is not UTF-8, so a head that may have such bytes is built here."""
         await super()._write_headers()
         if "".join(self.headers.values()).isascii():
             return
@@ -60,17 +60,17 @@ class _AsGiven(web.StreamResponse):
         writer._headers_buf = head  # noqa: SLF001 - as above
 
 
-class _StreamedResponse(_AsGiven):
-    """An answer that is written as it comes."""
+class _StreamedResponse(_ExactResponse):
+    """A response that is written as it arrives."""
 
     async def _write_headers(self) -> None:
         await super()._write_headers()
         if self._payload_writer is not None:
-            self._payload_writer.send_headers()  # the first piece may be long in coming
+            self._payload_writer.send_headers()  # the first chunk may take long
 
 
-class _WholeResponse(_AsGiven, web.Response):
-    """An answer that is all here."""
+class _WholeResponse(_ExactResponse, web.Response):
+    """A complete response."""
 
 
 async def respond(
@@ -82,10 +82,10 @@ async def respond(
     *,
     rate_min: int = 0,
 ) -> web.StreamResponse:
-    """The HTTP answer; one that comes in pieces, or is large, is written to its end.
+    """The HTTP response; a streamed or large one is written to its end.
 
-    A client that takes less than ``rate_min`` bytes a second is cut off. Raises `ResponseUnusable` before anything
-    is written.
+    A client that reads less than ``rate_min`` bytes a second is disconnected. Raises `ResponseUnusable` before
+    anything is written.
     """
     try:
         forwarded, content_length = read_response_head(answer.status, answer.headers)
@@ -111,10 +111,12 @@ async def respond(
     try:
         await response.prepare(request)
         progress = _Progress(request)
-        follower = call.ask.trace
-        if isinstance(follower, LoggedRequest):
-            follower.sends(progress, is_stream=answer.stream is not None)
-        with Pace(rate_min, progress.taken_bytes, partial(_cut_off, request, request_id, progress)):
+        observer = call.ask.trace
+        if isinstance(observer, LoggedRequest):
+            observer.sends(progress, is_stream=answer.stream is not None)
+        with Pace(
+            rate_min, progress.taken_bytes, partial(_disconnect_slow_client, request, request_id, progress)
+        ):
             if answer.stream is None:
                 progress.written_bytes = len(answer.body)
                 await response.write(answer.body)
@@ -127,7 +129,7 @@ async def respond(
 
 
 class _Progress:
-    """How far a client is in taking an answer; a `SentAnswer`."""
+    """How much of a response a client has read; a `SentAnswer`."""
 
     __slots__ = ("_transport", "failure", "written_bytes")
 
@@ -137,12 +139,12 @@ class _Progress:
         self._transport = request.transport
 
     def taken_bytes(self) -> int | None:
-        """None while it has taken all that there was."""
+        """Bytes that the client has read; None while it has read everything written so far."""
         unsent_bytes = 0 if self._transport is None else self._transport.get_write_buffer_size()
         return self.written_bytes - unsent_bytes if unsent_bytes else None
 
 
-def _cut_off(request: web.BaseRequest, request_id: str, progress: _Progress) -> None:
+def _disconnect_slow_client(request: web.BaseRequest, request_id: str, progress: _Progress) -> None:
     _log.warning("client_reads_too_slowly", request_id=request_id)
     progress.failure = READS_TOO_SLOWLY
     if request.transport is not None:
@@ -156,12 +158,12 @@ async def _stream(
     content_length: int | None,
     progress: _Progress,
 ) -> None:
-    """Write pieces as they come. An answer that breaks off closes the connection: nothing else can tell."""
+    """Write chunks as they arrive. A response that breaks off closes the connection."""
     try:
-        while (piece := await body.read()) is not None:
-            if piece:
-                progress.written_bytes += len(piece)
-                await response.write(piece)
+        while (data := await body.read()) is not None:
+            if data:
+                progress.written_bytes += len(data)
+                await response.write(data)
         if content_length is not None and progress.written_bytes != content_length:
             raise ResponseUnusable(
                 f"the replica promised {content_length} bytes and sent {progress.written_bytes}"
@@ -169,18 +171,18 @@ async def _stream(
     except ServeError as error:
         _log.warning("answer_broke_off", reason=str(error), written_bytes=progress.written_bytes)
         progress.failure = error_type_of(error)
-        _break_off(request, error)
+        _abort(request, error)
 
 
-def _break_off(request: web.BaseRequest, cause: Exception) -> NoReturn:
-    """Close the connection in the middle of an answer."""
+def _abort(request: web.BaseRequest, cause: Exception) -> NoReturn:
+    """Close the connection in the middle of a response."""
     if request.transport is not None:
         request.transport.abort()
     raise ConnectionResetError("the answer broke off") from cause
 
 
 def whole_bytes(request: web.BaseRequest, response: web.StreamResponse | None) -> int:
-    """How many bytes the body of an answer has that is all here."""
+    """Size of the body of a complete response; 0 for others."""
     if not isinstance(response, web.Response) or request.method == "HEAD":
         return 0
     return len(response.body) if isinstance(response.body, bytes | bytearray) else 0
@@ -201,7 +203,7 @@ def problem_lines(problem: Problem, request_id: str) -> tuple[bytes, bytes]:
 
 
 def as_response(answer: web.HTTPException) -> web.Response:
-    """The answer that a middleware raised, as one that is returned."""
+    """The response that a middleware raised as an exception."""
     headers = CIMultiDict(answer.headers)
     headers.popall("Content-Length", None)
     response = web.Response(

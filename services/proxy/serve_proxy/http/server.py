@@ -1,4 +1,4 @@
-"""HTTP for clients: aiohttp's low-level server, which only parses and writes."""
+"""The HTTP server for clients: aiohttp's low-level server, which only parses and writes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from serve_proxy.http.responses import respond
 from serve_proxy.shell.ingress import Ingress
 
 _SO_ATTACH_FILTER: Final = 26
-"""Linux, asm-generic/socket.h."""
+"""Socket option of Linux (asm-generic/socket.h)."""
 _SYN, _ACK, _FLAGS_AT = 0x02, 0x10, 13
-"""RFC 9293, 3.1: a filter of a TCP socket sees segments from their header on."""
+"""TCP flags and their offset (RFC 9293, 3.1): a filter on a TCP socket sees segments from the TCP header on."""
 _PROGRAM: Final = (
     # Classic BPF (linux/filter.h) as (code, jump if true, jump if false, constant).
     (0x30, 0, 0, _FLAGS_AT),  # load the byte of flags
     (0x54, 0, 0, _SYN | _ACK),  # keep these two
-    (0x15, 0, 1, _SYN),  # a SYN that answers nothing: it opens a connection
+    (0x15, 0, 1, _SYN),  # a SYN without ACK: it opens a connection
     (0x06, 0, 0, 0),  # drop
-    (0x06, 0, 0, 0xFFFFFFFF),  # take
+    (0x06, 0, 0, 0xFFFFFFFF),  # accept
 )
 
 
 def let_nobody_in(listener: socket.socket) -> None:
-    """From now on no connection begins on a listening TCP socket; those that have begun may be accepted.
+    """Drop new connections on a listening TCP socket from now on; established ones can still be accepted.
 
     Raises OSError where the system has no such filters.
     """
@@ -52,25 +52,25 @@ def let_nobody_in(listener: socket.socket) -> None:
 _log = structlog.get_logger(__name__)
 
 _LINGERING_S: Final = 2.0
-"""How long the rest of a body is read that nobody wants, so that its client reads the answer."""
+"""Seconds for which an unwanted body is read, so that its client reads the response."""
 _READ_BYTES_MAX: Final = 128 * 1024
-"""Of a body that its reader has not taken yet, in the library's buffer: it stops reading at twice as much, which is
-what comes at once; with less it would stop after every read."""
+"""Limit of the library's buffer for unread body bytes: it stops reading at twice as much, which is the size of one
+read; with less it would stop after every read."""
 BACKLOG: Final = 1024
 _ACCEPTED_MAX: Final = 256
-"""Connections that are accepted in one turn of the loop; the next one reads what each of them has sent."""
-_QUIET: Final = logging.getLogger("serve_proxy.http")
-_QUIET.disabled = True
-"""aiohttp logs a traceback for every malformed request; what clients get wrong is counted and answered instead."""
+"""Connections accepted in one iteration of the loop; the next iteration reads what each of them has sent."""
+_DISABLED_LOGGER: Final = logging.getLogger("serve_proxy.http")
+_DISABLED_LOGGER.disabled = True
+"""aiohttp logs a traceback for every malformed request; client errors are counted and answered instead."""
 
 
 @final
 class HttpServer:
-    """Listens, and hands each HTTP request on."""
+    """Listens, and passes each HTTP request to `HttpRequests`."""
 
     def __init__(self, requests: HttpRequests, ingress: Ingress) -> None:
         self.in_flight = 0
-        """Requests that have not been answered."""
+        """Requests without a complete response."""
         self.tasks: Final = TaskOwner("http")
         self.requests: Final = requests
         self._ingress = ingress
@@ -83,11 +83,11 @@ class HttpServer:
             auto_decompress=False,
             lingering_time=_LINGERING_S,
             read_bufsize=_READ_BYTES_MAX,
-            logger=_QUIET,
+            logger=_DISABLED_LOGGER,
         )
         self._listener: asyncio.Server | None = None
-        self._doors: list[socket.socket] = []
-        """The listener's sockets, by descriptors of our own."""
+        self._listening_sockets: list[socket.socket] = []
+        """Duplicates of the listener's sockets."""
 
     @property
     def connections(self) -> int:
@@ -103,14 +103,14 @@ class HttpServer:
             self._accept, host, port, backlog=BACKLOG, reuse_port=reuse_port
         )
         for listening in self._listener.sockets:
-            door = socket.socket(fileno=os.dup(listening.fileno()))
-            door.settimeout(0)
-            self._doors.append(door)
+            listening_socket = socket.socket(fileno=os.dup(listening.fileno()))
+            listening_socket.settimeout(0)
+            self._listening_sockets.append(listening_socket)
         bound = self._listener.sockets[0].getsockname()
         return f"{bound[0]}:{bound[1]}"
 
     async def stop_listening(self) -> None:
-        """Take no new connections; those that are open stay.
+        """Accept no new connections; open ones stay.
 
         Connections that wait to be accepted count as open: their clients may have sent a request already, and the
         system would reset them with the listener.
@@ -118,21 +118,23 @@ class HttpServer:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        doors, self._doors = self._doors, []
-        for door in doors:
-            with contextlib.suppress(OSError):  # a system without filters: then the gap is small
-                let_nobody_in(door)
+        listening_sockets, self._listening_sockets = self._listening_sockets, []
+        for listening_socket in listening_sockets:
+            with contextlib.suppress(
+                OSError
+            ):  # a system without socket filters: then a few connections may be reset
+                let_nobody_in(listening_socket)
         listener.close()
         waiting: list[socket.socket] = []
-        for door in doors:
-            with door:  # it has kept the socket open after the loop has let go of it
-                while (accepted := _accept_waiting(door)) is not None:
+        for listening_socket in listening_sockets:
+            with listening_socket:  # it kept the socket open after the loop closed its own
+                while (accepted := _accept_pending(listening_socket)) is not None:
                     waiting.append(accepted)
         for accepted in waiting:
             await self._connect(accepted)
 
     def close_idle(self) -> None:
-        """Close the connections on which nothing was asked and nothing has come."""
+        """Close the connections without a request in flight or unread."""
         for connection in self._http.connections:
             if isinstance(connection, HttpConnection):
                 connection.close_if_idle()
@@ -147,37 +149,37 @@ class HttpServer:
 
     @property
     def header_timeout_s(self) -> float:
-        """See `HttpOptions`."""
+        """Seconds within which the head of a request must arrive."""
         return self.requests.options.header_timeout_s
 
     def take_simple(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
     ) -> FastExchange | None:
-        """See `http_fast.take_simple`."""
+        """The exchange of a simple request; None when it must take the regular path."""
         return take_simple(connection, self.requests, self._ingress, message, payload)
 
     def refuse_full(
         self, connection: HttpConnection, message: RawRequestMessage, payload: StreamReader
     ) -> bool:
-        """See `http_fast.refuse_full`."""
+        """Refuse a request whose body does not fit into memory; False when it was not refused."""
         return refuse_full(connection, self.requests, self._ingress, message, payload)
 
     async def respond(
         self, request: web.BaseRequest, call: Call, answer: Response, request_id: str
     ) -> web.StreamResponse:
-        """See `http_answers.respond`."""
+        """Write a replica's response to the client. Raises `ResponseUnusable`."""
         rate_min = self.requests.options.body_rate_min
         return await respond(self._ingress, request, call, answer, request_id, rate_min=rate_min)
 
     def _accept(self) -> web.RequestHandler:
-        """The protocol of a connection that the loop has accepted; those that wait behind it are accepted too.
+        """The protocol of a connection that the loop has accepted; further pending connections are accepted too.
 
-        libuv accepts one in each turn of the loop. While many bodies are read a turn takes tens of milliseconds, and
-        the last of some hundred clients would wait for seconds until its request is looked at.
+        libuv accepts one in each iteration of the loop. While many bodies are read an iteration takes tens of
+        milliseconds, and the last of some hundred clients would wait for seconds until its request is read.
         """
         left = _ACCEPTED_MAX
-        for door in self._doors:
-            while left > 0 and (accepted := _accept_waiting(door)) is not None:
+        for listening_socket in self._listening_sockets:
+            while left > 0 and (accepted := _accept_pending(listening_socket)) is not None:
                 self.tasks.start(self._connect(accepted), name="connect")
                 left -= 1
         return self._http()
@@ -196,7 +198,9 @@ class HttpServer:
             if request.body_exists and not response.prepared and is_mostly_unread(request):
                 connection = request.protocol
                 assert isinstance(connection, HttpConnection), "it was made by `_Connections`"
-                with contextlib.suppress(ConnectionError):  # the client is gone, which the library sees next
+                with contextlib.suppress(
+                    ConnectionError
+                ):  # the client disconnected, which the library detects next
                     await response.prepare(request)
                     await response.write_eof()
                     connection.drop_rest()
@@ -205,10 +209,10 @@ class HttpServer:
             self.in_flight -= 1
 
 
-def _accept_waiting(door: socket.socket) -> socket.socket | None:
-    """A connection that waits to be accepted; None when there is none, or this process may open no more."""
+def _accept_pending(listening_socket: socket.socket) -> socket.socket | None:
+    """A pending connection; None when there is none, or this process can open no more files."""
     try:
-        return door.accept()[0]
+        return listening_socket.accept()[0]
     except OSError:
         return None
 

@@ -1,7 +1,7 @@
-"""WebSockets: a client's socket joined to a replica's.
+"""WebSockets: a client's socket connected to a replica's.
 
-Why the replica is asked before the handshake is answered: it may refuse, and a refusal is an HTTP answer that says why;
-a socket that is accepted and closed at once says nothing.
+Why the replica is connected before the handshake is answered: it may refuse, and a refusal is an HTTP response with a
+reason; a socket that is accepted and closed at once gives none.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _log = structlog.get_logger(__name__)
 logging.getLogger("aiohttp.websocket").setLevel(logging.ERROR)
 
 HEARTBEAT_S: Final = 40.0
-"""A client that says nothing for so long is sent a ping, and has half as long to answer: a dead one keeps no slot."""
+"""Seconds of silence before a client is sent a ping; it has half as long to answer, so a dead one frees its slot."""
 CLOSE_TIMEOUT_S: Final = 5.0
-"""How long a client may take to answer a close."""
+"""Seconds that a client may take to answer a close."""
 LINGER_S: Final = 2.0
-"""How long what a client still sends is dropped after an error, so that it can read why."""
+"""Seconds for which messages are discarded after an error, so that the client can read the close frame."""
 REASON_BYTES_MAX: Final = 123
-"""Of a close frame."""
+"""Maximum size of the reason in a close frame."""
 
 NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
@@ -56,7 +56,7 @@ _SENDABLE: Final = frozenset({1000, 1001, 1002, 1003, *range(1007, 1015), *range
 
 
 def check_handshake(request: web.BaseRequest) -> None:
-    """Raise `UpgradeRefused` for an upgrade to a WebSocket that cannot be answered by one."""
+    """Raise `UpgradeRefused` for an invalid or unsupported WebSocket handshake."""
     headers = request.headers
     if headers.get("Sec-WebSocket-Version", "").strip() != "13":
         reason = "only version 13 is spoken here"
@@ -74,7 +74,7 @@ def check_handshake(request: web.BaseRequest) -> None:
 
 @final
 class HttpSockets:
-    """All sockets of this process that are open."""
+    """The open WebSockets of this process."""
 
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
@@ -86,14 +86,14 @@ class HttpSockets:
         return len(self._open)
 
     async def leave(self, grace_s: float) -> None:
-        """After ``grace_s`` close all sockets with `GOING_AWAY`, and from then on each new one."""
+        """After ``grace_s`` seconds close all sockets with `GOING_AWAY`, and from then on each new one."""
         await asyncio.sleep(grace_s)
         self._is_leaving = True
         for socket in list(self._open):
             _close(socket, GOING_AWAY, "this proxy is shutting down")
 
     def check(self, request: web.BaseRequest) -> None:
-        """Raise `ProxyLeaves` when no socket should begin here any more, and as `check_handshake`."""
+        """Validate a handshake. Raises `ProxyLeaves` while draining, and as `check_handshake`."""
         if self._ingress.is_draining:
             raise ProxyLeaves("this proxy is shutting down")
         check_handshake(request)
@@ -106,7 +106,7 @@ class HttpSockets:
         socket: ReplicaSocket,
         rate_min: int,
     ) -> web.StreamResponse:
-        """Answer the handshake, and pass messages until one side closes. Raises `ResponseUnusable` before it begins."""
+        """Answer the handshake, and forward messages until one side closes. Raises `ResponseUnusable` before that."""
         response = _accept(request, answer, ask.request_id)
         self._open.add(socket)
         try:
@@ -125,7 +125,7 @@ class HttpSockets:
         return response
 
     async def close(self, timeout_s: float) -> None:
-        """End what is left."""
+        """Cancel the remaining sockets."""
         await self._tasks.close(timeout_s)
 
     async def _to_client(
@@ -151,22 +151,26 @@ class HttpSockets:
         with Pace(rate_min, taken_bytes, cut_off):
             try:
                 while True:
-                    said = await socket.receive()
-                    if isinstance(said, SocketClosed):
+                    event = await socket.receive()
+                    if isinstance(event, SocketClosed):
                         break
                     response.said_messages += 1
-                    response.said_bytes += len(said.data)
-                    await response.send_frame(said.data, WSMsgType.TEXT if said.is_text else WSMsgType.BINARY)
+                    response.said_bytes += len(event.data)
+                    await response.send_frame(
+                        event.data, WSMsgType.TEXT if event.is_text else WSMsgType.BINARY
+                    )
             except ServeError as error:
                 _log.info("socket_failed", request_id=request_id, reason=str(error))
                 response.failure = response.failure or error_type_of(error)
-                said = SocketClosed(self._code_of(error), str(error))
-                _close(socket, said.code, said.reason)  # when the error is this side's
-            except ConnectionError:  # the client has closed or left meanwhile, and its task says so
-                said = SocketClosed(NORMAL, "")
-        response.last_code = said.code
-        code = said.code if said.code in _SENDABLE else NORMAL if said.code == NO_STATUS else INTERNAL
-        await response.close(code=code, message=_cut(said.reason))
+                event = SocketClosed(self._code_of(error), str(error))
+                _close(socket, event.code, event.reason)  # when the error is on this side
+            except (
+                ConnectionError
+            ):  # the client has closed or disconnected meanwhile, and its task reports that
+                event = SocketClosed(NORMAL, "")
+        response.last_code = event.code
+        code = event.code if event.code in _SENDABLE else NORMAL if event.code == NO_STATUS else INTERNAL
+        await response.close(code=code, message=_cut(event.reason))
         if response.has_failed:
             request.protocol.resume_reading(resume_parser=False)
             await asyncio.sleep(LINGER_S)  # ends with the connection
@@ -183,12 +187,12 @@ def _accept(request: web.BaseRequest, answer: Response, request_id: str) -> _Cli
     except ValueError as error:
         raise ResponseUnusable(f"the replica's answer cannot be sent: {error}") from error
     protocol = ""
-    kept = []
+    passed = []
     for name, value in headers:
         if name.lower() == "sec-websocket-protocol":
             protocol = value
         elif not name.lower().startswith("sec-websocket-"):
-            kept.append((name, value))
+            passed.append((name, value))
     offered = ",".join(request.headers.getall("Sec-WebSocket-Protocol", []))
     if protocol and protocol not in [offer.strip() for offer in offered.split(",")]:
         raise ResponseUnusable(f"the replica chose the protocol {protocol[:80]!r}, which was not offered")
@@ -201,7 +205,7 @@ def _accept(request: web.BaseRequest, answer: Response, request_id: str) -> _Cli
         decode_text=False,
         timeout=CLOSE_TIMEOUT_S,
     )
-    for name, value in kept:
+    for name, value in passed:
         response.headers.add(name, value)
     response.headers[REQUEST_ID] = request_id
     response.headers["Server"] = SERVER_NAME
@@ -209,7 +213,7 @@ def _accept(request: web.BaseRequest, answer: Response, request_id: str) -> _Cli
 
 
 async def _from_client(response: _ClientSocket, socket: ReplicaSocket) -> None:
-    """Pass on what the client says until it closes; how the socket ends is told by the task that sends."""
+    """Forward the client's messages until it closes; the task that sends reports how the socket ended."""
     try:
         while True:
             message = await response.receive()
@@ -231,7 +235,7 @@ async def _from_client(response: _ClientSocket, socket: ReplicaSocket) -> None:
             if not is_open:
                 return
     except ServeError as error:
-        _log.debug("socket_not_heard", reason=str(error))  # whoever receives is told the same
+        _log.debug("socket_not_heard", reason=str(error))  # the receiving task gets the same error
 
 
 def _end(
@@ -270,9 +274,9 @@ def _cut(reason: str) -> bytes:
 
 @final
 class MaskedFrames:
-    """What reads a client's frames, but refuses those that are not masked (RFC 6455, 5.1), which the library does not.
+    """Parses a client's frames, and refuses unmasked ones (RFC 6455, 5.1), which the library does not.
 
-    What came before such a frame is read as ever.
+    Frames before an unmasked one are processed.
     """
 
     __slots__ = ("_head", "_is_refused", "_left_bytes", "_queue", "_reader")
@@ -282,17 +286,17 @@ class MaskedFrames:
         self._reader = reader
         self._queue = queue
         self._head = b""
-        """Of a frame that has only just begun."""
+        """The first bytes of a frame whose head is incomplete."""
         self._left_bytes = 0
-        """Of a frame that has come in part: its key and its payload."""
+        """Bytes missing from a partly received frame: of its masking key and payload."""
         self._is_refused = False
 
     def feed_eof(self) -> None:
-        """As `WebSocketReader`."""
+        """Signal the end of the connection to the reader."""
         self._reader.feed_eof()
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
-        """As `WebSocketReader`."""
+        """Feed bytes to the reader, up to an unmasked frame."""
         if self._is_refused:
             return False, b""
         at, came = self._left_bytes, len(data)
@@ -328,7 +332,7 @@ class _ClientSocket(web.WebSocketResponse[bool]):
     """
 
     has_failed = False
-    """The client has sent what no client may."""
+    """The client has violated the protocol."""
     heard_messages = 0
     heard_bytes = 0
     said_messages = 0
@@ -338,7 +342,7 @@ class _ClientSocket(web.WebSocketResponse[bool]):
 
     def _post_start(self, request: web.BaseRequest, protocol: str | None, writer: WebSocketWriter) -> None:
         connection = request.protocol
-        came, connection._message_tail = connection._message_tail, b""  # noqa: SLF001 - it would be read at once
+        came, connection._message_tail = connection._message_tail, b""  # noqa: SLF001 - it would be parsed at once
         super()._post_start(request, protocol, writer)
         assert self._parser is not None
         assert self._reader is not None

@@ -6,12 +6,12 @@ options, naming the variable.
 
 | path | does | variables |
 | --- | --- | --- |
-| ``serve_proxy.middlewares.cors:cors`` | lets pages of other origins call | ``MUSTER_CORS_…``, see `cors` |
-| ``serve_proxy.middlewares.api_keys:api_keys`` | asks for a key | ``MUSTER_API_KEYS_FILE``, see `api_keys` |
+| ``serve_proxy.middlewares.cors:cors`` | allows calls by pages of other origins | ``MUSTER_CORS_…``, see `cors` |
+| ``serve_proxy.middlewares.api_keys:api_keys`` | requires an API key | ``MUSTER_API_KEYS_FILE``, see `api_keys` |
 | ``serve_proxy.middlewares.rate_limit:rate_limit`` | 429 above a rate | ``MUSTER_RATE_LIMIT_…``, see `rate_limit` |
 
-In this order: a browser sends no key with a preflight, and the limit counts by the key's name. For each of them there
-are a pure part and one that knows aiohttp; the module that the path names only reads the environment.
+Use them in this order: a browser sends no key with a preflight, and the limit counts by the key's name. Each consists
+of pure code and a part that uses aiohttp; importing the path only reads the environment.
 """
 
 from __future__ import annotations

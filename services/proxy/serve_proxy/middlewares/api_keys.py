@@ -1,4 +1,4 @@
-"""``serve_proxy.middlewares.api_keys:api_keys``: only who bears a key may call."""
+"""``serve_proxy.middlewares.api_keys:api_keys``: requests must have a valid API key."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ _DIGEST_PREFIX: Final = "sha256:"
 
 @final
 class KeyList:
-    """Keys by their owners' names."""
+    """API keys and their names."""
 
     __slots__ = ("_names", "_secret")
 
     def __init__(self, digests: dict[bytes, str]) -> None:
-        """``digests`` are the SHA-256 of the keys, with the names."""
+        """``digests`` maps the SHA-256 of each key to its name."""
         self._secret = secrets.token_bytes(32)
-        self._names = {self._place(digest): (digest, name) for digest, name in digests.items()}
+        self._names = {self._keyed_digest(digest): (digest, name) for digest, name in digests.items()}
 
     def __len__(self) -> int:
         return len(self._names)
 
     def name_of(self, key: bytes) -> str | None:
-        """Whose key that is; None when it is nobody's.
+        """The name of ``key``; None when it is unknown.
 
-        Found by a digest that is keyed with a secret of this process, so nobody can choose a key that takes longer to
-        refuse because it is nearly right.
+        Looked up by a digest keyed with a secret of this process, so that the time to refuse a key does not depend on
+        how close it is to a valid one.
         """
         if len(key) > KEY_LENGTH_MAX:
             return None
         digest = hashlib.sha256(key).digest()
-        known, name = self._names.get(self._place(digest), (b"", ""))
+        known, name = self._names.get(self._keyed_digest(digest), (b"", ""))
         return name if hmac.compare_digest(known, digest) else None
 
-    def _place(self, digest: bytes) -> bytes:
+    def _keyed_digest(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()
 
 
 def parse_keys(text: str, field: str) -> KeyList:
-    """Read a file of keys: a name and a key a line, with white space between; ``#`` begins a comment.
+    """Parse a file of keys: a name and a key per line, separated by white space; ``#`` starts a comment.
 
-    A key may stand there as ``sha256:`` and 64 hexadecimal digits. One name may have several keys, so that they can be
-    changed without a gap. Raises `BadField` naming ``field`` and the line, never a key.
+    A key may be given as ``sha256:`` and 64 hexadecimal digits. One name may have several keys, so that keys can be
+    rotated without downtime. Raises `BadField` naming ``field`` and the line, never a key.
     """
     digests: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -108,15 +108,15 @@ _Version = tuple[int, int, int]
 
 @final
 class KeyFile:
-    """Knows which keys count now."""
+    """The keys of a file, reloaded when it changes."""
 
     def __init__(self, path: str, field: str) -> None:
-        """Reads the file; raises `BadField` naming ``field`` when that cannot be done."""
+        """Reads the file. Raises `BadField` naming ``field`` when that fails."""
         self._path = Path(path)
         self._field = field
         self._version: _Version | None = None
-        self._is_looking = False
-        self._look_at = time.monotonic() + LOOK_INTERVAL_S
+        self._is_reloading = False
+        self._reload_at = time.monotonic() + LOOK_INTERVAL_S
         self._error = ""
         try:
             self._version = self._stat()
@@ -125,35 +125,35 @@ class KeyFile:
             raise BadField(field, f"{path} cannot be read: {error}") from error
 
     async def keys(self) -> KeyList:
-        """Those that count; one request a second waits until the file was looked at."""
+        """The valid keys; one request per second waits until the file was checked for changes."""
         now = time.monotonic()
-        if now >= self._look_at and not self._is_looking:
-            self._look_at = now + LOOK_INTERVAL_S
-            self._is_looking = True
-            looking = asyncio.get_running_loop().run_in_executor(None, self._look)
-            looking.add_done_callback(self._looked)
-            # Whoever waits may be cancelled; the look goes on.
-            _, late = await asyncio.wait([looking], timeout=READ_TIMEOUT_S)
+        if now >= self._reload_at and not self._is_reloading:
+            self._reload_at = now + LOOK_INTERVAL_S
+            self._is_reloading = True
+            reloading = asyncio.get_running_loop().run_in_executor(None, self._reload_if_changed)
+            reloading.add_done_callback(self._on_reloaded)
+            # The waiting request may be cancelled; the reload continues.
+            _, late = await asyncio.wait([reloading], timeout=READ_TIMEOUT_S)
             if late:
-                self._complain(f"{self._path} could not be read in {READ_TIMEOUT_S:g} s")
+                self._log_error(f"{self._path} could not be read in {READ_TIMEOUT_S:g} s")
         return self._keys
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         try:
             version = self._stat()
             if version == self._version:
                 return
-            self._version = version  # one that is wrong is not read again and again
+            self._version = version  # an invalid file is not read again and again
             self._keys = self._read()
             self._error = ""
             _log.info("api_keys_read", keys=len(self._keys))
         except (BadField, OSError, UnicodeError) as error:
-            self._complain(str(error))
+            self._log_error(str(error))
 
-    def _looked(self, _: asyncio.Future[None]) -> None:
-        self._is_looking = False
+    def _on_reloaded(self, _: asyncio.Future[None]) -> None:
+        self._is_reloading = False
 
-    def _complain(self, reason: str) -> None:
+    def _log_error(self, reason: str) -> None:
         if reason != self._error:
             self._error = reason
             _log.error("api_keys_not_read", reason=reason, effect="the keys that were read last count")
@@ -181,13 +181,13 @@ _CHALLENGE: Final = 'Bearer realm="muster"'
 
 @final
 class ApiKeyCheck:
-    """A middleware."""
+    """The middleware that checks API keys."""
 
     def __init__(self, file: KeyFile) -> None:
         self._file = file
 
     async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
-        """Hand the request on with its key's name instead of the key, or refuse it."""
+        """Pass the request on with its key's name instead of the key, or respond 401."""
         presented = _presented_keys(request)
         if not presented:
             return _refuse(
@@ -206,7 +206,7 @@ class ApiKeyCheck:
 
 
 def _presented_keys(request: web.BaseRequest) -> list[tuple[bytes, bytes]]:
-    """What may be keys, each with the header that has it, in lower case. One of them may be the application's own."""
+    """Possible keys with the lower-case names of their headers. One of them may be meant for the application."""
     found: list[tuple[bytes, bytes]] = []
     for raw_name, value in request.raw_headers:
         name = raw_name.lower()
@@ -226,7 +226,7 @@ _VARIABLE: Final = "MUSTER_API_KEYS_FILE"
 
 
 def __getattr__(name: str) -> ApiKeyCheck:
-    """`api_keys`, made when it is asked for: only then must its settings be there."""
+    """Create `api_keys` on access: only then are its settings required."""
     if name != "api_keys":
         raise AttributeError(name)
     return ApiKeyCheck(KeyFile(Environment().text(_VARIABLE), _VARIABLE))

@@ -1,4 +1,4 @@
-"""``serve_proxy.middlewares.cors:cors``: lets pages of other origins call from browsers."""
+"""``serve_proxy.middlewares.cors:cors``: cross-origin requests from browsers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ Headers = list[tuple[str, str]]
 
 
 class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Which requests of pages of other origins are answered."""
+    """Which cross-origin requests are allowed."""
 
     origins: frozenset[str]
-    """In the form in which browsers send them."""
+    """Origins in the form in which browsers send them."""
     wildcards: tuple[tuple[str, str], ...] = ()
-    """What an origin must begin and end with, for those given with ``*.``."""
+    """Prefix and suffix of the origins configured with ``*.``."""
     any_origin: bool = False
     methods: tuple[str, ...]
-    """In upper case; ``*`` alone is any."""
+    """Methods in upper case; ``*`` alone is any."""
     headers: tuple[str, ...]
-    """In lower case; ``*`` alone is any."""
+    """Request headers in lower case; ``*`` alone is any."""
     expose_headers: tuple[str, ...] = ()
     allow_credentials: bool = False
     max_age_s: int = 600
-    """How long a browser may keep the answer to a preflight."""
+    """Seconds for which a browser may cache the response to a preflight. Default 600."""
 
     def allows_origin(self, origin: str) -> bool:
-        """Whether pages of ``origin`` may call."""
+        """True when pages of ``origin`` may call."""
         if self.any_origin or origin in self.origins:
             return True
         for begin, end in self.wildcards:
@@ -56,18 +56,18 @@ class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depends_on_origin(self) -> bool:
-        """Whether another origin would be answered otherwise; caches must know."""
+        """True when the response depends on the origin; caches must know."""
         return not self.any_origin
 
     def answer(self, origin: str) -> Headers:
-        """What an answer to a page of ``origin`` bears; nothing when it may not call."""
+        """Headers of a response to a page of ``origin``; none when it may not call."""
         headers = self._origin_headers(origin)
         if headers and self.expose_headers:
             headers.append(("Access-Control-Expose-Headers", ", ".join(self.expose_headers)))
         return headers
 
     def preflight(self, origin: str, method: str, requested: str) -> Headers | str:
-        """What the answer to a preflight bears, or why the call is not allowed.
+        """Headers of the response to a preflight, or why the call is not allowed.
 
         ``requested`` is the value of ``Access-Control-Request-Headers``, empty for none.
         """
@@ -100,16 +100,16 @@ class CorsRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_cors_rules(environment: Environment) -> CorsRules:
-    """The rules in ``MUSTER_CORS_…``; raises `BadField` naming the variable. See `serve_proxy.middlewares.cors`."""
+    """Read ``MUSTER_CORS_…`` from ``environment``. Raises `BadField` naming the variable."""
     name = "MUSTER_CORS_ALLOW_ORIGINS"
     origins: set[str] = set()
     wildcards: list[tuple[str, str]] = []
-    given = _parts(environment.text(name))
-    if not given:
+    configured = _split_list(environment.text(name))
+    if not configured:
         raise BadField(name, "names no origin")
-    if len(given) > ORIGINS_MAX:
-        raise BadField(name, f"names {len(given)} origins; at most {ORIGINS_MAX} are allowed")
-    for origin in given:
+    if len(configured) > ORIGINS_MAX:
+        raise BadField(name, f"names {len(configured)} origins; at most {ORIGINS_MAX} are allowed")
+    for origin in configured:
         if origin in ("*", "null"):
             origins.add(origin)
         elif "*" in origin:
@@ -117,35 +117,37 @@ def read_cors_rules(environment: Environment) -> CorsRules:
         else:
             origins.add(_read_origin(origin, name))
     any_origin = "*" in origins
-    if any_origin and len(given) > 1:
+    if any_origin and len(configured) > 1:
         raise BadField(name, "is * for any origin, or a list; not both")
-    allow_credentials = _boolean(environment, "MUSTER_CORS_ALLOW_CREDENTIALS")
+    allow_credentials = _read_boolean(environment, "MUSTER_CORS_ALLOW_CREDENTIALS")
     if any_origin and allow_credentials:
         raise BadField(
             "MUSTER_CORS_ALLOW_CREDENTIALS", f"would let any page act for its visitor; name origins in {name}"
         )
     methods = tuple(
-        method.upper() for method in _tokens(environment, "MUSTER_CORS_ALLOW_METHODS", _METHODS_DEFAULT)
+        method.upper() for method in _read_tokens(environment, "MUSTER_CORS_ALLOW_METHODS", _METHODS_DEFAULT)
     )
-    headers = tuple(header.lower() for header in _tokens(environment, "MUSTER_CORS_ALLOW_HEADERS", "*"))
+    headers = tuple(header.lower() for header in _read_tokens(environment, "MUSTER_CORS_ALLOW_HEADERS", "*"))
     return CorsRules(
         origins=frozenset(origins),
         wildcards=tuple(wildcards),
         any_origin=any_origin,
         methods=methods,
         headers=headers,
-        expose_headers=tuple(_tokens(environment, "MUSTER_CORS_EXPOSE_HEADERS", "X-Request-ID,Retry-After")),
+        expose_headers=tuple(
+            _read_tokens(environment, "MUSTER_CORS_EXPOSE_HEADERS", "X-Request-ID,Retry-After")
+        ),
         allow_credentials=allow_credentials,
         max_age_s=environment.integer("MUSTER_CORS_MAX_AGE_S", 600, 0, 86_400),
     )
 
 
-def _parts(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _tokens(environment: Environment, name: str, default: str) -> list[str]:
-    tokens = _parts(environment.text(name, default))
+def _read_tokens(environment: Environment, name: str, default: str) -> list[str]:
+    tokens = _split_list(environment.text(name, default))
     for token in tokens:
         if not _TOKEN.fullmatch(token):
             raise BadField(name, f"{token[:80]!r} is no name that HTTP allows")
@@ -154,7 +156,7 @@ def _tokens(environment: Environment, name: str, default: str) -> list[str]:
     return tokens
 
 
-def _boolean(environment: Environment, name: str) -> bool:
+def _read_boolean(environment: Environment, name: str) -> bool:
     text = environment.text(name, "false").lower()
     if text not in ("true", "false"):
         raise BadField(name, f"{text[:40]!r} is neither true nor false")
@@ -162,7 +164,7 @@ def _boolean(environment: Environment, name: str) -> bool:
 
 
 def _read_origin(text: str, name: str) -> str:
-    """``scheme://host[:port]`` as a browser sends it."""
+    """Normalize ``scheme://host[:port]`` to what a browser sends. Raises `BadField`."""
     try:
         parts = urlsplit(text.lower())
         port = parts.port
@@ -180,7 +182,7 @@ def _read_origin(text: str, name: str) -> str:
 
 
 def _read_wildcard(text: str, name: str) -> tuple[str, str]:
-    """``scheme://*.host[:port]``, for all hosts below that one."""
+    """Prefix and suffix of ``scheme://*.host[:port]``, which allows all subdomains. Raises `BadField`."""
     begin, star, end = text.partition("://*.")
     if not star or "*" in end or "." not in end.partition(":")[0]:
         raise BadField(
@@ -196,17 +198,17 @@ _REQUESTED_HEADERS: Final = "Access-Control-Request-Headers"
 
 @final
 class CorsCheck:
-    """A middleware."""
+    """The middleware that applies the CORS rules."""
 
     def __init__(self, rules: CorsRules) -> None:
         self._rules = rules
 
     async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
-        """Answer a preflight, or add to the answer what the browser needs; errors need it as well."""
+        """Respond to a preflight, or add the CORS headers to the response; errors need them as well."""
         origin = request.headers.get("Origin")
         if origin is not None and request.method == "OPTIONS" and _REQUESTED_METHOD in request.headers:
             return self._preflight(request, origin)
-        mark = partial(self._mark, origin)
+        mark = partial(self._add_headers, origin)
         change_answer(request, mark)
         try:
             response = await handler(request)
@@ -217,11 +219,11 @@ class CorsCheck:
             mark(response)
         return response
 
-    def _mark(self, origin: str | None, response: web.StreamResponse) -> None:
+    def _add_headers(self, origin: str | None, response: web.StreamResponse) -> None:
         if self._rules.depends_on_origin:
             add_vary(response, "Origin")
         if origin is not None:
-            # Only the proxy knows who may call: what the application said of it would be doubled.
+            # The proxy decides who may call: headers set by the application would be duplicates.
             for name in [name for name in response.headers if name.lower().startswith("access-control-")]:
                 response.headers.popall(name, None)
             response.headers.extend(self._rules.answer(origin))
@@ -239,7 +241,7 @@ class CorsCheck:
 
 
 def __getattr__(name: str) -> CorsCheck:
-    """`cors`, made when it is asked for: only then must its settings be there."""
+    """Create `cors` on access: only then are its settings required."""
     if name != "cors":
         raise AttributeError(name)
     return CorsCheck(read_cors_rules(Environment()))

@@ -1,6 +1,6 @@
-"""What the ready-made middlewares share: refusing a request, changing its headers, and those of its answer.
+"""Helpers of the ready-made middlewares: refuse a request, change its headers, change those of its response.
 
-Why answers need a hook: one that is streamed is on its way before the handler returns, and its headers with it.
+Why responses need a hook: the headers of a streamed response are sent before the handler returns.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from serve_proxy.http.request_heads import replace_headers
 from serve_proxy.http.responses import problem_response
 
 API_KEY_NAME: Final = web.RequestKey("muster.api_key_name", str)
-"""Whose key a request bears; set when it was checked."""
+"""The name of a request's API key; set once the key was checked."""
 
 ChangeAnswer = Callable[[web.StreamResponse], None]
 
 
 class _Changes(tuple[ChangeAnswer, ...]):
-    """What is to be done to an answer's headers."""
+    """Pending changes of a response's headers."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ _CHANGES: Final = web.RequestKey("muster.answer_changes", _Changes)
 
 
 class _ChangedRequest(web.BaseRequest):
-    """A request whose answer is changed; its clones are of this class too."""
+    """A request whose response is changed; its clones are of this class too."""
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         for change in self.get(_CHANGES, ()):
@@ -40,7 +40,7 @@ class _ChangedRequest(web.BaseRequest):
 
 
 def change_answer(request: web.BaseRequest, change: ChangeAnswer) -> None:
-    """Call ``change`` with an answer that is sent before the handler returns, just before its headers are."""
+    """Call ``change`` with a response that is sent before the handler returns, just before its headers are sent."""
     request[_CHANGES] = _Changes((*request.get(_CHANGES, ()), change))
     request.__class__ = _ChangedRequest
 
@@ -59,19 +59,19 @@ def with_headers(
 
 
 def client_host(request: web.BaseRequest) -> str:
-    """The address of whoever asks: the connection's other end, or what trusted load balancers say of it."""
+    """Address of the client: the connection's peer, or as forwarded by trusted load balancers."""
     exchange = request.get(EXCHANGE)
     return (request.remote or "") if exchange is None else exchange.client.rpartition(":")[0]
 
 
 def refusal(request: web.BaseRequest, problem: Problem) -> web.Response:
-    """``problem`` in the form of all errors of a proxy."""
+    """The error response for ``problem``."""
     exchange = request.get(EXCHANGE)
     return problem_response(problem, uuid.uuid4().hex if exchange is None else exchange.request_id)
 
 
 def add_vary(response: web.StreamResponse, *names: str) -> None:
-    """Say that the answer depends on these headers of the request."""
+    """Add request headers on which the response depends to ``Vary``."""
     known = [part.strip() for line in response.headers.getall("Vary", []) for part in line.split(",")]
     lower = {name.lower() for name in known}
     if "*" in lower:

@@ -1,4 +1,4 @@
-"""``serve_proxy.middlewares.rate_limit:rate_limit``: at most so many requests a second from each caller."""
+"""``serve_proxy.middlewares.rate_limit:rate_limit``: limits the requests per second of each caller."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ KEY_LENGTH_MAX: Final = 256
 
 
 class RateRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How much each caller may ask of one proxy process."""
+    """The rate limit of each caller at one proxy process."""
 
     rate_per_s: float
     burst: int
     by: str
-    """`BY_KEY`, `BY_ADDRESS` or `BY_HEADER`."""
+    """What identifies a caller: `BY_KEY`, `BY_ADDRESS` or `BY_HEADER`."""
     header: str = ""
-    """Its name, for `BY_HEADER`."""
+    """The header's name, for `BY_HEADER`."""
     keys_max: int = 10_000
 
     def key(self, *, api_key_name: str, header_value: str, client: str) -> str:
-        """What a request is counted by; where it lacks that, the address of its ``client``."""
+        """The bucket key of a request; by the address of its ``client`` if the configured property is missing."""
         if self.by == BY_KEY and api_key_name:
             return f"key {api_key_name}"
         if self.header and header_value:
@@ -44,7 +44,7 @@ class RateRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _network(address: str) -> str:
-    """The address; of an IPv6 one its first 64 bits, for every client has a whole network of them."""
+    """The address; for IPv6 its /64 network, because a client usually has a whole one."""
     try:
         parsed = ipaddress.ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -57,7 +57,7 @@ def _network(address: str) -> str:
 
 
 def read_rate_rules(environment: Environment) -> RateRules:
-    """The rules in ``MUSTER_RATE_LIMIT_…``; raises `BadField` naming the variable."""
+    """Read ``MUSTER_RATE_LIMIT_…`` from ``environment``. Raises `BadField` naming the variable."""
     name = "MUSTER_RATE_LIMIT_PER_S"
     environment.text(name)  # it must be set
     rate_per_s = environment.seconds(name, 0, 0.001, 1_000_000)
@@ -83,13 +83,13 @@ class TokenBuckets:
         self._burst = burst
         self._keys_max = keys_max
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """Tokens and when there were so many; the longest unused first."""
+        """Tokens, and the time of that number; least recently used first."""
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def take(self, key: str, now: float) -> float:
-        """Take a token from the bucket of ``key``: 0 when there was one, else in how many seconds there will be."""
+        """Take a token from the bucket of ``key``; returns 0, or the seconds until one is available."""
         tokens, since = self._buckets.get(key, (self._burst, now))
         tokens = min(self._burst, tokens + max(now - since, 0.0) * self._rate_per_s)
         wait_s = 0.0 if tokens >= 1 else (1 - tokens) / self._rate_per_s
@@ -102,14 +102,14 @@ class TokenBuckets:
 
 @final
 class RateCheck:
-    """A middleware."""
+    """The middleware that applies the rate limit."""
 
     def __init__(self, rules: RateRules) -> None:
         self._rules = rules
         self._buckets = TokenBuckets(rate_per_s=rules.rate_per_s, burst=rules.burst, keys_max=rules.keys_max)
 
     async def __call__(self, request: web.BaseRequest, handler: Handler) -> web.StreamResponse:
-        """Hand the request on, or refuse it."""
+        """Pass the request on, or respond 429."""
         rules = self._rules
         key = rules.key(
             api_key_name=request.get(API_KEY_NAME, ""),
@@ -129,7 +129,7 @@ class RateCheck:
 
 
 def __getattr__(name: str) -> RateCheck:
-    """`rate_limit`, made when it is asked for: only then must its settings be there."""
+    """Create `rate_limit` on access: only then are its settings required."""
     if name != "rate_limit":
         raise AttributeError(name)
     return RateCheck(read_rate_rules(Environment()))

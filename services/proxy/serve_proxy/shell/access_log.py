@@ -1,7 +1,7 @@
-"""Follows every HTTP request, and makes a line of it when it has ended: the access log.
+"""The access log: observes every HTTP request, and writes a line when it has ended.
 
-Why as a follower: where nobody follows requests, the log costs nothing, not even a question. What is traced as well is
-followed by both, one inside the other.
+Why an observer: when it is off, the access log costs nothing. For a traced request the log's observer wraps that of the
+trace.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _HTTP: Final = "http"
 _STREAM: Final = "stream"
 _WEBSOCKET: Final = "websocket"
 _ABNORMAL: Final = 1006
-"""The code of a WebSocket that nobody has closed (RFC 6455, 7.4.1)."""
+"""Close code of a WebSocket that ended without a close frame (RFC 6455, 7.4.1)."""
 
 
 class SentAnswer(Protocol):
-    """An answer on its way to the client."""
+    """A response that is being sent to the client."""
 
     written_bytes: int
     failure: str
-    """Why it broke off; empty when it did not, or when the client left."""
+    """Why it broke off; empty when it did not, or when the client disconnected."""
 
 
 class OpenSocket(Protocol):
@@ -42,20 +42,19 @@ class OpenSocket(Protocol):
     said_messages: int
     said_bytes: int
     last_code: int
-    """By which either side has closed it; 0 before that."""
+    """The close code sent by either side; 0 before that."""
     failure: str
-    """As `SentAnswer.failure`."""
+    """Why it failed; empty when it did not."""
 
 
 @final
 class LoggedRequest:
-    """Gathers what is said of one request; a `ObservedRequest`."""
+    """Collects the fields of one request's line; an `ObservedRequest`."""
 
     __slots__ = (
         "_answer",
         "_attempts",
         "_backend_tag",
-        "_began",
         "_body",
         "_client",
         "_endpoint_tag",
@@ -66,6 +65,7 @@ class LoggedRequest:
         "_replica_tag",
         "_request_id",
         "_socket",
+        "_started_at",
         "_trace",
         "_traceparent",
         "_write",
@@ -83,7 +83,7 @@ class LoggedRequest:
         trace: TracedRequest | None,
     ) -> None:
         self._write = write
-        self._began = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._method = method
         self._path = path
         self._request_id = request_id
@@ -97,10 +97,10 @@ class LoggedRequest:
         self._socket: OpenSocket | None = None
         self._is_ended = False
 
-    # -- a `ObservedRequest` --
+    # -- `ObservedRequest` --
 
     def asks(self, ask: RequestSpec) -> None:
-        """See `ObservedRequest`."""
+        """Note the endpoint and the backend."""
         self._endpoint_tag = ask.endpoint.tag
         self._backend_tag = ask.backend_tag or ask.endpoint.split.sole or ""
         self._traceparent = ask.traceparent
@@ -110,12 +110,12 @@ class LoggedRequest:
             self._trace.asks(ask)
 
     def waits(self, why: str) -> None:
-        """See `RequestObserver`."""
+        """Pass on to the trace; not logged."""
         if self._trace is not None:
             self._trace.waits(why)
 
     def attempt_begun(self, replica: ReplicaTag, *, is_patient: bool) -> str:
-        """See `RequestObserver`."""
+        """Count the attempt and note its replica; returns the traceparent to send."""
         self._replica_tag = replica
         self._attempts += 1
         if self._trace is not None:
@@ -123,17 +123,17 @@ class LoggedRequest:
         return self._traceparent
 
     def attempt_failed(self, kind: str, text: str) -> None:
-        """See `RequestObserver`."""
+        """Pass on to the trace; not logged."""
         if self._trace is not None:
             self._trace.attempt_failed(kind, text)
 
     def attempt_ended(self, status: int) -> None:
-        """See `RequestObserver`."""
+        """Pass on to the trace; not logged."""
         if self._trace is not None:
             self._trace.attempt_ended(status)
 
     def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:
-        """See `ObservedRequest`."""
+        """Write the line."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -157,7 +157,7 @@ class LoggedRequest:
                 status=status,
                 bytes_in=bytes_in,
                 bytes_out=sent_bytes,
-                duration_ms=round((time.perf_counter() - self._began) * 1000, 3),
+                duration_ms=round((time.perf_counter() - self._started_at) * 1000, 3),
                 request_id=self._request_id,
                 endpoint_tag=self._endpoint_tag,
                 backend_tag=backend_tag_of(ReplicaTag(replica_tag)) if replica_tag else self._backend_tag,
@@ -171,30 +171,30 @@ class LoggedRequest:
                 trace_id="" if trace is None else trace.span.trace_id,
             )
         )
-        # They lead to the connection, and that to this request: it would be left to the garbage collector.
+        # They reference the connection, and that this request: the cycle would need the garbage collector.
         self._answer = self._socket = None
         if trace is not None:
             trace.ended(status, problem, sent_bytes)
 
-    # -- what only a log wants to know --
+    # -- only for the log --
 
     def sends(self, answer: SentAnswer, *, is_stream: bool) -> None:
-        """The ``answer`` begins, which takes a while; what became of it is read from it at the end."""
+        """The ``answer`` is being sent; its size and failure are read at the end."""
         self._answer = answer
         if is_stream:
             self._kind = _STREAM
 
     def talks(self, socket: OpenSocket) -> None:
-        """The handshake succeeds; what was said is read from the ``socket`` at the end."""
+        """The handshake succeeded; message counts are read from the ``socket`` at the end."""
         self._socket = socket
 
 
 @final
 class AccessLog:
-    """Begins a line for each request that arrives."""
+    """Attaches a `LoggedRequest` to each request that arrives."""
 
     def __init__(self, write: Callable[[AccessLine], None], traces: RequestTraces | None) -> None:
-        """``write`` takes lines and neither waits nor raises; ``traces`` is None where nothing is traced."""
+        """``write`` receives lines and neither blocks nor raises; ``traces`` is None if tracing is off."""
         self._write = write
         self._traces = traces
 
@@ -209,7 +209,7 @@ class AccessLog:
         peer: str,
         body: ReceivedBody,
     ) -> None:
-        """As `RequestTraces.begin`; all requests are followed, whether they are traced or not."""
+        """Set ``headers.follower``, as `RequestTraces.begin` does; all requests are logged, traced or not."""
         trace = None
         if self._traces is not None:
             trace = self._traces.begin(headers, method, path, scheme, request_id)
@@ -219,7 +219,7 @@ class AccessLog:
         )
 
     def refused(self, method: str, path: str, request_id: str, peer: str, problem: Problem) -> None:
-        """A request that was not understood was answered with ``problem``."""
+        """Write the line of an invalid request that was answered with ``problem``."""
         self._write(
             AccessLine(
                 kind=_HTTP,

@@ -1,4 +1,4 @@
-"""Plain NATS request/reply in and out, so that any NATS client calls a model without HTTP."""
+"""Plain NATS request/reply, so that any NATS client can call an endpoint without HTTP."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from serve_proxy.shell.request_traces import RequestTraces
 _log = structlog.get_logger(__name__)
 
 WANTS_STREAM: Final = "x-serve-stream"
-"""Header of a request: any value but ``0`` and ``false`` asks for an answer in several messages, the last one empty."""
+"""Request header: any value but ``0`` and ``false`` requests a response in several messages, the last one empty."""
 _ERROR_TEXT_MAX: Final = 500
 _HEADERS_ROOM: Final = 1024
 
@@ -44,27 +44,27 @@ TextHeaders = list[tuple[str, str]]
 
 
 class ReplyBus(Protocol):
-    """What replying needs of the bus; `BusConnection` is one."""
+    """What replies need from the bus; implemented by `BusConnection`."""
 
     @property
     def max_payload(self) -> int:
-        """Bytes that fit into one message."""
+        """Maximum bytes of one message."""
         ...
 
     def publish(
         self, subject: str | bytes, payload: bytes, reply: bytes = b"", headers: bytes | None = None
     ) -> None:
-        """See `BusConnection.publish`."""
+        """Publish a message without waiting. Raises when it cannot be buffered."""
         ...
 
     async def wait_writable(self) -> None:
-        """See `BusConnection.wait_writable`."""
+        """Wait until the outbound buffer has capacity. Raises `NotConnected`."""
         ...
 
 
 @final
 class PlainReplies:
-    """Sends answers and errors as NATS' services do."""
+    """Sends responses and errors in the format of NATS services."""
 
     def __init__(self, bus: ReplyBus) -> None:
         self._bus = bus
@@ -74,12 +74,12 @@ class PlainReplies:
     async def send(
         self, reply: bytes, answer: Response, request_id: str, deadline: float, *, in_pieces: bool
     ) -> None:
-        """Send an answer whole by ``deadline`` (the loop's time): in one message, or ``in_pieces`` and an empty one.
+        """Send a response by ``deadline`` (loop time): in one message, or ``in_pieces`` followed by an empty one.
 
-        Raises `ResponseUnusable` for one that does not fit or is none, `DeadlineExceeded`, and what the answer's own
-        stream raises; the caller is then still to be told.
+        Raises `ResponseUnusable` for one that is invalid or too large, `DeadlineExceeded`, and the errors of the
+        response's stream; the error must then still be sent to the caller.
         """
-        headers = _answer_headers(answer, request_id)
+        headers = _response_headers(answer, request_id)
         if answer.stream is None and not in_pieces:
             self._publish(reply, self._fitting(bytes(answer.body)), headers)
             return
@@ -93,7 +93,7 @@ class PlainReplies:
             raise DeadlineExceeded("the answer did not end within the call's deadline") from error
 
     def send_problem(self, reply: bytes, problem: Problem, request_id: str) -> None:
-        """Send an error. It also ends an answer that was begun in pieces."""
+        """Send an error. It also ends a response that was started in pieces."""
         headers = [
             ("Content-Type", "application/json"),
             (REQUEST_ID, request_id),
@@ -152,7 +152,7 @@ def _too_large(limit: int) -> str:
     )
 
 
-def _answer_headers(answer: Response, request_id: str) -> TextHeaders:
+def _response_headers(answer: Response, request_id: str) -> TextHeaders:
     try:
         forwarded = read_response_head(answer.status, answer.headers).forwarded
     except ValueError as error:
@@ -172,20 +172,20 @@ def _error_headers(status: int, message: str) -> TextHeaders:
 
 
 CALLS_MAX: Final = 2_000
-"""Plain calls under way at once in this process."""
+"""Maximum plain calls in flight in this process."""
 _METHOD: Final = "POST"
-_NO: Final = frozenset((b"", b"0", b"false"))
+_FALSE_VALUES: Final = frozenset((b"", b"0", b"false"))
 
 
 class EndableSubscription(Protocol):
     """A subscription of the bus."""
 
     async def drain(self, timeout_s: float) -> None:
-        """See `Subscription.drain`."""
+        """Unsubscribe within ``timeout_s`` seconds; messages that the server has sent still reach the callback."""
 
 
 class GatewayBus(ReplyBus, Protocol):
-    """What the gateway needs of the bus; `BusConnection` is one."""
+    """What the gateway needs from the bus; implemented by `BusConnection`."""
 
     def subscribe(
         self,
@@ -193,13 +193,13 @@ class GatewayBus(ReplyBus, Protocol):
         callback: Callable[[bytes, bytes, bytes, bytes | None], None],
         queue: str | bytes = b"",
     ) -> EndableSubscription:
-        """See `BusConnection.subscribe`."""
+        """Call ``callback`` with subject, reply subject, payload and headers of each message."""
         ...
 
 
 @final
 class Gateway:
-    """Answers ``serve.call.…`` as one of the group of gateways."""
+    """Serves ``serve.call.…`` as a member of the gateways' queue group."""
 
     def __init__(
         self,
@@ -212,9 +212,7 @@ class Gateway:
         wall_now: Callable[[], float],
         traces: RequestTraces | None = None,
     ) -> None:
-        """``wall_now`` is seconds since 1970, for callers that name the moment of their deadline; ``traces`` is None
-        where nothing is traced.
-        """
+        """``wall_now`` is seconds since 1970, for absolute deadlines; ``traces`` is None if tracing is off."""
         self._traces = traces
         self._ingress = ingress
         self._bus = bus
@@ -227,31 +225,31 @@ class Gateway:
         self._subscription: EndableSubscription | None = None
         self._replies = PlainReplies(bus)
         self.dropped_calls = 0
-        """Calls that were not answered, for the subject to answer on is no inbox."""
+        """Calls dropped because their reply subject is not an inbox."""
         self._dropped = RateLimitedLogger(_log.warning)
 
     @property
     def in_flight(self) -> int:
-        """Calls under way."""
+        """Calls in flight."""
         return len(self._tasks)
 
     def start(self) -> None:
-        """Join the group of gateways; done once the bucket was read, so that no call meets an empty table."""
+        """Join the queue group; call it once the bucket was read, so that no call meets an empty routing table."""
         if self._subscription is None:
-            self._subscription = self._bus.subscribe(self._subjects.calls, self._take, GATEWAY_QUEUE)
+            self._subscription = self._bus.subscribe(self._subjects.calls, self._on_call, GATEWAY_QUEUE)
 
     async def leave(self, timeout_s: float) -> None:
-        """Leave the group; calls that were already delivered are still answered."""
+        """Leave the queue group; calls that were already delivered are still served."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             await subscription.drain(timeout_s)
 
     async def close(self, timeout_s: float) -> None:
-        """End all calls that are still under way."""
+        """Cancel the calls in flight."""
         await self._tasks.close(timeout_s)
 
-    def _take(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        if not is_inbox(reply):  # empty: nobody could be told the answer
+    def _on_call(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
+        if not is_inbox(reply):  # empty: there is no subject to reply to
             self.dropped_calls += 1
             text = reply[:200].decode("utf-8", "replace")
             self._dropped.log(self._loop.time(), "call_without_inbox", reply=text)
@@ -266,7 +264,7 @@ class Gateway:
         self._tasks.start(self._answer(subject, reply, payload, headers), name="call")
 
     async def _answer(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
-        began = time.perf_counter()  # the loop's own time stands still within an iteration
+        started_at = time.perf_counter()  # the loop's own time stands still within an iteration
         tally = self._ingress.routes.unmatched
         status = CLIENT_GONE
         request_id = self._new_request_id()
@@ -281,8 +279,8 @@ class Gateway:
                 trace = read.follower
             endpoint = self._ingress.admit_call(tag)
             tally = endpoint.tally
-            in_pieces = value_of(read, WANTS_STREAM).lower() not in _NO
-            ask = self._ask_of(endpoint, read, payload, request_id)
+            in_pieces = value_of(read, WANTS_STREAM).lower() not in _FALSE_VALUES
+            ask = self._build_request(endpoint, read, payload, request_id)
             call, answer = await self._ingress.ask(ask)
             try:
                 await self._replies.send(reply, answer, request_id, ask.deadline, in_pieces=in_pieces)
@@ -294,7 +292,7 @@ class Gateway:
             problem = problem_of(error)
             status = problem.status
             self._replies.send_problem(reply, problem, request_id)
-        except Exception as error:  # noqa: BLE001 - the caller is owed an answer; it is logged
+        except Exception as error:  # noqa: BLE001 - the caller must get a response; it is logged
             _log.exception("call_failed", request_id=request_id)
             status = 500
             problem = Problem(
@@ -303,14 +301,14 @@ class Gateway:
             self._replies.send_problem(reply, problem, request_id)
         finally:
             self._ingress.room.leave(len(payload))
-            tally.add(_METHOD, status, time.perf_counter() - began)
+            tally.add(_METHOD, status, time.perf_counter() - started_at)
             if trace is not None:
                 trace.ended(status, problem)
 
-    def _ask_of(
+    def _build_request(
         self, endpoint: Endpoint, read: RequestHeaders, payload: bytes, request_id: str
     ) -> RequestSpec:
-        """What a call asks of ``endpoint``, by the same headers as HTTP's. Raises `BadField`, `DeadlineExceeded`."""
+        """Build the request of a call, by the same headers as for HTTP. Raises `BadField`, `DeadlineExceeded`."""
         options = endpoint.options
         now = self._loop.time()
         deadline = earliest_deadline(

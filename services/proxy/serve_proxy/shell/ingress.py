@@ -1,4 +1,4 @@
-"""The way in that HTTP requests and NATS calls share, and the HTTP options in force."""
+"""The ingress shared by HTTP requests and NATS calls, and the HTTP options in force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from serve_common.runtime.tasks import OwnedTask, TaskOwner
 
 
 class HttpState(Protocol):
-    """The HTTP options in force; `LiveOptions` is one."""
+    """The HTTP options in force; implemented by `LiveOptions`."""
 
     @property
     def why_not_in_force(self) -> str | None:
@@ -33,7 +33,7 @@ class HttpState(Protocol):
         ...
 
     def take(self, change: HttpChange) -> None:
-        """See `LiveOptions.take`."""
+        """Put the options of ``change`` in force, at once or in the background."""
         ...
 
 
@@ -53,10 +53,10 @@ class Ingress:
         bus_wait_s: float,
         room: UploadRoom | None = None,
     ) -> None:
-        """``on_applied`` is called after each change of the routing state."""
+        """``on_applied`` is called after each change of the routing state; ``bus_wait_s`` bounds `wait_open`."""
         self.is_draining = False
         self.room: Final = UploadRoom() if room is None else room
-        """For the bodies of all requests."""
+        """Memory budget for the bodies of all requests."""
         self.routes = routes
         self._dispatcher = dispatcher
         self._bus = bus
@@ -67,7 +67,7 @@ class Ingress:
         self._opened = asyncio.Event()
 
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
-        """See `SnapshotListener`."""
+        """Apply changed snapshots to the routes and the HTTP options; ``whole`` if they are all of the bucket."""
         try:
             change = self._dispatcher.update(snapshots, whole=whole)
             if change is not None:
@@ -75,18 +75,18 @@ class Ingress:
                 if not change.snapshot_id:
                     self.routes.confirm(HTTP_KEY)
         finally:
-            self._change_heard()
+            self._notify_applied()
 
     def http_settled(self, snapshot_id: int) -> None:
         """The HTTP options of ``snapshot_id`` are in force, or were refused."""
         self.routes.confirm(HTTP_KEY, snapshot_id)
-        self._change_heard()
+        self._notify_applied()
 
     @property
     def is_open(self) -> bool:
-        """True once requests can be routed as the bucket says.
+        """True once requests can be routed by the bucket's snapshots.
 
-        Not before the middlewares of the first options that were found are there: one of them may guard what is behind.
+        That includes the middlewares of the first options: one of them may authorize requests.
         """
         return self._opened.is_set()
 
@@ -104,22 +104,22 @@ class Ingress:
 
     async def wait_open(self) -> None:
         """Wait for `is_open`, for a bounded time."""
-        with contextlib.suppress(TimeoutError):  # `admit` says so
+        with contextlib.suppress(TimeoutError):  # `admit` raises then
             async with asyncio.timeout(self._bus_wait_s):
                 await self._opened.wait()
 
     def admit(self, method: str, path: str) -> Endpoint:
-        """The endpoint for an HTTP request; see `core.admission.admit`. Raises `BusUnavailable` before `is_open`."""
+        """The endpoint for an HTTP request. Raises as `admission.admit`, and `BusUnavailable` before `is_open`."""
         if not self.is_open:
             raise BusUnavailable(self.why_not_routing() or "this proxy is not ready")
         return admit(self.routes.table, self.routes.endpoints, method, path)
 
     def admit_call(self, tag: EndpointTag) -> Endpoint:
-        """The endpoint for a plain call; see `core.admission.admit_call`."""
+        """The endpoint for a plain call. Raises as `admission.admit_call`."""
         return admit_call(self.routes.endpoints, tag)
 
     async def ask(self, ask: RequestSpec) -> tuple[Call, Response]:
-        """See `Dispatcher.ask`; copies go where the endpoint's shadows want them."""
+        """Dispatch ``ask`` and copies to the endpoint's shadows; wait for the response. Raises `ServeError`."""
         if ask.endpoint.shadows:
             self._shadows.copy(ask)
         return await self._dispatcher.ask(ask)
@@ -130,16 +130,16 @@ class Ingress:
         on_answer: Callable[[Call, Response], None],
         on_error: Callable[[Call, ServeError], None],
     ) -> Call:
-        """See `Dispatcher.begin`; copies go where the endpoint's shadows want them."""
+        """Dispatch ``ask`` and copies to the endpoint's shadows; the outcome is passed to a callback."""
         if ask.endpoint.shadows:
             self._shadows.copy(ask)
         return self._dispatcher.begin(ask, on_answer, on_error)
 
     def abandon(self, call: Call) -> None:
-        """See `Dispatcher.abandon`."""
+        """Cancel the call; does nothing when it has ended."""
         self._dispatcher.abandon(call)
 
-    def _change_heard(self) -> None:
+    def _notify_applied(self) -> None:
         if self.routes.is_filled and self._http.why_not_in_force is None:
             self._opened.set()
         self._on_applied()
@@ -148,22 +148,22 @@ class Ingress:
 _log = structlog.get_logger(__name__)
 
 LOAD_TIMEOUT_S: Final = 30.0
-"""How long importing middlewares may take together."""
+"""Seconds that importing all middlewares may take."""
 _ERROR_LENGTH_MAX: Final = 1000
 
 M = TypeVar("M")
-"""Loaded middlewares; only the adapter looks into them."""
+"""Loaded middlewares; opaque outside the adapter."""
 
 
 class MiddlewareRefused(ServeError):
-    """A middleware cannot be imported, or is none."""
+    """A middleware cannot be imported, or is invalid."""
 
     error_code = "middleware_refused"
 
 
 @final
 class LiveOptions(Generic[M]):
-    """Takes over one `HttpChange` after the other."""
+    """Applies one `HttpChange` after the other."""
 
     def __init__(
         self,
@@ -174,17 +174,17 @@ class LiveOptions(Generic[M]):
         use: Callable[[HttpOptions, M], None],
         on_settled: Callable[[int], None],
     ) -> None:
-        """``defaults`` hold until a snapshot says otherwise; ``nothing`` stands for no middlewares.
+        """``defaults`` apply until a snapshot has options; ``nothing`` represents no middlewares.
 
         ``load`` imports middlewares and raises `MiddlewareRefused`; ``use`` puts options in force for requests that
-        arrive from then on; ``on_settled`` is told the snapshot id that is in force or refused, with all before it.
+        arrive from then on; ``on_settled`` receives the snapshot id that was applied or refused, with all before it.
         """
         self.options = defaults
-        """In force for requests that arrive now."""
+        """The options for requests that arrive now."""
         self.error = ""
         """Why the newest snapshot is not in force; empty when it is."""
         self.error_snapshot_id = 0
-        """Of that snapshot."""
+        """Id of the snapshot that was refused; 0 when there is none."""
         self._defaults = defaults
         self._load = load
         self._use = use
@@ -204,36 +204,36 @@ class LiveOptions(Generic[M]):
     def take(self, change: HttpChange) -> None:
         """Put ``change`` in force: at once where nothing is to be imported, otherwise in the background.
 
-        Only the newest counts: an import that is under way for an older one is no longer waited for.
+        Only the newest counts: an import in progress for an older one is cancelled.
         """
         if 0 < change.snapshot_id <= self._newest_id:
-            return  # told again
+            return  # a duplicate
         self._newest_id = max(self._newest_id, change.snapshot_id)
         if self._loading is not None:
             self._loading.cancel()
             self._loading = None
-        if self._put_at_once(change):
+        if self._apply_at_once(change):
             self._on_settled(change.snapshot_id)
         else:
-            self._loading = self._tasks.start(self._load_and_put(change), name="load")
+            self._loading = self._tasks.start(self._load_and_apply(change), name="load")
 
     async def close(self, timeout_s: float) -> None:
-        """Stop what is under way."""
+        """Cancel an import in progress."""
         await self._tasks.close(timeout_s)
 
-    def _options_of(self, change: HttpChange) -> HttpOptions:
+    def _get_options(self, change: HttpChange) -> HttpOptions:
         return self._defaults if change.options is None else change.options
 
-    def _put_at_once(self, change: HttpChange) -> bool:
-        """False when something is to be imported first."""
-        middlewares = self._options_of(change).middlewares
+    def _apply_at_once(self, change: HttpChange) -> bool:
+        """Apply ``change`` if nothing must be imported first; False otherwise."""
+        middlewares = self._get_options(change).middlewares
         if middlewares and middlewares != self.options.middlewares:
             return False
-        self._put(change, self._loaded if middlewares else self._nothing)
+        self._apply(change, self._loaded if middlewares else self._nothing)
         return True
 
-    async def _load_and_put(self, change: HttpChange) -> None:
-        middlewares = self._options_of(change).middlewares
+    async def _load_and_apply(self, change: HttpChange) -> None:
+        middlewares = self._get_options(change).middlewares
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 loaded = await self._load(middlewares)
@@ -242,12 +242,12 @@ class LiveOptions(Generic[M]):
         except TimeoutError:
             self._refuse(change, f"importing {', '.join(middlewares)} took more than {LOAD_TIMEOUT_S:g} s")
         else:
-            self._put(change, loaded)
+            self._apply(change, loaded)
         self._loading = None
         self._on_settled(change.snapshot_id)
 
-    def _put(self, change: HttpChange, loaded: M) -> None:
-        options = self._options_of(change)
+    def _apply(self, change: HttpChange, loaded: M) -> None:
+        options = self._get_options(change)
         try:
             if change.options is not None:
                 check_http_options(options)

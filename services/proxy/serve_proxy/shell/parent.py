@@ -1,7 +1,7 @@
-"""Keeps several proxy processes of one container alive, and ends them together.
+"""Supervises the proxy processes of one container, and stops them together.
 
-Why processes: one Python process uses one core. Each child is a proxy of its own to the controller, so nothing is
-shared that could go wrong together; the parent handles no request.
+Why processes: one Python process uses one core. Each child is a separate proxy to the controller, so the
+children share no state that could fail together; the parent handles no request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from serve_proxy.ports import Child, StartChild
 _log = structlog.get_logger(__name__)
 
 KILL_MARGIN_S: Final = 12.0
-"""What a child may take beyond its drain: closing everything has time-outs of its own."""
+"""Seconds that a child may take beyond its drain timeout: closing has further timeouts."""
 
 
 @final
@@ -28,9 +28,9 @@ class Parent:
     """Runs ``count`` children, numbered from 1."""
 
     def __init__(self, start_child: StartChild, count: int, *, drain_timeout_s: float) -> None:
-        """``drain_timeout_s`` is the children's; later than that and a margin they are killed."""
+        """``drain_timeout_s`` is the children's; `KILL_MARGIN_S` after it they are killed."""
         self.children: dict[int, Child] = {}
-        """Those that run, by number."""
+        """Running children by number."""
         self._start_child = start_child
         self._count = count
         self._kill_after_s = drain_timeout_s + KILL_MARGIN_S
@@ -39,41 +39,41 @@ class Parent:
         self._exit_code = 0
 
     async def run(self) -> int:
-        """Until `stop` was called and all have ended; the exit code: 0 when all of them drained in order.
+        """Run until `stop` was called and all have exited; returns 0 when all of them drained cleanly.
 
-        A child whose first life ends before it listens ends all of them: that would not get better.
+        A child whose first run exits before it listens stops all of them: a restart would not help.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(1, self._count + 1):
-                    # The group owns them until all have ended.
-                    group.create_task(self._keep(number), name=f"process {number}")
+                    # The group owns them until all have exited.
+                    group.create_task(self._supervise(number), name=f"process {number}")
         finally:
             if self._kill is not None:
                 self._kill.cancel()
-            self._to_all(lambda child: child.kill())
+            self._for_each_child(lambda child: child.kill())
         return self._exit_code
 
     def stop(self) -> None:
-        """Let all drain and end; told again, they end at once."""
+        """Make all children drain and exit; a second call makes them exit at once."""
         if self._kill is None:
             loop = asyncio.get_running_loop()
-            self._kill = loop.call_later(self._kill_after_s, self._to_all, lambda child: child.kill())
+            self._kill = loop.call_later(self._kill_after_s, self._for_each_child, lambda child: child.kill())
         self._stopping.set()
-        self._to_all(lambda child: child.stop())
+        self._for_each_child(lambda child: child.stop())
 
     def why_not_ready(self) -> str | None:
-        """None while all children run."""
+        """Which children are not running; None while all are."""
         missing = [str(n) for n in range(1, self._count + 1) if n not in self.children]
         return f"processes that do not run: {', '.join(missing)}" if missing else None
 
-    async def _keep(self, number: int) -> None:
+    async def _supervise(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         short_lives = 0
         has_listened = False
         while not self._stopping.is_set():
             started_at = loop.time()
-            code, listened = await self._live(number)
+            code, listened = await self._run_once(number)
             has_listened = has_listened or listened
             if self._stopping.is_set():
                 return
@@ -88,12 +88,12 @@ class Parent:
             _log.warning(
                 "proxy_process_ended", process=number, code=code, lived_s=round(lived_s, 1), again_in_s=wait_s
             )
-            with contextlib.suppress(TimeoutError):  # nobody stopped us meanwhile
+            with contextlib.suppress(TimeoutError):  # not stopped meanwhile
                 async with asyncio.timeout(wait_s):
                     await self._stopping.wait()
 
-    async def _live(self, number: int) -> tuple[int, bool]:
-        """One life of a child: how it ended, and whether it ever listened."""
+    async def _run_once(self, number: int) -> tuple[int, bool]:
+        """Run a child once; returns its exit code, and whether it ever listened."""
         try:
             child = await self._start_child(number)
         except OSError as error:
@@ -105,13 +105,13 @@ class Parent:
         code = await child.ended()
         del self.children[number]
         listened = child.operations_port is not None
-        # One that was stopped so early that the signal ended it had nothing to drain.
-        is_in_order = code == 0 or (code == -signal.SIGTERM and not listened)
-        if self._stopping.is_set() and not is_in_order:
+        # A child that was killed by the stop signal before it listened had nothing to drain.
+        is_clean = code == 0 or (code == -signal.SIGTERM and not listened)
+        if self._stopping.is_set() and not is_clean:
             _log.warning("proxy_process_ended_badly", process=number, code=code)
             self._exit_code = self._exit_code or 1
         return code, listened
 
-    def _to_all(self, tell: Callable[[Child], None]) -> None:
+    def _for_each_child(self, action: Callable[[Child], None]) -> None:
         for child in list(self.children.values()):
-            tell(child)
+            action(child)

@@ -1,4 +1,4 @@
-"""Telling the controller what this proxy has applied, every second and at once on change.
+"""Reports to the controller what this proxy has applied, every second and at once on change.
 
 Why at once: a goal that changes routing succeeds only when every live proxy has reported its snapshot.
 """
@@ -21,9 +21,9 @@ _log = structlog.get_logger(__name__)
 
 REPORT_EVERY_S: Final = 1.0
 _COALESCE_S: Final = 0.01
-"""Changes that come together are reported together."""
+"""Seconds for which changes are coalesced into one report."""
 _SPACING_S: Final = 0.05
-"""Between two reports while changes go on: a thousand proxies must not bury a controller that is making them."""
+"""Minimum seconds between two reports: a thousand proxies must not overload a controller that makes many changes."""
 
 
 @final
@@ -41,14 +41,13 @@ class Reports:
         http_refusal: Callable[[], tuple[str, int]],
         metrics_url: Callable[[], str],
     ) -> None:
-        """``started_at`` is when this life of the process began, in seconds since 1970; ``incarnation`` is random in
-        each life.
+        """``started_at`` is when this process started, in seconds since 1970; ``incarnation`` a random id of it.
 
-        ``http_refusal`` tells why the newest HTTP options are not in force, and their snapshot id; ``metrics_url``
-        where this proxy is scraped, empty while that is not known.
+        ``http_refusal`` returns why the newest HTTP options are not in force, and their snapshot id; ``metrics_url``
+        the URL where this proxy is scraped, empty while unknown.
         """
         self.address = ""
-        """Where the proxy listens; set once it does."""
+        """Address on which the proxy listens; set once it does."""
         self._control_plane = control_plane
         self._proxy_id = proxy_id
         self._incarnation = incarnation
@@ -61,16 +60,16 @@ class Reports:
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
-        """Report at once: something changed, or a new controller wants to know."""
+        """Report at once: something changed, or a new controller leads."""
         self._wake.set()
 
     def leave(self) -> None:
-        """From now on say that this proxy takes no new requests."""
+        """Report from now on that this proxy accepts no new requests."""
         self._is_leaving = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Send reports until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await self.send()
@@ -81,7 +80,7 @@ class Reports:
                     await asyncio.sleep(max(_COALESCE_S, sent_at + _SPACING_S - loop.time()))
 
     async def send(self) -> None:
-        """Send one report; one that cannot be sent is made up for by the next."""
+        """Send one report; a failure is logged, and the next report replaces it."""
         self._wake.clear()
         self._sequence += 1
         http_error, http_error_snapshot_id = self._http_refusal()

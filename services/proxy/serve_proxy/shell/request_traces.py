@@ -1,7 +1,7 @@
-"""Where the traces of requests begin, or go on: what a proxy does with the client's ``traceparent``.
+"""Starts or continues the traces of requests, by the client's ``traceparent``.
 
-Why unsampled requests get one too: everybody behind the proxy then knows that it was decided, and begins no trace of
-its own.
+Why unsampled requests get a traceparent too: processes behind the proxy then know that the decision was made, and start
+no trace of their own.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SPAN_DIGITS: Final = 16
 
 @final
 class TracedRequest(RequestTrace):
-    """The trace of one request of a proxy; a `ObservedRequest`."""
+    """The trace of one request of a proxy; an `ObservedRequest`."""
 
     __slots__ = ()
 
     def asks(self, ask: RequestSpec) -> None:
-        """See `ObservedRequest`."""
+        """Add the route and the endpoint to the span."""
         note_route(self, ask.method, ask.route, ask.endpoint.tag)
 
-    def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:  # noqa: ARG002 - for other followers
-        """See `ObservedRequest`."""
+    def ended(self, status: int, problem: Problem | None = None, sent_bytes: int = 0) -> None:  # noqa: ARG002 - for other observers
+        """End the span with the status or the problem."""
         if problem is None:
             end_request(self, status)
         else:
@@ -53,7 +53,7 @@ class TracedRequest(RequestTrace):
 
 @final
 class RequestTraces:
-    """Decides for each request whether it is traced; there is none where tracing is off."""
+    """Decides for each request whether it is traced; not created if tracing is off."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -70,20 +70,20 @@ class RequestTraces:
         peer: str = "",  # noqa: ARG002 - as `AccessLog.begin`
         body: ReceivedBody | None = None,  # noqa: ARG002 - as above
     ) -> TracedRequest | None:
-        """Decide about an HTTP request: ``headers.follower`` is then its trace if it is sampled, which is returned, and
-        ``headers.traceparent`` what goes on to replicas.
+        """Decide whether an HTTP request is sampled; returns its trace if so, and sets it as ``headers.follower``.
+        ``headers.traceparent`` is set to what is sent to replicas.
 
-        A trace that begins here has the request's id when the proxy has made that up, of 32 hexadecimal digits: who
-        has the one has the other. Ids that clients choose may come again.
+        A trace that starts here uses the request id as its id if the proxy generated that, of 32 hexadecimal digits;
+        ids chosen by clients may repeat.
         """
         parent = self._decide(headers, request_id)
         if parent is None:
             return None
         attributes = request_attributes(method, path, scheme, request_id)
-        return self._begin(headers, name_of(method), attributes, parent)
+        return self._start_span(headers, name_of(method), attributes, parent)
 
     def begin_call(self, headers: RequestHeaders, endpoint_tag: EndpointTag, request_id: str) -> None:
-        """The same of a call over NATS."""
+        """Decide the same for a call over NATS."""
         parent = self._decide(headers, request_id)
         if parent is None:
             return
@@ -92,17 +92,17 @@ class RequestTraces:
             "muster.endpoint_tag": cut(endpoint_tag),
             "muster.request_id": request_id,
         }
-        self._begin(headers, "call", attributes, parent)
+        self._start_span(headers, "call", attributes, parent)
 
     def _decide(self, headers: RequestHeaders, request_id: str) -> SpanRef | None:
-        """What a sampled request's span is below; without a span id when the trace begins with it."""
+        """The parent of a sampled request's span, without a span id if the trace starts here; None if not sampled."""
         tracer = self._tracer
         traceparent = headers.traceparent
         parent = parse_traceparent(traceparent) if traceparent else None
         if parent is None:
             trace_id = tracer.new_trace_id() if headers.request_id else request_id
             if int(trace_id[-_SPAN_DIGITS:], 16) >= self._ratio_bound:
-                # No span has this id: it stands for those that were not made.
+                # No span has this id: it is a placeholder for the unsampled one.
                 headers.traceparent = format_traceparent(trace_id, trace_id[:_SPAN_DIGITS], is_sampled=False)
                 return None
             return SpanRef(trace_id, "", is_sampled=True)
@@ -113,7 +113,7 @@ class RequestTraces:
             parent.trace_id, parent.span_id, is_sampled=True, tracestate=tracestate_of(headers.forwarded)
         )
 
-    def _begin(
+    def _start_span(
         self, headers: RequestHeaders, name: str, attributes: dict[str, Value], parent: SpanRef
     ) -> TracedRequest:
         span = self._tracer.begin_sampled(

@@ -1,7 +1,7 @@
-"""The host's end of the control plane: goals and leaders' notices in, reports out, by nats-py.
+"""The host's connection to the control plane, by nats-py: receives goals and leader notices, publishes reports.
 
-Why it connects again by itself: nats-py closes for good when it is refused, for example while the server's users are
-being changed. The host's replicas serve on meanwhile, so the host must not end for that.
+Why it reconnects by itself: nats-py closes for good when it is refused, for example while the server's users are
+being changed. The host's replicas continue to serve meanwhile, so the host must not exit for that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 @final
 class ControlBus:
-    """Stays connected until closed; what comes in is handed to the callbacks as bytes."""
+    """Stays connected until closed; messages are passed to the callbacks as bytes."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ControlBus:
         on_reconnect: Callable[[], None],
         logs: NatsLogOutlet | None = None,
     ) -> None:
-        """``logs`` publishes over whatever connection there is."""
+        """``logs`` publishes over the current connection."""
         self._logs = logs
         self._settings = settings
         self._host_id = host_id
@@ -58,7 +58,7 @@ class ControlBus:
 
     @property
     def is_connected(self) -> bool:
-        """False while nothing can be sent."""
+        """True while messages can be sent."""
         return self._client is not None and self._client.is_connected
 
     @property
@@ -67,15 +67,15 @@ class ControlBus:
         return local_host_of(self._client)
 
     async def ping(self, within_s: float) -> None:
-        """See `BusPulse`."""
+        """Round trip to the server within ``within_s`` seconds. Raises `BusUnavailable`."""
         if self._client is None:
             raise BusUnavailable("not connected to NATS")
         await ping_nats(self._client, within_s)
 
     async def run(self) -> None:
-        """Connect, and connect again whenever the client has closed for good; until cancelled.
+        """Connect, and reconnect whenever the client has closed for good; runs until cancelled.
 
-        Raises BusAuthorizationFailed when the credentials were never good.
+        Raises `BusAuthorizationFailed` when the credentials were never accepted.
         """
         has_connected = False
         while True:
@@ -106,7 +106,7 @@ class ControlBus:
             await asyncio.sleep(_RETRY_S)
 
     async def publish_report(self, payload: bytes) -> None:
-        """As `ports.ReportBus`."""
+        """Publish one report; it is dropped when it cannot be sent."""
         if self._client is None or not self._client.is_connected:
             return
         try:
@@ -115,7 +115,7 @@ class ControlBus:
             _log.warning("report_not_sent", error=str(error) or type(error).__name__)
 
     async def close(self) -> None:
-        """Send what was published and disconnect; bounded in time."""
+        """Flush what was published and disconnect; takes at most a few seconds."""
         client, self._client = self._client, None
         if self._logs is not None:
             await self._logs.close()

@@ -1,6 +1,6 @@
-"""What the host counts about itself, shown beside what its replicas count, so that one scrape has all.
+"""The host's own metrics, exported with those of its replicas, so that one scrape has all.
 
-Why in memory and not in the replicas' files: it is one process, and what it says of itself must end with it.
+Why in memory and not in multiprocess files: it is one process, and its metrics must end with it.
 """
 
 from __future__ import annotations
@@ -56,58 +56,58 @@ class PrometheusHostMetrics:
         lag: LoopLag,
         connections: Mapping[str, Callable[[], bool]],
     ) -> None:
-        """``connections`` to NATS tell whether they are up, by their names."""
+        """``connections`` returns by name whether each connection to NATS is up."""
         self._files = files
         self._counts = _HostCollector(host_id, files)
         self.registry: Final = CollectorRegistry()
         """What the operations port serves."""
-        self.registry.register(files)  # first: what was left out is counted after it
+        self.registry.register(files)  # first: left-out files are counted while it is collected
         self.registry.register(self._counts)
         self._refused = RefusedMessages(time.monotonic)
         register_process_metrics(self.registry, lag, connections, self._refused)
 
     def show_replicas(self, counts: Mapping[ReplicaStatus, int]) -> None:
-        """As `ports.HostMetrics`."""
+        """Set the numbers of replicas by status."""
         self._counts.replicas = dict(counts)
 
     def count_start(self, backend_tag: BackendTag, seconds: float, *, was_spare: bool) -> None:
-        """As `ports.HostMetrics`."""
+        """Count a start that took ``seconds``."""
         key = (backend_tag, "spare" if was_spare else "cold")
         starts = self._counts.starts
         observations = starts.get(key) or Observations(START_SECONDS.buckets)
         observations.observe(seconds)
-        _keep(starts, key, observations, _STARTS_MAX)
+        _put_lru(starts, key, observations, _STARTS_MAX)
 
     def count_failure(self, backend_tag: BackendTag, status: ReplicaStatus) -> None:
-        """As `ports.HostMetrics`."""
+        """Count a replica that became FAILED, DEAD or UNHEALTHY."""
         key = (backend_tag, _REASONS[status])
         failures = self._counts.failures
-        _keep(failures, key, failures.get(key, 0) + 1, _FAILURES_MAX)
+        _put_lru(failures, key, failures.get(key, 0) + 1, _FAILURES_MAX)
 
     def count_reconnect(self) -> None:
-        """The host's connection came back."""
+        """Count a reconnect of the host to NATS."""
         self._counts.reconnects += 1
 
     def message_refused(self, kind: str, sender: str, error: Exception) -> None:
-        """As `ports.HostMetrics`."""
+        """Count and log a message that could not be decoded."""
         self._refused.refuse(kind, sender, error)
 
     def retire_process(self, process: str) -> None:
-        """As `ports.HostMetrics`."""
+        """Fold the files of an ended process into totals. Blocks on files."""
         self._files.retire(process)
 
 
-def _keep(held: dict[tuple[str, str], V], key: tuple[str, str], value: V, held_max: int) -> None:
-    """Put it last; the first, which has not changed for longest, goes when there are too many."""
-    held.pop(key, None)
-    held[key] = value
-    if len(held) > held_max:
-        del held[next(iter(held))]
+def _put_lru(entries: dict[tuple[str, str], V], key: tuple[str, str], value: V, entries_max: int) -> None:
+    """Insert at the end; if there are more than ``entries_max``, remove the least recently changed."""
+    entries.pop(key, None)
+    entries[key] = value
+    if len(entries) > entries_max:
+        del entries[next(iter(entries))]
 
 
 @final
 class _HostCollector(Collector):
-    """Runs in another thread than the host's loop, so it copies each table in one step."""
+    """Runs on another thread than the host's loop, so it copies each table in one step."""
 
     def __init__(self, host_id: HostId, files: MetricsFiles) -> None:
         self.replicas: Mapping[ReplicaStatus, int] = {}

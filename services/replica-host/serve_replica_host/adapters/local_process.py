@@ -1,4 +1,4 @@
-"""Processes and users of this machine: a pid that is never taken for a later one's, and who runs user code."""
+"""Local processes and users: handles that survive reuse of a pid, and the user that runs user code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HAS_HANDLES: Final = hasattr(os, "pidfd_open")
 
 @final
 class LocalProcess:
-    """A process that is alive when this is made. Close it, or a file descriptor leaks."""
+    """A process that is alive when this is created. Close it to release its file descriptor."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -39,11 +39,11 @@ class LocalProcess:
             self._handle = os.pidfd_open(pid)
         except ProcessLookupError:
             self._is_gone = True
-        except OSError as error:  # forbidden, or too many: then the pid must do
+        except OSError as error:  # forbidden, or too many open: use the pid instead
             _log.warning("process_without_handle", pid=pid, error=str(error))
 
     def kill(self) -> bool:
-        """SIGKILL. False when there is no such process any more."""
+        """Send SIGKILL. Returns False when the process no longer exists."""
         if self._is_gone:
             return False
         try:
@@ -56,7 +56,7 @@ class LocalProcess:
         return not self._is_gone
 
     def close(self) -> None:
-        """Let go of the process; harmless when done twice."""
+        """Release the process handle; idempotent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
@@ -73,34 +73,34 @@ _ID_MAX: Final = 2**32 - 2
 
 
 class UnixUser(msgspec.Struct, frozen=True):
-    """Somebody whom a process can become."""
+    """A user that a process can switch to."""
 
     name: str
     uid: int
     gid: int
     home: str
-    """A directory that is there."""
+    """An existing directory."""
 
 
 class HostUsers(msgspec.Struct, frozen=True):
-    """Whom a host and its Ray runtime become; None: they stay who started the host."""
+    """The users of a host and of its Ray runtime; None keeps the user that started the host."""
 
     host: UnixUser | None = None
     replica: UnixUser | None = None
 
     @property
     def shared_gid(self) -> int | None:
-        """The group by which replicas reach what the host makes for them; None where they are the same user."""
+        """The group through which replicas access files of the host; None when both are the same user."""
         return None if self.replica is None else self.replica.gid
 
     @property
     def shared_groups(self) -> tuple[int, ...]:
-        """Those that the host is in beside its own, so that it may give files to them."""
+        """Supplementary groups of the host, so that it may assign files to them."""
         return () if self.replica is None else (self.replica.gid,)
 
 
 def choose_users(host_user: str, replica_user: str) -> HostUsers:
-    """Of what MUSTER_HOST_USER and MUSTER_REPLICA_USER say; empty says nothing. Raises `BadField`."""
+    """The users named by MUSTER_HOST_USER and MUSTER_REPLICA_USER; empty for none. Raises `BadField`."""
     host = find_user(host_user, "MUSTER_HOST_USER") if host_user else None
     replica = find_user(replica_user, "MUSTER_REPLICA_USER") if replica_user else None
     if host is not None and replica is not None and host.uid == replica.uid:
@@ -119,7 +119,7 @@ def choose_users(host_user: str, replica_user: str) -> HostUsers:
 
 
 def find_user(text: str, field: str) -> UnixUser:
-    """The user of ``name``, ``uid`` or ``uid:gid``; an id need not have a name. Raises `BadField` naming ``field``."""
+    """Look up ``name``, ``uid`` or ``uid:gid``; an id need not have a name. Raises `BadField` naming ``field``."""
     first, colon, second = text.partition(":")
     try:
         known = pwd.getpwuid(_number(first, text, field)) if first.isdecimal() else pwd.getpwnam(first)
@@ -142,13 +142,13 @@ def _number(digits: str, text: str, field: str) -> int:
 
 
 def may_change_user() -> bool:
-    """Whether this process may become anybody; root may not where it has lost its capabilities."""
+    """True when this process may switch to any user; root may not if it has lost its capabilities."""
     needed = 1 << _CAP_SETGID | 1 << _CAP_SETUID
     return effective_capabilities() & needed == needed
 
 
 def effective_capabilities() -> int:
-    """One bit for each; 0 where the kernel does not tell."""
+    """A bit mask of the effective capabilities; 0 if they cannot be read."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -158,7 +158,7 @@ def effective_capabilities() -> int:
 
 @contextmanager
 def acting_as(user: UnixUser | None, *groups: int) -> Iterator[None]:
-    """Make files as ``user`` meanwhile, with its group and ``groups``; None changes nothing. For one thread."""
+    """Create files as ``user`` in this block, with its group and ``groups``; None changes nothing. Not thread-safe."""
     if user is None:
         yield
         return
@@ -175,7 +175,7 @@ def acting_as(user: UnixUser | None, *groups: int) -> Iterator[None]:
 
 
 def share_directory(path: Path, gid: int, mode: int) -> None:
-    """Make a directory of this user's with that group and mode. Raises OSError, also when it is another user's."""
+    """Create a directory of this user with ``gid`` and ``mode``. Raises OSError, also when it is another user's."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
@@ -185,7 +185,7 @@ def share_directory(path: Path, gid: int, mode: int) -> None:
 
 
 def become(user: UnixUser, *groups: int) -> None:
-    """Be ``user`` for good, with its group and ``groups``, without any capability or a way to one. Raises OSError."""
+    """Switch to ``user`` permanently, with its group and ``groups``, and drop all privileges. Raises OSError."""
     os.setgroups(list(groups))
     os.setresgid(user.gid, user.gid, user.gid)
     os.setresuid(user.uid, user.uid, user.uid)
@@ -193,7 +193,7 @@ def become(user: UnixUser, *groups: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Have no capability, and gain none by executing a program. Raises OSError. Between fork and exec, too."""
+    """Drop all capabilities, and gain none by executing a program. Safe between fork and exec. Raises OSError."""
     if sys.platform != "linux":
         return
     header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)

@@ -1,18 +1,18 @@
-"""The host's view of prometheus_client's multiprocess files: served as one, and kept few.
+"""The host's collector of prometheus_client's multiprocess files: merged into one page, and folded when processes end.
 
-Why each file is checked: replicas write them, so user code may put there what it likes, and one bad file would spoil
-the page, or take the host's memory. A file that is no plain file, is too large or holds what no replica may say is left
-out and counted. It is read as a whole before it is judged; never mapped, for whoever owns a file may cut it off.
+Why each file is validated: replicas write them, so user code may put anything there, and one bad file would break the
+page, or exhaust the host's memory. A file that is not regular, is too large or has metrics that replicas may not export
+is left out and counted. It is read completely before it is validated; never mapped, because its owner may truncate it.
 
-Why the totals of ended processes are kept here: their files would be read at every scrape, for ever, and deleting them
-would make counters fall.
+Why the totals of ended processes are kept here: their files would be read at every scrape, forever, and deleting them
+would make counters decrease.
 
-Why no counter may fall by anything: to Prometheus a lower value is a counter that began anew, and the whole of it
-counts as an increase. Sums of the same fractions in another order differ in their last digit, and folding changes the
-order; so what was shown is never undercut.
+Why no counter may decrease at all: to Prometheus a lower value is a counter reset, and the whole of it counts as an
+increase. Sums of the same fractions in another order differ in their last digit, and folding changes the order; so a
+counter never goes below the value exported before.
 
-A process is known by its name in the names of its files: by its pid, and if it is on another machine by that machine
-and its pid. Any text without an underscore would do.
+A process is identified by its name in the names of its files: its pid, prefixed with its machine if that is another
+one. Any text without an underscore would do.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from serve_common.telemetry.log_lines import RateLimitedLogger
 _log = structlog.get_logger(__name__)
 
 # The library's own types are missing here.
-_accumulate: Final[Any] = multiprocess.MultiProcessCollector._accumulate_metrics  # noqa: SLF001 - there is no public way
+_accumulate: Final[Any] = multiprocess.MultiProcessCollector._accumulate_metrics  # noqa: SLF001 - no public API
 
 BACKENDS_MAX: Final = 500
-"""Backends without a process whose totals are kept; beyond it those go whose replicas ended first."""
+"""Backends without a process whose totals are kept; beyond it those whose replicas ended first are dropped."""
 RETIRED_MAX: Final = 100_000
-"""Totals of ended processes."""
+"""Maximum totals of ended processes, for each kind of file."""
 FILES_MAX: Final = 20_000
 FILE_BYTES_MAX: Final = 4 * 1024 * 1024
-"""A replica of ours alone has some 10 kB."""
+"""Maximum size of one file; a replica without user metrics has some 10 kB."""
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Of all files together; the largest are left out first."""
+"""Maximum size of all files together; the largest are left out first."""
 _KEYS_MAX: Final = 50_000
 _NAME_LENGTH_MAX: Final = 200
 _TEXT_LENGTH_MAX: Final = 2_000
@@ -62,12 +62,12 @@ _BACKEND: Final = "backend_tag"
 _FILE: Final = re.compile(
     r"(counter|histogram|summary|gauge_[a-z]{1,20})_([A-Za-z0-9-]{1,120})\.db", re.ASCII
 )
-"""As prometheus_client names them."""
+"""File names of prometheus_client."""
 _NAME: Final = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*", re.ASCII)
 _LABEL: Final = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
 _HEAD_BYTES: Final = 8
-"""Of such a file: how many bytes are used, and as many for nothing."""
-_SAID_EVERY_S: Final = 60.0
+"""Size of a file's header: the number of used bytes, and padding."""
+_WARN_INTERVAL_S: Final = 60.0
 
 _OWN_NAMES: Final = frozenset(
     name
@@ -75,17 +75,17 @@ _OWN_NAMES: Final = frozenset(
     if Exporter.HOST in spec.exporters and Exporter.REPLICA not in spec.exporters
     for name in (spec.name, spec.family, *spec.series)
 )
-"""What the host says of itself, and no replica may say."""
+"""Metrics of the host itself, which no replica may export."""
 
-_Shown = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-class _Unfit(ValueError):
-    """A file that a replica of ours did not write so."""
+_ExportedValues = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-class _UnfitKey(ValueError):
-    """One entry that does not fit on the page."""
+class _MalformedFile(ValueError):
+    """The file is malformed."""
+
+
+class _InvalidKey(ValueError):
+    """One entry of a file cannot be exported."""
 
 
 class _Key(NamedTuple):
@@ -104,14 +104,14 @@ class _Value(NamedTuple):
 class _File(NamedTuple):
     path: Path
     kind: str
-    """``counter``, ``gauge_livesum``, …"""
+    """Such as ``counter`` or ``gauge_livesum``."""
     process: str
     size: int
 
 
 @final
 class RemoteFiles:
-    """Where the runtime puts the files of processes on other machines, beside those that are written here.
+    """Stores the files of processes on other machines beside those written locally.
 
     Methods may be called from any thread; they block on files.
     """
@@ -120,7 +120,7 @@ class RemoteFiles:
         self._directory = directory
 
     def put(self, process: str, files: Mapping[str, bytes]) -> None:
-        """The files of a process, each whole, by the names and with the pids that they have there.
+        """Store the complete files of a process, by the names that they have there.
 
         ``process`` ends in ``-`` and its pid. Raises OSError.
         """
@@ -137,9 +137,9 @@ class RemoteFiles:
             fresh.replace(fresh.with_suffix(".db"))
 
     def hide(self, process: str) -> None:
-        """Take its live gauges off the page; its totals stay."""
+        """Remove the live gauges of a process from the page; its totals stay."""
         for file in _files(self._directory):
-            if _is_of(file, process) and file.kind not in _SUMMED:
+            if _belongs_to(file, process) and file.kind not in _SUMMED:
                 file.path.unlink(missing_ok=True)
 
 
@@ -151,42 +151,42 @@ class MetricsFiles(Collector):
         self._directory = directory
         self._backends_max = backends_max
         self.left_out = 0
-        """Files of which something was not shown at the last scrape."""
+        """Files left out of the last scrape, completely or in part."""
         self._lock = threading.Lock()
-        """A scrape in the middle of folding would count an ended process twice, or not at all."""
-        self._shown: _Shown = {}
-        """By counters and histograms at the last scrape."""
+        """A scrape while files are folded would count an ended process twice, or not at all."""
+        self._exported: _ExportedValues = {}
+        """Values of counters and histograms at the last scrape."""
         self._retired: dict[str, dict[_Key, float]] = {}
-        """Totals of ended processes, by kind of file; those that came first are first."""
-        self._keys: dict[bytes, _Key | _UnfitKey] = {}
-        """What was found of each, for they are the same at each scrape."""
-        self._said_left_out = RateLimitedLogger(_log.warning, _SAID_EVERY_S)
+        """Totals of ended processes, by kind of file, in the order of their first folding."""
+        self._keys: dict[bytes, _Key | _InvalidKey] = {}
+        """Cache of parsed keys, because they are the same at each scrape."""
+        self._left_out_logger = RateLimitedLogger(_log.warning, _WARN_INTERVAL_S)
 
     def clean(self) -> None:
-        """Make the directory empty of what an earlier life left, and make it if it is missing."""
+        """Create the directory, and remove files that an earlier process of the host left."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for pattern in ("*.db", "*.new"):
             for file in self._directory.glob(pattern):
-                # What is no file was not left by a replica of ours, and must not keep the host from starting.
+                # Something else than a file was not left by a replica, and must not keep the host from starting.
                 with contextlib.suppress(OSError):
                     file.unlink()
 
     def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the files."""
+        """Nothing: the metrics depend on the files."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of all processes, ended ones included."""
         with self._lock:
             collected, self.left_out = self._read_all()
-            self._shown = _never_fall(collected, self._shown)
+            self._exported = _keep_monotonic(collected, self._exported)
         return iter(collected)
 
     def retire(self, process: str) -> None:
-        """Fold the files of an ended process; its live gauges vanish. Doing it twice is harmless."""
+        """Fold the files of an ended process into totals; its live gauges are removed. Idempotent."""
         with self._lock:
             for file in _files(self._directory):
-                if _is_of(file, process):
+                if _belongs_to(file, process):
                     if file.kind in _SUMMED:
                         self._fold(file)
                     file.path.unlink(missing_ok=True)
@@ -202,7 +202,7 @@ class MetricsFiles(Collector):
             values, why = self._read(file) if file.size <= room else ([], "too large beside all others")
             if why:
                 left_out += 1
-                self._said_left_out.log(
+                self._left_out_logger.log(
                     time.monotonic(), "metrics_left_out", file=file.path.name, reason=why[:500]
                 )
             room -= file.size if values else 0
@@ -211,30 +211,30 @@ class MetricsFiles(Collector):
         return list(_accumulate(metrics, True)), left_out  # noqa: FBT003 - the library's call
 
     def _read(self, file: _File) -> tuple[list[_Value], str]:
-        """What may be shown of it, and why something may not be; empty when all may."""
+        """The values that can be exported, and why others cannot; empty when all can."""
         values: list[_Value] = []
         why = ""
         try:
             for encoded, value, timestamp in _entries(_used_bytes(file.path)):
                 key = self._key(encoded)
-                if isinstance(key, _UnfitKey):
+                if isinstance(key, _InvalidKey):
                     why = str(key)
                 elif file.kind in _SUMMED and not math.isfinite(value):
                     why = f"{key.name} is {value}"
                 else:
                     values.append(_Value(key, value, timestamp))
         except FileNotFoundError:
-            return [], ""  # its gauges were hidden at this moment
-        except (OSError, _Unfit) as error:
+            return [], ""  # its gauges were just hidden
+        except (OSError, _MalformedFile) as error:
             return [], str(error)
         return values, why
 
-    def _key(self, encoded: bytes) -> _Key | _UnfitKey:
+    def _key(self, encoded: bytes) -> _Key | _InvalidKey:
         known = self._keys.get(encoded)
         if known is None:
             try:
                 known = _parse_key(encoded)
-            except _UnfitKey as error:
+            except _InvalidKey as error:
                 known = error.with_traceback(None)
             if len(self._keys) >= _KEYS_MAX:
                 self._keys.clear()
@@ -257,7 +257,7 @@ class MetricsFiles(Collector):
             values, _ = self._read(file)
             for backend_tag in _backends_in(value.key for value in values):
                 ended.pop(backend_tag, None)
-        # Some more than must go, for each time all is looked at.
+        # Drops some more than necessary, because each time all files are read.
         forgotten = set(list(ended)[: max(0, len(ended) - self._backends_max * 9 // 10)])
         for totals in self._retired.values():
             for key in [key for key in totals if dict(key.labels).get(_BACKEND) in forgotten]:
@@ -265,7 +265,7 @@ class MetricsFiles(Collector):
 
 
 def _files(directory: Path) -> list[_File]:
-    """Plain files with a name that one of ours could have; a directory that is not there has none."""
+    """Files with a valid name; none if the directory does not exist."""
     found = []
     try:
         with os.scandir(directory) as entries:
@@ -275,73 +275,73 @@ def _files(directory: Path) -> list[_File]:
                     size = entry.stat(follow_symlinks=False).st_size
                     found.append(_File(Path(entry.path), name[1], name[2], size))
     except FileNotFoundError:
-        pass  # or a file of it, which is gone
+        pass  # or a file in it was just removed
     return found
 
 
-def _is_of(file: _File, process: str) -> bool:
-    """Of the process, or of what it has forked."""
+def _belongs_to(file: _File, process: str) -> bool:
+    """True when ``file`` is of ``process``, or of a fork of it."""
     return file.process == process or file.process.startswith(f"{process}-")
 
 
 def _used_bytes(path: Path) -> bytes:
-    """What is used of the file, as a whole. Raises OSError or `_Unfit`."""
-    # A pipe would keep us waiting, and a link would lead to what replicas may not read.
+    """The used part of a file. Raises OSError or `_MalformedFile`."""
+    # A pipe would block, and a symlink could lead to files that replicas may not read.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _Unfit("no plain file")
+            raise _MalformedFile("no plain file")
         head = file.read(_HEAD_BYTES)
         if not any(head):
-            return b""  # it is being made at this moment
+            return b""  # it is being created
         (used,) = struct.unpack_from("i", head) if len(head) == _HEAD_BYTES else (-1,)
         if not _HEAD_BYTES <= used <= FILE_BYTES_MAX:
-            raise _Unfit(f"{used} bytes are in use")
+            raise _MalformedFile(f"{used} bytes are in use")
         data = head + file.read(used - _HEAD_BYTES)
     if len(data) != used:
-        raise _Unfit("cut off")
+        raise _MalformedFile("cut off")
     return data
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, float, float]]:
-    """Key, value and time of each; the format is in prometheus_client's ``mmap_dict``. Raises `_Unfit`."""
+    """Key, value and timestamp of each entry, in prometheus_client's ``mmap_dict`` format. Raises `_MalformedFile`."""
     at = _HEAD_BYTES
     while at < len(data):
         if at + 4 > len(data):
-            raise _Unfit("cut off")
+            raise _MalformedFile("cut off")
         (length,) = struct.unpack_from("i", data, at)
         padded = length + 8 - (length + 4) % 8
         if not 0 < length <= _TEXT_LENGTH_MAX * 8 or at + 4 + padded + 16 > len(data):
-            raise _Unfit("a key is too long")
+            raise _MalformedFile("a key is too long")
         value, timestamp = struct.unpack_from("dd", data, at + 4 + padded)
         yield data[at + 4 : at + 4 + length], value, timestamp
         at += 4 + padded + 16
 
 
 def _parse_key(encoded: bytes) -> _Key:
-    """Raises `_UnfitKey`."""
+    """Decode and validate a key. Raises `_InvalidKey`."""
     try:
         metric, name, labels, text = json.loads(encoded)
         json.dumps([labels, text], ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
-        raise _UnfitKey(f"a key is unreadable: {error}") from None
+        raise _InvalidKey(f"a key is unreadable: {error}") from None
     for part in (metric, name):
         if not _is_name(_NAME, part):
-            raise _UnfitKey(f"{part!r:.100} is no name of a metric")
+            raise _InvalidKey(f"{part!r:.100} is no name of a metric")
         if part in _OWN_NAMES:
-            raise _UnfitKey(f"{part} is the host's own")
+            raise _InvalidKey(f"{part} is the host's own")
     if not (isinstance(text, str) and len(text) <= _TEXT_LENGTH_MAX):
-        raise _UnfitKey(f"{name} has an unfit help text")
+        raise _InvalidKey(f"{name} has an unfit help text")
     if not (isinstance(labels, dict) and len(labels) <= _LABELS_MAX):
-        raise _UnfitKey(f"{name} has unfit labels")
+        raise _InvalidKey(f"{name} has unfit labels")
     for label, value in labels.items():
         if not (_is_name(_LABEL, label) and isinstance(value, str) and len(value) <= _TEXT_LENGTH_MAX):
-            raise _UnfitKey(f"{name} has an unfit label {label!r:.100}")
+            raise _InvalidKey(f"{name} has an unfit label {label!r:.100}")
     if "le" in labels:
         try:
             float(labels["le"])
         except ValueError:
-            raise _UnfitKey(f"a bucket of {name} has no number") from None
+            raise _InvalidKey(f"a bucket of {name} has no number") from None
     return _Key(metric, name, tuple(sorted(labels.items())), text)
 
 
@@ -350,7 +350,7 @@ def _is_name(pattern: re.Pattern[str], text: object) -> bool:
 
 
 def _add(metrics: dict[str, Metric], kind: str, process: str, value: _Value) -> None:
-    """As prometheus_client's collector gathers what it then accumulates."""
+    """Add a sample, as prometheus_client's collector does before it accumulates."""
     key = value.key
     type_, _, mode = kind.partition("_")
     metric = metrics.get(key.metric)
@@ -366,9 +366,9 @@ def _add(metrics: dict[str, Metric], kind: str, process: str, value: _Value) -> 
         metric.add_sample(key.name, labels, value.value)
 
 
-def _never_fall(collected: Iterable[Metric], shown: _Shown) -> _Shown:
-    """Lift what is lower than at the last scrape, while it is there; what is shown now."""
-    now: _Shown = {}
+def _keep_monotonic(collected: Iterable[Metric], shown: _ExportedValues) -> _ExportedValues:
+    """Raise values that are lower than at the last scrape to those; returns the values exported now."""
+    now: _ExportedValues = {}
     for metric in collected:
         if metric.type not in _SUMMED:
             continue

@@ -1,6 +1,6 @@
-"""How this process' Ray is set up: quiet, private, and without a home directory.
+"""The environment variables of this process' Ray: quiet, private, and without a home directory.
 
-Why its own module: Ray reads these from the environment when it is first imported, so they must be set before.
+Why a module of its own: Ray reads them when it is first imported, so they must be set before.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ SESSIONS_KEPT: Final = 4
 
 _DEFAULTS: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do by default; unset, it warns at each start
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; unset, it warns at each start
     "RAY_DEDUP_LOGS": "0",
-    # Ray starts workers at niceness 15, which is right for batch work. Replicas answer requests: below everything
-    # else on a busy machine they would start and serve several times slower.
+    # Ray starts workers at niceness 15, which is right for batch work. Replicas serve requests: with a low priority
+    # they would start and serve several times slower on a busy machine.
     "RAY_worker_niceness": "0",
 }
 
 
 _LOCAL_DEFAULTS: Final = {
-    # A Ray that knows of no cluster has the loopback's address, and its servers listen there alone. By its name this is
-    # for other systems; it does the same on Linux.
+    # Without a cluster Ray uses the loopback address, and its servers listen there only. Despite its name the variable
+    # also works on Linux.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Ray would start as many idle workers as there are CPUs, of which a replica saves little; `ray_spares` does better.
+    # Ray would start as many idle workers as there are CPUs, which hardly speed up replicas; `SparePool` does better.
     "RAY_prestart_worker_first_driver": "0",
-    # How late a reservation is made after room for it has appeared.
+    # Maximum delay of a reservation after resources for it have become free.
     "RAY_gcs_create_placement_group_retry_max_interval_ms": "200",
 }
 
 
 def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
-    """Set what Ray reads; what the operator has set stays. Call it before Ray is imported.
+    """Set Ray's variables unless the operator has set them. Call it before Ray is imported.
 
-    A local runtime gets token authentication, with a token of this life alone that no file holds: by default Ray would
-    write one into the home directory, which a container may not have. ``temp_dir``, which is the host's, gets a
-    directory of this user alone. Raises `BadField` where that is not possible.
+    A local runtime gets token authentication, with a token of this process that is in no file: by default Ray would
+    write one into the home directory, which a container may not have. A private directory of this user is created in
+    ``temp_dir``, which is the host's. Raises `BadField` when that fails.
     """
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -62,12 +62,12 @@ def prepare_ray_environment(temp_dir: Path, *, is_local: bool) -> None:
 
 
 def ray_directory(temp_dir: Path) -> Path:
-    """What Ray is given. It lets everybody write there, so what lies above is for this user alone."""
+    """The directory for Ray. Ray makes it writable for all users, so the one above is private to this user."""
     return temp_dir / "r"
 
 
 def remove_old_sessions(temp_dir: Path) -> None:
-    """Delete the logs of all but the newest lives of Ray, which would grow without end."""
+    """Delete the logs of all but the newest Ray sessions, which would otherwise accumulate."""
     sessions = [
         path for path in ray_directory(temp_dir).glob("session_2*") if path.is_dir() and not path.is_symlink()
     ]

@@ -1,4 +1,4 @@
-"""Our words for what a replica needs and how it ended, in Ray's words and back; and what Ray has to give."""
+"""Translates replicas' resource needs and ends to and from Ray's terms; tracks the resources of Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_common.config.replica import RayActorOptions
 
 
 def actor_options(options: RayActorOptions) -> dict[str, Any]:
-    """Arguments of an actor class' ``options``."""
+    """Keyword arguments for an actor class' ``options``."""
     known: dict[str, Any] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     if options.memory:
         known["memory"] = options.memory
@@ -27,10 +27,10 @@ def actor_options(options: RayActorOptions) -> dict[str, Any]:
 
 
 def fits_spare(options: RayActorOptions) -> bool:
-    """Whether an actor that was started ahead can be this replica.
+    """True when a spare actor can become this replica.
 
-    Its environment is given and it has no device. Ray tells numerical libraries at an actor's start how many threads
-    to use; below two CPUs that is one, as in an actor that was started ahead.
+    A spare has a fixed environment and no devices. Ray sets the number of threads of numerical libraries when an actor
+    starts; below two CPUs that is one, as in a spare.
     """
     return not (
         options.num_gpus
@@ -42,14 +42,14 @@ def fits_spare(options: RayActorOptions) -> bool:
 
 
 def describe_needs(options: RayActorOptions) -> str:
-    """What has to be free somewhere, such as ``4 CPU, 1 GPU``."""
+    """The resources that must be free on one node, such as ``4 CPU, 1 GPU``."""
     needed = {"CPU": options.num_cpus, "GPU": options.num_gpus, "bytes of memory": options.memory}
     needed |= options.resources
     return ", ".join(f"{amount:g} {name}" for name, amount in needed.items() if amount) or "nothing"
 
 
 def absolute_app_dir(app_dir: str, app_root: str) -> str:
-    """``app_dir`` as the replica's process will find it; empty stays empty."""
+    """The absolute path of ``app_dir``; empty stays empty."""
     return str(Path(app_root, app_dir)) if app_dir else ""
 
 
@@ -58,18 +58,18 @@ _EXIT: Final = re.compile(r"Worker exit type: (\w+) Worker exit detail: ([^.]*)"
 
 
 def describe_end(pid: int, error: BaseException | None, address: str = "") -> str:
-    """One line instead of Ray's page of common causes. ``address`` of another machine than the host's."""
+    """One line instead of Ray's page of common causes; ``address`` is set for other machines than the host's."""
     process = f"the replica's process {pid}" if pid else "the replica's process"
     if address:
         process += f" on {address}"
-    told = str(error)
-    if "killed by `ray.kill`" in told:
+    message = str(error)
+    if "killed by `ray.kill`" in message:
         return f"{process} was killed by its host"
-    if _NODE_DIED in told:
+    if _NODE_DIED in message:
         return f"{process} ended with its machine: Ray hears nothing of that any more"
-    found = _EXIT.search(told)
+    found = _EXIT.search(message)
     if found is None:
-        return f"{process} ended: {' '.join(told.split())}"
+        return f"{process} ended: {' '.join(message.split())}"
     return (
         f"{process} ended unasked ({found[1]}: {found[2].strip()}); "
         "it was killed, crashed, exited, or the machine ran out of memory"
@@ -85,60 +85,60 @@ _NOT_RESOURCES: Final = ("node:", "object_store_memory")
 
 @final
 class RayResources:
-    """All methods on the Ray thread; ``whole`` may be read on any."""
+    """The total resources of Ray. All methods run on the Ray thread; ``whole`` may be read on any."""
 
     def __init__(self, call_later: Callable[..., None]) -> None:
-        """``call_later`` (after seconds) runs a method on the Ray thread; it may be called on any."""
+        """``call_later`` (after seconds) runs a function on the Ray thread; it may be called from any."""
         self._call_later = call_later
         self._is_open = True
-        self._asking: threading.Thread | None = None
+        self._poll_thread: threading.Thread | None = None
         self.whole: dict[str, float] = {}
-        """By Ray's names."""
+        """Total resources by Ray's names."""
 
     def open(self, *, is_cluster: bool) -> None:
-        """Look once; and of a cluster, again and again."""
-        self.whole = _whole()
+        """Read the resources once; for a cluster, poll them from then on."""
+        self.whole = _read_total()
         if is_cluster:
-            self._call_later(LOOK_EVERY_S, self._look_again)
+            self._call_later(LOOK_EVERY_S, self._poll)
 
     def close(self) -> None:
-        """No more looks: a call without a Ray would start one. Waits a moment for one that is under way."""
+        """Stop polling: a call without a running Ray would start one. Waits briefly for a poll in progress."""
         self._is_open = False
-        if self._asking is not None:
-            self._asking.join(_CLOSE_TIMEOUT_S)
+        if self._poll_thread is not None:
+            self._poll_thread.join(_CLOSE_TIMEOUT_S)
 
     def look(self) -> None:
-        """Of a cluster, when something may just have changed."""
+        """Read the resources now, when those of a cluster may have changed."""
         if self._is_open:
-            self._take(_whole())
+            self._update(_read_total())
 
-    def _look_again(self) -> None:
-        # While the cluster's head is away Ray makes callers wait up to a minute, and health checks must go on.
+    def _poll(self) -> None:
+        # While the cluster's head is down Ray blocks callers for up to a minute, and health checks must go on.
         if self._is_open:
-            self._asking = threading.Thread(target=self._ask, name="ray-resources", daemon=True)
-            self._asking.start()
+            self._poll_thread = threading.Thread(target=self._fetch, name="ray-resources", daemon=True)
+            self._poll_thread.start()
 
-    def _ask(self) -> None:
+    def _fetch(self) -> None:
         whole: dict[str, float] | None = None
         try:
-            whole = _whole()
-        except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the next look may do
+            whole = _read_total()
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds, and the next poll may succeed
             _log.warning("ray_resources_unknown", error=str(error))
-        self._call_later(0.0, self._hear, whole)
+        self._call_later(0.0, self._on_fetched, whole)
 
-    def _hear(self, whole: dict[str, float] | None) -> None:
+    def _on_fetched(self, whole: dict[str, float] | None) -> None:
         if self._is_open:
             if whole is not None:
-                self._take(whole)
-            self._call_later(LOOK_EVERY_S, self._look_again)
+                self._update(whole)
+            self._call_later(LOOK_EVERY_S, self._poll)
 
-    def _take(self, whole: dict[str, float]) -> None:
+    def _update(self, whole: dict[str, float]) -> None:
         if whole != self.whole:
             _log.info("ray_resources", resources=whole, before=self.whole)
             self.whole = whole
 
 
-def _whole() -> dict[str, float]:
+def _read_total() -> dict[str, float]:
     return {
         name: float(amount)
         for name, amount in ray.cluster_resources().items()

@@ -1,10 +1,10 @@
-"""The host's end of its Ray runtime: starts the process, sends it calls and takes its events.
+"""The host's client of its Ray runtime: starts the process, sends it calls and receives its events.
 
-Why the host ends when it does: the replicas are its children. A host that comes back reports an empty inventory and is
-told what to start, which is the one way in which a host recovers from anything.
+Why the host exits when the runtime does: the replicas are its children. A restarted host reports an empty inventory and
+gets a goal of what to start, which is the only way in which a host recovers.
 
-What can be stopped by the other end waits for nothing here: calls are written behind a limit, notices are taken at
-the host's own pace, and a runtime that says nothing shows in ``/healthz``.
+Nothing here waits for the runtime: unsent calls are bounded, notices are read at a limited rate, and a silent runtime
+shows in ``/healthz``.
 """
 
 from __future__ import annotations
@@ -63,31 +63,35 @@ _log = structlog.get_logger(__name__)
 
 COMMAND: Final = (sys.executable, "-m", "serve_replica_host.ray_main")
 CLOSE_TIMEOUT_S: Final = 12.0
-"""Longer than Ray's own shutdown may take in it."""
+"""Seconds to wait for the runtime's exit; longer than Ray's own shutdown may take."""
 _KILL_TIMEOUT_S: Final = 5.0
-"""Longer than a guardian takes to kill what is left."""
+"""Seconds to wait after a kill; longer than the guardian takes to kill the remaining processes."""
 _NOTICES_PER_S: Final = 2_000.0
 _NOTICES_BURST: Final = 20_000.0
 _BACKLOG_MAX: Final = 500
-"""Inputs that the host has not looked at yet; beyond it no more are read, which leaves room for goals."""
+"""Unprocessed inputs of the host above which no notices are read, so that goals are not delayed."""
 _PAUSE_S: Final = 0.02
 
-_KEPT: Final = frozenset({"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS"})
-_OURS: Final = re.compile(r"MUSTER_.*|PROMETHEUS_MULTIPROC_DIR")
+_INHERITED: Final = frozenset({"MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED", "MUSTER_STACK_ID", "MUSTER_PROCESS"})
+_HOST_VARIABLES: Final = re.compile(r"MUSTER_.*|PROMETHEUS_MULTIPROC_DIR")
 
 
 def runtime_environment(variables: Mapping[str, str], user: UnixUser | None = None) -> dict[str, str]:
-    """What the runtime, and with it user code, inherits of the host's ``variables``: nothing that the host is told."""
-    kept = {
+    """The variables that the runtime, and with it user code, inherits: none of the host's own settings."""
+    inherited = {
         name: value
         for name, value in variables.items()
-        if name in _KEPT or _OURS.fullmatch(name.upper()) is None
+        if name in _INHERITED or _HOST_VARIABLES.fullmatch(name.upper()) is None
     }
-    return kept if user is None else kept | {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
+    return (
+        inherited
+        if user is None
+        else inherited | {"HOME": user.home, "USER": user.name, "LOGNAME": user.name}
+    )
 
 
 def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
-    """What the runtime is told of the host's settings; ``log_socket`` is empty where there is none."""
+    """The settings of the runtime; ``log_socket`` is empty if there is none."""
     return RaySettings(
         temp_dir=settings.ray_temp_dir,
         address=settings.ray_address,
@@ -103,20 +107,20 @@ def ray_settings(settings: HostSettings, log_socket: str) -> RaySettings:
 
 @final
 class RayProcess:
-    """`ports.ReplicaRuntime` by a process of its own; events arrive on the loop that called `open`."""
+    """A `ports.ReplicaRuntime` in a separate process; events arrive on the loop that called `open`."""
 
     def __init__(
         self, settings: RaySettings, user: UnixUser | None = None, *, command: Sequence[str] = COMMAND
     ) -> None:
-        """Starts the process as ``user``; it begins to start Ray.
+        """Starts the process as ``user``, which starts Ray.
 
-        ``command`` gets its end of the socket as last argument.
+        ``command`` gets the descriptor of its socket as the last argument.
 
-        Called on the main thread: its guardian is told when the thread that started it ends. Raises `BadField` when
-        ``user`` may not execute Python, and OSError.
+        Call it on the main thread: the guardian is signalled when the thread that started it ends. Raises `BadField`
+        when ``user`` may not execute Python, and OSError.
         """
         self.resources: dict[str, float] = {}
-        """As `ports.ReplicaRuntime`."""
+        """Total resources by Ray's names."""
         self._on_event: Callable[[ReplicaEvent], None] = lambda _event: None
         self._backlog: Callable[[], int] = lambda: 0
         self._reader: asyncio.StreamReader | None = None
@@ -131,47 +135,47 @@ class RayProcess:
                 self._socket.close()
                 who = "this user" if user is None else user.name
                 raise BadField("MUSTER_REPLICA_USER", f"{who} may not execute {sys.executable}") from error
-        with contextlib.suppress(OSError):  # its end is told by its exit status
+        with contextlib.suppress(OSError):  # it has exited, which its exit status shows
             self._socket.sendall(encode(Open(settings)))
 
     # -- its life -------------------------------------------------------------------------------------------------
 
     async def open(self, on_event: Callable[[ReplicaEvent], None], backlog: Callable[[], int]) -> None:
-        """Wait until Ray is there; takes seconds. Raises `RayUnavailable`.
+        """Wait until Ray has started; takes seconds. Raises `RayUnavailable`.
 
-        ``backlog`` tells how many events were not looked at yet.
+        ``backlog`` returns the number of unprocessed events.
         """
         self._on_event, self._backlog = on_event, backlog
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
         notice = await self._next()
         if isinstance(notice, OpenFailed):
             raise RayUnavailable(f"Ray did not start: {notice.error}")
-        self._take(notice)
+        self._on_notice(notice)
         _log.info("ray_ready", resources=self.resources, pid=self._process.pid)
 
     async def run(self) -> None:
-        """Take what it says, until it ends or says what it may not say: then raises `RayUnavailable`."""
+        """Process its notices. Raises `RayUnavailable` when it exits or violates the protocol."""
         rate = PublishedRate(_NOTICES_PER_S, _NOTICES_BURST)
         while True:
             if self._backlog() > _BACKLOG_MAX or not rate.take(time.monotonic()):
                 await asyncio.sleep(_PAUSE_S)
             else:
-                self._take(await self._next())
+                self._on_notice(await self._next())
 
     async def watch(self) -> None:
-        """Count the turns of this loop in which nothing came; so a host that was frozen blames nobody."""
+        """Count silent seconds in iterations of this loop, so that time in which the host is frozen does not count."""
         while True:
             await asyncio.sleep(RESOURCES_EVERY_S)
             self._silent_s += RESOURCES_EVERY_S
 
     def why_not_healthy(self, silent_after_s: float) -> str | None:
-        """None while the process says something at least so often; callable from any thread."""
+        """An error when no notice came for ``silent_after_s`` seconds, else None; callable from any thread."""
         if self._silent_s < silent_after_s + RESOURCES_EVERY_S:
             return None
         return f"the Ray runtime has said nothing for {self._silent_s:.0f} s"
 
     async def close(self) -> None:
-        """Have it shut Ray down and end, or kill it."""
+        """Make it shut Ray down and exit, or kill it."""
         if self._writer is None:
             self._socket.close()
         elif not self._writer.is_closing():
@@ -187,7 +191,7 @@ class RayProcess:
     # -- calls ----------------------------------------------------------------------------------------------------
 
     def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
-        """As `ports.ReplicaRuntime`, with ``bus``, which is the replica's own."""
+        """Start a replica with ``bus``, its own settings; errors are reported as events."""
         try:
             self._call(Start(goal, bus))
         except RayProtocolError as error:
@@ -195,30 +199,30 @@ class RayProcess:
             self._on_event(ProcessEnded(goal.replica_tag, str(error)))
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Apply the goal's configuration; the outcome is an event."""
         try:
             self._call(Reconfigure(goal))
         except RayProtocolError as error:
             self._on_event(Reconfigured(goal.replica_tag, goal.config_version, str(error)))
 
     def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
-        """Have the replica log in with ``identity`` from now on."""
+        """Make the replica log in with ``identity`` from now on."""
         self._call(Renew(replica_tag, identity))
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Request a health check; the outcome is an event."""
         self._call(CheckHealth(replica_tag))
 
     def drain(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Make the replica refuse new requests and finish those in flight."""
         self._call(Drain(replica_tag))
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Kill the replica's process."""
         self._call(Kill(replica_tag))
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`; the runtime does it, for the host may be another user."""
+        """Kill the process by the kernel; in the runtime, because the host may be another user."""
         self._call(KillByForce(replica_tag))
 
     def _call(self, call: Call) -> None:
@@ -233,7 +237,7 @@ class RayProcess:
 
     # -- notices --------------------------------------------------------------------------------------------------
 
-    def _take(self, notice: Notice) -> None:
+    def _on_notice(self, notice: Notice) -> None:
         self._silent_s = 0.0
         match notice:
             case Resources(whole=whole):
@@ -254,8 +258,10 @@ class RayProcess:
             _log.error("ray_runtime_broke_the_protocol", pid=self._process.pid, error=str(error))
             self._kill_process()
         ended = await asyncio.to_thread(self._wait, _KILL_TIMEOUT_S)
-        how = "it closed its connection" if ended is None else _describe(ended)
-        raise RayUnavailable(f"the Ray runtime is gone, and all replicas with it: {self._failure or how}")
+        exit_text = "it closed its connection" if ended is None else _format_exit(ended)
+        raise RayUnavailable(
+            f"the Ray runtime is gone, and all replicas with it: {self._failure or exit_text}"
+        )
 
     # -- the process ----------------------------------------------------------------------------------------------
 
@@ -267,18 +273,18 @@ class RayProcess:
 
     def _kill_process(self) -> None:
         try:
-            self._process.send_signal(signal.SIGQUIT)  # to its guardian: everything, now
-        except PermissionError:  # another user's: it ends by the end of the connection, or with the container
+            self._process.send_signal(signal.SIGQUIT)  # makes its guardian kill all processes at once
+        except PermissionError:  # another user's: it exits with the connection, or with the container
             _log.warning("ray_runtime_not_killed", pid=self._process.pid, reason="it is another user's")
 
 
 def _start_process(
     command: Sequence[str], connection: socket.socket, user: UnixUser | None
 ) -> subprocess.Popen[bytes]:
-    """With a guardian above it: Ray's agents outlive a raylet that was killed by a minute."""
+    """Start the process under a guardian: Ray's agents outlive a killed raylet by a minute."""
     as_user: dict[str, Any] = {}
     if user is not None:
-        as_user = {"user": user.uid, "group": user.gid, "extra_groups": [], "preexec_fn": _enter}
+        as_user = {"user": user.uid, "group": user.gid, "extra_groups": [], "preexec_fn": _prepare_child}
     return subprocess.Popen(  # noqa: S603 - our own command line
         [
             *(sys.executable, "-I", "-S", str(guardian.__file__)),
@@ -288,20 +294,20 @@ def _start_process(
         env=runtime_environment(os.environ, user),
         stdin=subprocess.DEVNULL,
         pass_fds=(connection.fileno(),),
-        start_new_session=True,  # a Ctrl-C is the host's to hear
+        start_new_session=True,  # the host handles Ctrl-C
         **as_user,
     )
 
 
-def _enter() -> None:
-    """As the other user, before the program."""
+def _prepare_child() -> None:
+    """Run as the other user between fork and exec."""
     drop_privileges()
     if not os.access(".", os.R_OK | os.X_OK):
         os.chdir("/")
 
 
-def _describe(status: int) -> str:
-    """Of the guardian, which tells a signal as a shell does."""
+def _format_exit(status: int) -> str:
+    """Text for the guardian's exit status, which encodes a signal as a shell does."""
     number = -status if status < 0 else status - 128
     with contextlib.suppress(ValueError):
         if number > 0:

@@ -1,10 +1,10 @@
-"""What a host and its Ray runtime process say to each other, over a socket that both were born with.
+"""The protocol between a host and its Ray runtime process, over an inherited socket pair.
 
-Why a process of its own: Ray's driver unpickles what actors return and raise, so whoever runs user code can run code in
-it. The host holds credentials that user code must not have; so it is no driver, and takes nothing from the driver but
-these messages: MessagePack of fixed types, each field bounded. A hostile runtime can lie about its replicas, no more.
+Why a separate process: Ray's driver unpickles what actors return and raise, so user code can execute code in it. The
+host has credentials that user code must not get; so it is not the driver, and accepts nothing from the driver but these
+messages: MessagePack of fixed types, each field bounded. A hostile runtime can only lie about its replicas.
 
-A message is its length (4 bytes, big-endian) and its body. Each end reads only as fast as it handles.
+A message is its length (4 bytes, big-endian) and its body. Each end reads only as fast as it processes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from serve_replica_host.core.events import TEXT_LENGTH_MAX, ReplicaEvent
 
 LENGTH_BYTES: Final = 4
 CALL_BYTES_MAX: Final = 8 * 1024 * 1024
-"""To the runtime. A whole host goal fits one NATS message, so one replica's does."""
+"""Maximum size of a call. A complete host goal fits one NATS message, so one replica's does."""
 NOTICE_BYTES_MAX: Final = 256 * 1024
-"""To the host."""
+"""Maximum size of a notice."""
 UNSENT_BYTES_MAX: Final = 64 * 1024 * 1024
-"""What may wait for the other end to read; an end that leaves more has failed."""
+"""Maximum unread bytes; an end that leaves more unread has failed."""
 RESOURCES_EVERY_S: Final = 1.0
-"""How often the runtime says what it has, changed or not; by that the host knows that its loop turns."""
+"""Seconds between reports of the runtime's resources, changed or not, which also show that its loop runs."""
 _RESOURCES_MAX: Final = 1_000
 
 M = TypeVar("M")
@@ -42,11 +42,11 @@ class RayUnavailable(TransientError):
 
 
 class RayProtocolError(Exception):
-    """The other end sent what it may not send."""
+    """The other end sent an invalid message."""
 
 
 class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the runtime and its replicas need to know."""
+    """Settings of the runtime and its replicas."""
 
     temp_dir: str
     address: str | None
@@ -55,11 +55,11 @@ class RaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics_dir: str
     host_id: str
     spare_replicas: int
-    """Actors that are started ahead, on a local runtime."""
+    """Maximum of spare actors on a local runtime."""
     log_socket: str = ""
-    """Where the host takes log lines; empty for nowhere."""
+    """Path of the host's log socket; empty for none."""
     tracing: dict[str, str] = {}
-    """See `StartReplicaRequest`."""
+    """The host's OTEL_… variables."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -70,13 +70,13 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Open(_Message, frozen=True):
-    """The first: start Ray, or join the cluster."""
+    """The first call: start Ray, or join the cluster."""
 
     settings: RaySettings
 
 
 class Start(_Message, frozen=True):
-    """As `ports.ReplicaRuntime.start`; so are the others. ``bus`` is the replica's own."""
+    """Calls as of `ports.ReplicaRuntime`; ``bus`` has the replica's own settings."""
 
     goal: ReplicaGoal
     bus: BusSettings
@@ -87,7 +87,7 @@ class Reconfigure(_Message, frozen=True):
 
 
 class Renew(_Message, frozen=True):
-    """A newer identity of a replica, in place of that in `Start`."""
+    """Replace the identity of a replica given in `Start`."""
 
     replica_tag: ReplicaTag
     identity: UserIdentity
@@ -110,7 +110,7 @@ class KillByForce(_Message, frozen=True):
 
 
 class Close(_Message, frozen=True):
-    """The last: shut Ray down and end."""
+    """The last call: shut Ray down and exit."""
 
 
 Call = Open | Start | Reconfigure | Renew | CheckHealth | Drain | Kill | KillByForce | Close
@@ -122,13 +122,13 @@ _Resource = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class Resources(_Message, frozen=True):
-    """Ray is there and has this to give in all, by Ray's names. The first says that it has started."""
+    """Total resources by Ray's names. The first notice means that Ray has started."""
 
     whole: Annotated[dict[_Resource, _Amount], msgspec.Meta(max_length=_RESOURCES_MAX)]
 
 
 class OpenFailed(_Message, frozen=True):
-    """Ray could not be started or joined; the runtime ends."""
+    """Ray could not be started or joined; the runtime exits."""
 
     error: Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH_MAX)]
 
@@ -141,7 +141,7 @@ _encoder: Final = msgspec.msgpack.Encoder()
 
 
 def encode(message: Call | Notice) -> bytes:
-    """The message with its length. Raises `RayProtocolError` when it cannot be encoded, as a huge number."""
+    """The message with its length. Raises `RayProtocolError` when it cannot be encoded or is too large."""
     try:
         body = _encoder.encode(message)
     except (OverflowError, UnicodeEncodeError, TypeError, ValueError, RecursionError) as error:
@@ -153,17 +153,17 @@ def encode(message: Call | Notice) -> bytes:
 
 
 def decode_call(body: bytes) -> Call:
-    """A message to the runtime; raises `RayProtocolError`."""
-    return _decoded(_calls, body)
+    """Decode a message to the runtime. Raises `RayProtocolError`."""
+    return _decode(_calls, body)
 
 
 def decode_notice(body: bytes) -> Notice:
-    """A message to the host; raises `RayProtocolError`."""
-    return _decoded(_notices, body)
+    """Decode a message to the host. Raises `RayProtocolError`."""
+    return _decode(_notices, body)
 
 
 def body_length(head: bytes, bytes_max: int) -> int:
-    """Of the message that begins with ``head``; raises `RayProtocolError` when it is too long."""
+    """Decode the length in ``head``. Raises `RayProtocolError` when it exceeds ``bytes_max``."""
     length = int.from_bytes(head, "big")
     if length > bytes_max:
         raise RayProtocolError(f"a message of {length} bytes is announced; at most {bytes_max} are allowed")
@@ -171,7 +171,7 @@ def body_length(head: bytes, bytes_max: int) -> int:
 
 
 async def read_body(reader: asyncio.StreamReader, bytes_max: int) -> bytes | None:
-    """The next message; None at the end of the connection. Raises `RayProtocolError`."""
+    """Read the next message; None at the end of the connection. Raises `RayProtocolError`."""
     try:
         length = body_length(await reader.readexactly(LENGTH_BYTES), bytes_max)
         return await reader.readexactly(length)
@@ -183,7 +183,7 @@ async def read_body(reader: asyncio.StreamReader, bytes_max: int) -> bytes | Non
         return None
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
+def _decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

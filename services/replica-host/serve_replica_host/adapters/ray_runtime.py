@@ -1,4 +1,4 @@
-"""Replicas as Ray actors."""
+"""Runs replicas as Ray actors."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ _log = structlog.get_logger(__name__)
 
 @final
 class HostLoop:
-    """The loop that called `open`; the other methods may be called on any thread after that."""
+    """Schedules calls on the loop that called `open`; the other methods may be called on any thread after that."""
 
     def __init__(self, thread: RayThread) -> None:
         self._thread = thread
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
-        """Take the running loop."""
+        """Use the running loop."""
         self._loop = asyncio.get_running_loop()
 
     def call(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -80,20 +80,20 @@ class HostLoop:
         assert self._loop is not None, "open comes first"
         try:
             call(self._loop)
-        except RuntimeError as error:  # the loop is closed: the host ends
+        except RuntimeError as error:  # the loop is closed: the host exits
             _log.debug("event_after_the_end", error=str(error))
 
 
 PLACED_WITHIN_S: Final = 2.0
-"""A process starts in well under a second; after this the report says what is waited for."""
+"""Seconds after which the report names what a start waits for; a process usually starts in well under a second."""
 SPARE_AGAIN_S: Final = 5.0
-"""After one that waited has ended; it may be for a reason that stays."""
+"""Seconds before an ended spare is replaced; the reason of its end may persist."""
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
 
 
 @final
 class RayRuntime:
-    """`ports.ReplicaRuntime` by Ray; events arrive on the loop that called `open`."""
+    """A `ports.ReplicaRuntime` on Ray; events arrive on the loop that called `open`."""
 
     def __init__(
         self,
@@ -103,24 +103,24 @@ class RayRuntime:
         files: RemoteFiles,
         write_lines: Callable[[bytes], None],
     ) -> None:
-        """``files`` and ``write_lines`` take what replicas on other machines count and say."""
+        """``files`` and ``write_lines`` receive metrics and log lines of replicas on other machines."""
         self._settings = settings
         self._is_local = settings.address is None
         self._on_event = on_event
         self._thread = RayThread()
         self._loop = HostLoop(self._thread)
         self._processes: dict[ReplicaTag, LocalProcess] = {}
-        # Put in on the loop, taken out on either thread, in one step each:
-        self._unbegun: dict[ReplicaTag, tuple[ReplicaGoal, BusSettings]] = {}
-        """Starts that wait for the Ray thread."""
-        self._kills: set[ReplicaTag] = set()
-        """Kills that do."""
-        # The Ray thread's:
-        self._held: dict[ReplicaTag, SpareActor] = {}
+        # Added on the loop, removed on either thread, atomically:
+        self._pending_starts: dict[ReplicaTag, tuple[ReplicaGoal, BusSettings]] = {}
+        """Starts queued for the Ray thread."""
+        self._pending_kills: set[ReplicaTag] = set()
+        """Kills queued for the Ray thread."""
+        # Used on the Ray thread only:
+        self._actors: dict[ReplicaTag, SpareActor] = {}
         self._actor_class: Any = None
-        self._place = b""
+        self._location = b""
         self._resources = RayResources(self._loop.call_ray_later)
-        self._far = RemoteReplicas(
+        self._remote = RemoteReplicas(
             files, write_lines, post=self._thread.post, call_later=self._loop.call_ray_later
         )
         self._spares = SparePool(
@@ -131,7 +131,7 @@ class RayRuntime:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As `ports.ReplicaRuntime`."""
+        """Total resources by Ray's names."""
         return self._resources.whole
 
     async def open(self) -> None:
@@ -144,57 +144,62 @@ class RayRuntime:
         _log.info("ray_ready", resources=self.resources)
 
     async def close(self) -> None:
-        """Shut Ray down; a local runtime's processes end."""
+        """Shut Ray down; the processes of a local runtime end."""
         try:
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
                 await asyncio.wrap_future(self._thread.submit(self._shut_down))
-                await asyncio.to_thread(self._far.close)
+                await asyncio.to_thread(self._remote.close)
         except TimeoutError:
             _log.error("ray_shutdown_hangs", timeout_s=_SHUTDOWN_TIMEOUT_S)
 
     def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
-        """As `ports.ReplicaRuntime`, with ``bus``, which is the replica's own."""
-        self._unbegun[goal.replica_tag] = goal, bus
+        """Start a replica with ``bus``, its own settings; errors are reported as events."""
+        self._pending_starts[goal.replica_tag] = goal, bus
         self._thread.post(self._start, goal.replica_tag, urgency=Urgency.START)
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Apply the goal's configuration; the outcome is an event."""
         self._thread.post(self._reconfigure, goal)
 
     def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
-        """Have the replica log in with ``identity`` from now on."""
-        unbegun = self._unbegun.get(replica_tag)
-        if unbegun is not None:
-            self._unbegun[replica_tag] = unbegun[0], msgspec.structs.replace(unbegun[1], credentials=identity)
+        """Make the replica log in with ``identity`` from now on."""
+        pending = self._pending_starts.get(replica_tag)
+        if pending is not None:
+            self._pending_starts[replica_tag] = (
+                pending[0],
+                msgspec.structs.replace(pending[1], credentials=identity),
+            )
         self._thread.post(self._renew, replica_tag, identity)
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Request a health check; the outcome is an event."""
         self._thread.post(self._check_health, replica_tag, urgency=Urgency.CHECK)
 
     def drain(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Make the replica refuse new requests and finish those in flight."""
         self._thread.post(self._drain, replica_tag, urgency=Urgency.CHECK)
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`; however often it is called, one of them waits."""
-        if self._unbegun.pop(replica_tag, None) is not None:
-            self._hear(ProcessEnded(replica_tag, "it was not wanted any more before its start began"))
-        elif replica_tag not in self._kills:
-            self._kills.add(replica_tag)
+        """Kill the replica's process, or cancel its start; at most one kill is queued."""
+        if self._pending_starts.pop(replica_tag, None) is not None:
+            self._on_replica_event(
+                ProcessEnded(replica_tag, "it was not wanted any more before its start began")
+            )
+        elif replica_tag not in self._pending_kills:
+            self._pending_kills.add(replica_tag)
             self._thread.post(self._kill, replica_tag)
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`; by the kernel where the process is of this machine, so also while Ray hangs."""
+        """Kill the process by the kernel if it is on this machine, which also works while Ray hangs."""
         process = self._processes.get(replica_tag)
         if process is None:
             self.kill(replica_tag)
         elif not process.kill():
-            self._hear(ProcessEnded(replica_tag, "its process is gone, though Ray did not tell"))
+            self._on_replica_event(ProcessEnded(replica_tag, "its process is gone, though Ray did not tell"))
 
     # -- on the loop ----------------------------------------------------------------------------------------------
 
-    def _hear(self, event: ReplicaEvent) -> None:
+    def _on_replica_event(self, event: ReplicaEvent) -> None:
         if isinstance(event, Placed) and self._is_local and event.replica_tag not in self._processes:
             self._processes[event.replica_tag] = LocalProcess(event.pid)
         if isinstance(event, ProcessEnded) and event.replica_tag in self._processes:
@@ -206,15 +211,15 @@ class RayRuntime:
     def _open(self) -> None:
         open_ray(self._settings)
         self._actor_class = ray.remote(ReplicaActor)
-        self._place = encode_place(host_place(self._settings))
+        self._location = encode_place(host_place(self._settings))
         self._resources.open(is_cluster=not self._is_local)
         self._spares.refill()
 
     def _shut_down(self) -> None:
         self._resources.close()
-        for held in self._held.values():
-            if held.far is not None:
-                held.far.end()
+        for spare in self._actors.values():
+            if spare.far is not None:
+                spare.far.end()
         ray.shutdown()
 
     def _create_spare(self) -> SpareActor:
@@ -223,155 +228,155 @@ class RayRuntime:
     def _create(self, **options: Any) -> SpareActor:
         actor = self._actor_class.options(
             max_restarts=0, max_task_retries=0, max_concurrency=CONTROL_THREADS, **options
-        ).remote(self._place)
-        held = SpareActor(actor, futures=[])
-        # The first call, so that nothing that happens to the process can be missed.
-        held.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(held, ended))
-        held.watch(actor.hello.remote(), lambda answered: self._on_hello(held, answered))
-        return held
+        ).remote(self._location)
+        spare = SpareActor(actor, futures=[])
+        # The first call, so that no end of the process is missed.
+        spare.watch(actor.wait_for_exit.remote(), lambda ended: self._on_end(spare, ended))
+        spare.watch(actor.hello.remote(), lambda answered: self._on_hello(spare, answered))
+        return spare
 
     def _start(self, tag: ReplicaTag) -> None:
-        unbegun = self._unbegun.pop(tag, None)
-        if unbegun is None:
+        pending = self._pending_starts.pop(tag, None)
+        if pending is None:
             return  # killed meanwhile
-        goal, bus = unbegun
+        goal, bus = pending
         options = goal.replica_config.ray_actor_options
         reservation = None
         try:
             if self._is_local and fits_spare(options):
                 if options.num_cpus:
                     reservation = placement_group([{"CPU": options.num_cpus}], name=tag)
-                held = self._spares.take()
+                spare = self._spares.take()
             else:
-                held = self._create(name=tag, **actor_options(options))
+                spare = self._create(name=tag, **actor_options(options))
         except (ValueError, TypeError, RayError) as error:
             self._emit(ReplicaStartFailed(tag, f"Ray refused the replica: {error}"))
             self._emit(ProcessEnded(tag, f"Ray refused the replica: {error}"))
             if reservation is not None:
                 remove_placement_group(reservation)
             return
-        held.replica_tag, held.reservation, held.bus = tag, reservation, bus
-        self._held[tag] = held
+        spare.replica_tag, spare.reservation, spare.bus = tag, reservation, bus
+        self._actors[tag] = spare
         if reservation is None:
-            self._begin(held, goal)
+            self._construct(spare, goal)
         else:
-            held.watch(reservation.ready(), lambda made: self._on_reserved(held, goal, made))
-        self._loop.call_ray_later(PLACED_WITHIN_S, self._look_at_start, held, options)
+            spare.watch(reservation.ready(), lambda made: self._on_reserved(spare, goal, made))
+        self._loop.call_ray_later(PLACED_WITHIN_S, self._check_start, spare, options)
 
-    def _begin(self, held: SpareActor, goal: ReplicaGoal) -> None:
-        if self._held.get(goal.replica_tag) is not held:
+    def _construct(self, spare: SpareActor, goal: ReplicaGoal) -> None:
+        if self._actors.get(goal.replica_tag) is not spare:
             return  # killed meanwhile
-        assert held.bus is not None
+        assert spare.bus is not None
         order = StartReplicaRequest(
             goal=goal,
-            bus=held.bus,
+            bus=spare.bus,
             app_dir=absolute_app_dir(goal.replica_config.app_dir, self._settings.app_root),
             tracing=self._settings.tracing,
         )
-        held.is_placed = True
-        self._tell_placed(held)
-        held.watch(
-            held.actor.start.remote(encode(order)),
-            lambda started: self._on_started(held, goal.replica_tag, goal.config_version, started),
+        spare.is_placed = True
+        self._emit_if_placed(spare)
+        spare.watch(
+            spare.actor.start.remote(encode(order)),
+            lambda started: self._on_started(spare, goal.replica_tag, goal.config_version, started),
         )
 
     def _reconfigure(self, goal: ReplicaGoal) -> None:
         tag, version = goal.replica_tag, goal.config_version
-        held = self._held.get(tag)
-        if held is not None:
-            reference = held.actor.reconfigure.remote(encode(goal))
-            held.watch(
+        spare = self._actors.get(tag)
+        if spare is not None:
+            reference = spare.actor.reconfigure.remote(encode(goal))
+            spare.watch(
                 reference, lambda done: self._on_outcome(done, lambda e: Reconfigured(tag, version, e))
             )
 
     def _renew(self, tag: ReplicaTag, identity: UserIdentity) -> None:
-        held = self._held.get(tag)
-        if held is None or held.bus is None:
+        spare = self._actors.get(tag)
+        if spare is None or spare.bus is None:
             return
-        held.bus = msgspec.structs.replace(held.bus, credentials=identity)
-        if held.is_placed:
-            held.watch(held.actor.renew.remote(encode(identity)), lambda done: self._on_renewed(tag, done))
+        spare.bus = msgspec.structs.replace(spare.bus, credentials=identity)
+        if spare.is_placed:
+            spare.watch(spare.actor.renew.remote(encode(identity)), lambda done: self._on_renewed(tag, done))
 
     def _check_health(self, tag: ReplicaTag) -> None:
-        held = self._held.get(tag)
-        if held is None:
+        spare = self._actors.get(tag)
+        if spare is None:
             return
         try:
-            reference = held.actor.check_health.remote()
+            reference = spare.actor.check_health.remote()
         except RayError as error:
             self._emit(HealthChecked(tag, f"Ray could not ask for its health: {error}"))
             return
-        self._emit(HealthCheckSent(tag))  # before its answer can be
-        held.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
+        self._emit(HealthCheckSent(tag))  # before its result
+        spare.watch(reference, lambda done: self._on_outcome(done, lambda e: HealthChecked(tag, e)))
 
     def _drain(self, tag: ReplicaTag) -> None:
-        held = self._held.get(tag)
-        if held is not None:
-            held.watch(held.actor.drain.remote(), lambda done: self._on_drained(held, tag, done))
+        spare = self._actors.get(tag)
+        if spare is not None:
+            spare.watch(spare.actor.drain.remote(), lambda done: self._on_drained(spare, tag, done))
 
     def _kill(self, tag: ReplicaTag) -> None:
-        self._kills.discard(tag)
-        held = self._held.get(tag)
-        if held is not None:
-            ray.kill(held.actor, no_restart=True)
+        self._pending_kills.discard(tag)
+        spare = self._actors.get(tag)
+        if spare is not None:
+            ray.kill(spare.actor, no_restart=True)
 
-    def _look_at_start(self, held: SpareActor, options: RayActorOptions) -> None:
-        tag = held.replica_tag
-        if tag is not None and tag in self._held and not (held.pid and held.is_placed):
-            has_room = held.is_placed and held.reservation is not None
+    def _check_start(self, spare: SpareActor, options: RayActorOptions) -> None:
+        tag = spare.replica_tag
+        if tag is not None and tag in self._actors and not (spare.pid and spare.is_placed):
+            has_room = spare.is_placed and spare.reservation is not None
             needs = f"waits for Ray to place it: it needs {describe_needs(options)}"
-            told = "waits for its process to start" if has_room else needs
-            self._emit(Waits(tag, told, is_process_starting=has_room))
+            text = "waits for its process to start" if has_room else needs
+            self._emit(Waits(tag, text, is_process_starting=has_room))
         self._spares.refill()  # its constructor may take long
 
-    def _ended(self, held: SpareActor, told: str) -> None:
-        self._spares.hear_end(held)
-        if held.far is not None:
-            held.far.end()
-            self._resources.look()  # its machine may be gone, and nobody should be placed there again
-        if held.reservation is not None:
-            remove_placement_group(held.reservation)
-        if held.replica_tag is not None:
-            self._held.pop(held.replica_tag, None)
-            self._emit(ProcessEnded(held.replica_tag, told))
+    def _on_process_ended(self, spare: SpareActor, text: str) -> None:
+        self._spares.hear_end(spare)
+        if spare.far is not None:
+            spare.far.end()
+            self._resources.look()  # its machine may be gone, and nothing should be placed there again
+        if spare.reservation is not None:
+            remove_placement_group(spare.reservation)
+        if spare.replica_tag is not None:
+            self._actors.pop(spare.replica_tag, None)
+            self._emit(ProcessEnded(spare.replica_tag, text))
         elif self._is_local:
-            _log.warning("spare_ended", pid=held.pid, reason=told)
+            _log.warning("spare_ended", pid=spare.pid, reason=text)
             self._loop.call_ray_later(SPARE_AGAIN_S, self._spares.refill)
-        if held.far is not None:
-            # Only the connection to it may have ended, while it still runs there.
-            ray.kill(held.actor, no_restart=True)
+        if spare.far is not None:
+            # Only the connection to it may have failed, while it still runs there.
+            ray.kill(spare.actor, no_restart=True)
 
     # -- on Ray's own threads -------------------------------------------------------------------------------------
 
-    def _on_hello(self, held: SpareActor, answered: Future[Any]) -> None:
+    def _on_hello(self, spare: SpareActor, answered: Future[Any]) -> None:
         if answered.exception() is None:
             hello = decode_hello(answered.result())
-            held.far = self._far.meet(held.actor, hello)
-            held.address = hello.address
-            held.pid = hello.pid
-            self._tell_placed(held)
-            self._thread.post(self._spares.hear_ready, held)
+            spare.far = self._remote.meet(spare.actor, hello)
+            spare.address = hello.address
+            spare.pid = hello.pid
+            self._emit_if_placed(spare)
+            self._thread.post(self._spares.hear_ready, spare)
 
-    def _on_reserved(self, held: SpareActor, goal: ReplicaGoal, made: Future[Any]) -> None:
+    def _on_reserved(self, spare: SpareActor, goal: ReplicaGoal, made: Future[Any]) -> None:
         error = made.exception()
         if error is None:
-            self._thread.post(self._begin, held, goal)
-        else:  # also when it was given back, because the replica was killed; then nobody listens
+            self._thread.post(self._construct, spare, goal)
+        else:  # also when it was removed, because the replica was killed; then the event is ignored
             self._emit(ReplicaStartFailed(goal.replica_tag, f"Ray could not reserve its resources: {error}"))
 
-    def _tell_placed(self, held: SpareActor) -> None:
-        """From two threads, each after it has noted its own half; what is told twice does no harm."""
-        if held.pid and held.is_placed and held.replica_tag is not None:
-            process = "" if held.far is None else held.far.process
-            self._emit(Placed(held.replica_tag, held.pid, held.was_spare, process, held.address))
+    def _emit_if_placed(self, spare: SpareActor) -> None:
+        """Called on two threads, each after it has set its own part; a duplicate event is harmless."""
+        if spare.pid and spare.is_placed and spare.replica_tag is not None:
+            process = "" if spare.far is None else spare.far.process
+            self._emit(Placed(spare.replica_tag, spare.pid, spare.was_spare, process, spare.address))
 
     def _on_started(
-        self, held: SpareActor, tag: ReplicaTag, config_version: int, started: Future[Any]
+        self, spare: SpareActor, tag: ReplicaTag, config_version: int, started: Future[Any]
     ) -> None:
         self._thread.post(self._spares.refill, urgency=Urgency.START)
         error = started.exception()
         if error is not None:
-            if not isinstance(error, RayActorError):  # the end of the process is told by itself
+            if not isinstance(error, RayActorError):  # the end of the process is reported separately
                 self._emit(ReplicaStartFailed(tag, f"the replica could not start: {error}"))
             return
         outcome = decode_outcome(started.result())
@@ -379,7 +384,7 @@ class RayRuntime:
             self._emit(Constructed(tag, config_version))
         else:
             failed = ReplicaStartFailed(tag, outcome.error)
-            self._far.take_last(held.far, outcome.fetched, lambda: self._emit(failed))
+            self._remote.take_last(spare.far, outcome.fetched, lambda: self._emit(failed))
 
     def _on_outcome(self, done: Future[Any], make: Callable[[str | None], ReplicaEvent]) -> None:
         error = done.exception()
@@ -393,18 +398,20 @@ class RayRuntime:
         if error is not None and not isinstance(error, RayActorError):
             _log.warning(
                 "identity_not_renewed", replica_tag=tag, error=str(error)
-            )  # another one follows in time
+            )  # it is renewed again before it expires
 
-    def _on_drained(self, held: SpareActor, tag: ReplicaTag, done: Future[Any]) -> None:
+    def _on_drained(self, spare: SpareActor, tag: ReplicaTag, done: Future[Any]) -> None:
         error = done.exception()
         if error is not None and not isinstance(error, RayActorError):
             _log.error("drain_failed", replica_tag=tag, error=str(error))
-        told = b"" if error is not None else done.result()
-        last = decode_outcome(told).fetched if told else None
-        self._far.take_last(held.far, last, lambda: self._emit(Drained(tag)))
+        encoded = b"" if error is not None else done.result()
+        last = decode_outcome(encoded).fetched if encoded else None
+        self._remote.take_last(spare.far, last, lambda: self._emit(Drained(tag)))
 
-    def _on_end(self, held: SpareActor, ended: Future[Any]) -> None:
-        self._thread.post(self._ended, held, describe_end(held.pid, ended.exception(), held.address))
+    def _on_end(self, spare: SpareActor, ended: Future[Any]) -> None:
+        self._thread.post(
+            self._on_process_ended, spare, describe_end(spare.pid, ended.exception(), spare.address)
+        )
 
     def _emit(self, event: ReplicaEvent) -> None:
-        self._loop.call(self._hear, event)
+        self._loop.call(self._on_replica_event, event)

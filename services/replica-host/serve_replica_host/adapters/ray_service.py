@@ -1,7 +1,7 @@
-"""The runtime's end of the socket to its host: does what it is told, and says what becomes of replicas.
+"""The runtime's end of the socket to its host: performs its calls, and sends events of replicas.
 
-Why it ends at once when the host is gone: nobody obeys it any more, and a new host has its own. The kernel ends Ray's
-processes with the thread that started them, and workers end with their raylet.
+Why it exits at once when the host is gone: a new host starts its own runtime. The kernel kills Ray's processes with the
+thread that started them, and workers exit with their raylet.
 """
 
 from __future__ import annotations
@@ -63,46 +63,48 @@ _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 async def serve(connection: socket.socket, settings: RaySettings) -> int:
-    """Start Ray and obey the host on ``connection`` until it says that this is over. The exit status."""
+    """Start Ray and perform the host's calls on ``connection`` until `Close`; returns the exit status."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    told: dict[str, float] | None = None
+    sent_resources: dict[str, float] | None = None
 
-    def say(notice: Notice) -> None:
+    def send(notice: Notice) -> None:
         writer.write(encode(notice))
         if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
             _log.critical("host_does_not_read", unsent_bytes_max=UNSENT_BYTES_MAX)
             os._exit(_HOST_GONE)
 
-    def say_resources() -> None:
-        nonlocal told
-        told = runtime.resources
-        say(Resources(told))
+    def send_resources() -> None:
+        nonlocal sent_resources
+        sent_resources = runtime.resources
+        send(Resources(sent_resources))
 
     def on_event(event: ReplicaEvent) -> None:
-        if runtime.resources is not told:  # first, or the host would start anew what does not fit any more
-            say_resources()
-        say(bounded(event))
+        if (
+            runtime.resources is not sent_resources
+        ):  # first, or the host would restart what does not fit any more
+            send_resources()
+        send(bounded(event))
 
-    async def offer() -> None:
+    async def run_ray() -> None:
         try:
             await runtime.open()
         except RayUnavailable as error:
-            say(OpenFailed(_cut(str(error))))
+            send(OpenFailed(_cut(str(error))))
             return
-        # Without one of them nothing can be started, and the host's next life has a Ray of its own.
+        # Without one of them nothing can be started; a restarted host starts a new Ray.
         while not (dead := dead_servers()):
-            say_resources()
+            send_resources()
             await asyncio.sleep(RESOURCES_EVERY_S)
-        say(OpenFailed(f"its {' and '.join(dead)} has ended"))
+        send(OpenFailed(f"its {' and '.join(dead)} has ended"))
 
     runtime = RayRuntime(
         settings,
         on_event,
         files=RemoteFiles(Path(settings.metrics_dir)),
-        write_lines=_by_pieces(open_log_way()),
+        write_lines=_in_chunks(open_log_way()),
     )
     tasks = TaskOwner("ray_runtime", on_failure=lambda _task, _error: os._exit(1))
-    tasks.start(offer(), "offer")
+    tasks.start(run_ray(), "offer")
     while not isinstance(call := await _next_call(reader), Close):
         _perform(runtime, call)
     await tasks.close(_CLOSE_TIMEOUT_S)
@@ -141,7 +143,7 @@ def _perform(runtime: RayRuntime, call: Call) -> None:
 
 
 def bounded(event: ReplicaEvent) -> ReplicaEvent:
-    """``event`` as the host takes it: its text no longer than allowed (the end is kept), and fit for UTF-8."""
+    """``event`` with its text cut to the maximum length (the end is kept), and valid as UTF-8."""
     match event:
         case ReplicaStartFailed() | ProcessEnded():
             return msgspec.structs.replace(event, error=_cut(event.error))
@@ -157,8 +159,8 @@ def _cut(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()[-TEXT_LENGTH_MAX:]
 
 
-def _by_pieces(write: Callable[[bytes], None]) -> Callable[[bytes], None]:
-    """``write`` for any number of lines: a datagram holds only so much."""
+def _in_chunks(write: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """``write`` in chunks: the size of a datagram is limited."""
 
     def write_all(lines: bytes) -> None:
         for piece, _ in pieces(lines.splitlines(keepends=True)):

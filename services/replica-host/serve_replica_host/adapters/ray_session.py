@@ -1,4 +1,4 @@
-"""Starts a Ray of this host's own, lean, quiet and private, or joins an existing cluster."""
+"""Starts a private, minimal Ray runtime for this host, or joins an existing cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 @contextmanager
 def lean_ray() -> Iterator[None]:
-    """While open, `ray.init` starts a local runtime without the three processes."""
+    """In this block, `ray.init` starts a local runtime without the monitor, the log monitor and the API server."""
     params: Any = getattr(ray_parameter, "RayParams", None)
     node: Any = getattr(ray_node, "Node", None)
     start_api_server = getattr(node, "start_api_server", None)
@@ -49,7 +49,7 @@ def lean_ray() -> Iterator[None]:
 
 
 def own_node_id() -> str:
-    """Ray's name of this process' machine, as long as Ray runs there."""
+    """Ray's id of this process' node, which lasts as long as Ray runs there."""
     return str(ray.get_runtime_context().get_node_id())
 
 
@@ -59,13 +59,13 @@ def own_address() -> str:
 
 
 OBJECT_STORE_BYTES: Final = 80 * 1024 * 1024
-"""Near Ray's minimum: no object passes through Ray here."""
-_PASSED_ON: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED")
-"""What replicas read of the environment, and would not inherit from a Ray that was there before."""
+"""Size of the object store; near Ray's minimum, because no object passes through Ray."""
+_FORWARDED_VARIABLES: Final = ("MUSTER_LOG_LEVEL", "MUSTER_UNCOUNTED")
+"""Variables that replicas read, and would not inherit from an existing cluster."""
 
 
 def open_ray(settings: RaySettings) -> None:
-    """Takes seconds; raises what Ray raises."""
+    """Start or join Ray, which takes seconds. Raises what Ray raises."""
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if settings.address is not None:
         options["address"] = settings.address
@@ -85,25 +85,27 @@ def open_ray(settings: RaySettings) -> None:
 
 
 def dead_servers() -> list[str]:
-    """Ray's own processes of this machine that have ended, by name; none on a cluster that was there before."""
+    """Names of Ray's processes on this machine that have died; none on an existing cluster."""
     untyped: Any = ray_worker
-    node = untyped._global_node  # noqa: SLF001 - Ray tells it in no other way
+    node = untyped._global_node  # noqa: SLF001 - no public API
     return [] if node is None else [str(name) for name, _process in node.dead_processes()]
 
 
 def host_place(settings: RaySettings) -> HostLocation:
-    """Where this process is, for replicas."""
+    """The location of this host, for its replicas."""
     if settings.address is None:
-        return HostLocation(metrics_dir=settings.metrics_dir)  # they are here, and inherit the rest
+        return HostLocation(
+            metrics_dir=settings.metrics_dir
+        )  # they are on this machine, and inherit the rest
     return HostLocation(
         metrics_dir=settings.metrics_dir,
         node_id=own_node_id(),
         host_id=settings.host_id,
         log_socket=settings.log_socket,
-        variables={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+        variables={name: os.environ[name] for name in _FORWARDED_VARIABLES if name in os.environ},
     )
 
 
 def _log_what_ray_prints(printed: dict[str, Any], ignore_prefix: bool) -> None:  # noqa: ARG001, FBT001 - Ray's call
-    """In place of Ray's own function, which prints coloured prose between our JSON lines."""
+    """Replaces Ray's own function, which prints coloured text between JSON lines."""
     _log.warning("ray_says", lines=[str(line)[:1000] for line in printed.get("lines", [])])

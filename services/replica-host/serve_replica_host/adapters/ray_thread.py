@@ -1,4 +1,4 @@
-"""The one thread that calls Ray, and the actors that it has started ahead."""
+"""The thread that calls Ray, and the pool of spare actors."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from serve_replica_host.adapters.remote_replicas import RemoteReplica
 
 
 class SpareActor(msgspec.Struct, eq=False):
-    """An actor, and the answers that are awaited: a future lives as long as somebody holds it."""
+    """An actor, and references to the futures of its calls, which keep them alive."""
 
     actor: Any
     replica_tag: ReplicaTag | None = None
-    """None while it waits for a replica."""
+    """None while it is a spare."""
     reservation: Any = None
-    """The placement group that holds its replica's resources; None when Ray gave them to the actor itself."""
+    """The placement group with its replica's resources; None when Ray assigned them to the actor itself."""
     bus: BusSettings | None = None
-    """Its replica's own."""
+    """The replica's own settings."""
     is_placed: bool = False
-    """Its replica has its resources."""
+    """True once its replica's resources are reserved."""
     pid: int = 0
-    """0 until its process has said hello."""
+    """Process id; 0 until its `hello` call has returned."""
     was_spare: bool = False
-    """Its process had said hello when a replica took it."""
+    """True when its process was ready before a replica took it."""
     address: str = ""
-    """Of its machine; empty for the host's."""
+    """Address of its machine; empty for the host's."""
     far: RemoteReplica | None = None
-    """On another machine than the host; then it is asked for what it counts and says."""
+    """Set if it is on another machine than the host: its metrics and log lines are then fetched."""
     futures: list[Future[Any]] = []
 
     def watch(self, reference: Any, on_done: Callable[[Future[Any]], None]) -> None:
-        """Call ``on_done`` with the answer, on a thread of Ray's."""
+        """Call ``on_done`` with the completed future, on one of Ray's threads."""
         future: Future[Any] = reference.future()
         self.futures = [known for known in self.futures if not known.done()]
         self.futures.append(future)
@@ -50,58 +50,58 @@ class SpareActor(msgspec.Struct, eq=False):
 
 @final
 class SparePool:
-    """Keeps as many actors waiting as replicas have one, at least half of ``spares_max`` and at most all of it.
+    """Keeps as many spare actors as are in use by replicas, from half of ``spares_max`` up to all of it.
 
-    All methods on one thread.
+    All methods run on one thread.
     """
 
     def __init__(self, create: Callable[[], SpareActor], *, spares_max: int, starts_max: int) -> None:
-        """``create`` starts one; ``starts_max`` is how many processes may start at once to fill up the pool."""
+        """``create`` starts an actor; ``starts_max`` is how many processes may start at once to refill the pool."""
         self._create = create
         self._spares_max = spares_max
         self._starts_max = starts_max
-        self._waiting: list[SpareActor] = []
+        self._spares: list[SpareActor] = []
         self._starting: list[SpareActor] = []
         self._taken: list[SpareActor] = []
 
     @property
     def waiting(self) -> int:
-        """Actors that no replica has, those that still start included."""
-        return len(self._waiting)
+        """Number of spare actors, including those that are starting."""
+        return len(self._spares)
 
     def take(self) -> SpareActor:
-        """The one that will be ready first; a new one when there is none. What it is told it does when it is ready."""
-        if self._waiting:
-            taken = next((held for held in self._waiting if held.pid), self._waiting[0])
-            self._waiting.remove(taken)
+        """Take the spare that will be ready first, or a new actor; its calls run once it is ready."""
+        if self._spares:
+            taken = next((spare for spare in self._spares if spare.pid), self._spares[0])
+            self._spares.remove(taken)
             taken.was_spare = taken.pid > 0
         else:
             taken = self._start()
         self._taken.append(taken)
         return taken
 
-    def hear_ready(self, held: SpareActor) -> None:
-        """``held`` has said hello."""
-        if held in self._starting:
-            self._starting.remove(held)
+    def hear_ready(self, spare: SpareActor) -> None:
+        """Note that the process of ``spare`` is ready."""
+        if spare in self._starting:
+            self._starting.remove(spare)
         self.refill()
 
-    def hear_end(self, held: SpareActor) -> None:
-        """``held`` is gone. The pool is not filled up here: what ends at its start would end again at once."""
-        for known in (self._starting, self._waiting, self._taken):
-            if held in known:
-                known.remove(held)
+    def hear_end(self, spare: SpareActor) -> None:
+        """Remove ``spare``, which has ended. The pool is not refilled: a failing start would be repeated at once."""
+        for known in (self._starting, self._spares, self._taken):
+            if spare in known:
+                known.remove(spare)
 
     def refill(self) -> None:
-        """Start what is missing, as far as not too many start already."""
+        """Start missing spares, unless too many are starting."""
         wanted = min(self._spares_max, max((self._spares_max + 1) // 2, len(self._taken)))
-        while len(self._waiting) < wanted and len(self._starting) < self._starts_max:
-            self._waiting.append(self._start())
+        while len(self._spares) < wanted and len(self._starting) < self._starts_max:
+            self._spares.append(self._start())
 
     def _start(self) -> SpareActor:
-        held = self._create()
-        self._starting.append(held)
-        return held
+        spare = self._create()
+        self._starting.append(spare)
+        return spare
 
 
 _log = structlog.get_logger(__name__)
@@ -110,21 +110,21 @@ T = TypeVar("T")
 
 
 class Urgency(IntEnum):
-    """Of calls that wait, those with the lowest come first; among equals, the first come."""
+    """Priority of queued calls, lowest first; equal ones run in order."""
 
     CHECK = 0
-    """Questions and notes, which take no time themselves."""
+    """Checks and notifications, which take no time themselves."""
     ORDINARY = 1
     START = 2
 
 
 @final
 class RayThread:
-    """Runs calls one after the other; a daemon, so that a Ray that hangs cannot keep the process alive."""
+    """Runs calls sequentially; a daemon, so that a hanging Ray cannot keep the process alive."""
 
     def __init__(self) -> None:
         self._calls: queue.PriorityQueue[tuple[Urgency, int, Callable[[], None]]] = queue.PriorityQueue()
-        self._number = itertools.count()
+        self._sequence = itertools.count()
         threading.Thread(target=self._run, name="ray", daemon=True).start()
 
     def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
@@ -134,14 +134,14 @@ class RayThread:
         def run() -> None:
             try:
                 future.set_result(call(*arguments))
-            except Exception as error:  # noqa: BLE001 - it is handed to the caller
+            except Exception as error:  # noqa: BLE001 - it is passed to the caller
                 future.set_exception(error)
 
-        self._put(run, Urgency.ORDINARY)
+        self._enqueue(run, Urgency.ORDINARY)
         return future
 
     def post(self, call: Callable[..., None], *arguments: Any, urgency: Urgency = Urgency.ORDINARY) -> None:
-        """Run ``call``, with nobody to wait for it; what it raises is logged."""
+        """Run ``call`` without waiting for it; exceptions are logged."""
 
         def run() -> None:
             try:
@@ -149,10 +149,10 @@ class RayThread:
             except Exception as error:  # noqa: BLE001 - the thread must go on
                 _log.error("ray_call_failed", call=call.__name__, exc_info=error)
 
-        self._put(run, urgency)
+        self._enqueue(run, urgency)
 
-    def _put(self, run: Callable[[], None], urgency: Urgency) -> None:
-        self._calls.put((urgency, next(self._number), run))
+    def _enqueue(self, run: Callable[[], None], urgency: Urgency) -> None:
+        self._calls.put((urgency, next(self._sequence), run))
 
     def _run(self) -> None:
         while True:

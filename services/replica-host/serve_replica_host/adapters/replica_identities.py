@@ -1,7 +1,7 @@
-"""Gives each replica an identity of its own on the bus, and a newer one well before it expires.
+"""Issues each replica its own identity on the bus, and renews it well before it expires.
 
-Why in front of the runtime: the signing key stays in the host's process, and what runs user code gets the replica's own
-token only. NATS checks tokens by itself, so a running replica connects again without controller and host.
+Why in front of the runtime: the signing key stays in the host's process, and processes that run user code get the
+replica's own token only. NATS verifies tokens by itself, so a replica can reconnect without controller and host.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from serve_common.runtime.settings import BusSettings
 from serve_replica_host.core.events import ProcessEnded, ReplicaEvent
 
 _RENEWALS: Final = 3
-"""In the lifetime of an identity, so that one that is late does no harm."""
+"""Renewals per lifetime of an identity, so that a late one is harmless."""
 
 
 class RunsReplicas(Protocol):
-    """A runtime that is told as whom each replica connects; else as `ports.ReplicaRuntime`."""
+    """A `ports.ReplicaRuntime` that also gets the bus settings of each replica."""
 
     @property
     def resources(self) -> dict[str, float]:
-        """As `ports.ReplicaRuntime`."""
+        """Total resources by Ray's names."""
         ...
 
     def start(self, goal: ReplicaGoal, bus: BusSettings) -> None:
-        """Start it with ``bus``, which is its own."""
+        """Start the replica with ``bus``, its own settings."""
         ...
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Apply the goal's configuration to a running replica."""
         ...
 
     def renew(self, replica_tag: ReplicaTag, identity: UserIdentity) -> None:
-        """Have it log in with ``identity`` from now on."""
+        """Make the replica log in with ``identity`` from now on."""
         ...
 
     def check_health(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Request a health check."""
         ...
 
     def drain(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Make the replica refuse new requests and finish those in flight."""
         ...
 
     def kill(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Kill the replica's process."""
         ...
 
     def kill_by_force(self, replica_tag: ReplicaTag) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Kill a process that survived `kill`."""
         ...
 
 
 @final
 class IdentifiedReplicas:
-    """A `ports.ReplicaRuntime`."""
+    """A `ports.ReplicaRuntime` that issues an identity to each replica."""
 
     def __init__(self, runtime: RunsReplicas, bus: BusSettings, lifetime_s: float) -> None:
-        """``bus`` is what all replicas share: with a signing key of role replica, or the plain user that all are.
+        """``bus`` has the settings shared by all replicas: a signing key of role replica, or a plain user.
 
-        Identities last ``lifetime_s``.
+        Identities last ``lifetime_s`` seconds.
         """
         self._runtime = runtime
         self._bus = bus
         self._key = bus.credentials if isinstance(bus.credentials, SigningKey) else None
         self._lifetime_s = lifetime_s
         self._goals: dict[ReplicaTag, ReplicaGoal] = {}
-        """Of the replicas that have identities."""
+        """Goals of the replicas that have identities."""
         self.kill: Final = runtime.kill
         self.kill_by_force: Final = runtime.kill_by_force
         self.check_health: Final = runtime.check_health
@@ -84,11 +84,11 @@ class IdentifiedReplicas:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As `ports.ReplicaRuntime`."""
+        """Total resources by Ray's names."""
         return self._runtime.resources
 
     def start(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Start the replica with a new identity."""
         bus = self._bus
         if self._key is not None:
             self._goals[goal.replica_tag] = goal
@@ -101,7 +101,7 @@ class IdentifiedReplicas:
         self._runtime.start(goal, bus)
 
     def reconfigure(self, goal: ReplicaGoal) -> None:
-        """As `ports.ReplicaRuntime`."""
+        """Apply the goal's configuration; renews the identity if ``may_call`` has changed."""
         former = self._goals.get(goal.replica_tag)
         self._runtime.reconfigure(goal)
         if former is not None:
@@ -115,7 +115,7 @@ class IdentifiedReplicas:
             self._goals.pop(event.replica_tag, None)
 
     async def run(self) -> None:
-        """Renew all identities in time, until cancelled."""
+        """Renew all identities periodically, until cancelled."""
         while True:
             await asyncio.sleep(self._lifetime_s / _RENEWALS)
             for goal in tuple(self._goals.values()):

@@ -1,4 +1,4 @@
-"""What a replica's process counts, in prometheus_client's multiprocess files, which survive a full disk."""
+"""The metrics of a replica's process, in prometheus_client's multiprocess files, which survive a full disk."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from serve_common.telemetry.metrics import (
 )
 from serve_replica_host.ports import Occupancy, RequestMetrics
 
-_BYTES_MIN: Final = 16 * 1024
-"""A fourth of the library's: now that it is really taken, and most processes need less."""
-_AGAIN_S: Final = 1.0
-"""How often a file is tried that found no room."""
+_INITIAL_BYTES: Final = 16 * 1024
+"""Initial size of a file; a fourth of the library's, because it is really allocated and most processes need less."""
+_RETRY_S: Final = 1.0
+"""Seconds between attempts to allocate a file on a full disk."""
 _HEAD: Final = struct.Struct("i")
 _HEAD_BYTES: Final = 8
 
@@ -52,7 +52,7 @@ _Library: Final[Any] = MmapedDict
 
 @final
 class AllocatedDict(_Library):  # type: ignore[misc]
-    """In place of the library's `MmapedDict`, for writing. As there, the caller holds the lock."""
+    """Replaces the library's `MmapedDict` for writing. As there, the caller holds the lock."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:  # noqa: FBT001, FBT002 - the library's
         assert not read_mode, "files are read without mapping them"
@@ -60,8 +60,8 @@ class AllocatedDict(_Library):  # type: ignore[misc]
         self._positions: dict[str, int] = {}
         self._used = _HEAD_BYTES
         self._f: Any = None
-        """None while the numbers are in memory."""
-        self._again_at = 0.0
+        """None while the values are in memory only."""
+        self._retry_at = 0.0
         self._m: Any = None
         path = Path(filename)
         size = path.stat().st_size if path.exists() else 0
@@ -73,12 +73,12 @@ class AllocatedDict(_Library):  # type: ignore[misc]
             for key, _value, _timestamp, position in self._read_all_values():
                 self._positions[key] = position
         else:
-            self._capacity = _BYTES_MIN
-            self._m = mmap.mmap(-1, _BYTES_MIN)
-            self._note_used()
+            self._capacity = _INITIAL_BYTES
+            self._m = mmap.mmap(-1, _INITIAL_BYTES)
+            self._write_header()
             self._move_to_file()
 
-    def _note_used(self) -> None:
+    def _write_header(self) -> None:
         self._m[: _HEAD.size] = _HEAD.pack(self._used)
 
     def _init_value(self, key: str) -> None:
@@ -92,16 +92,16 @@ class AllocatedDict(_Library):  # type: ignore[misc]
             self._grow(capacity)
         self._m[self._used : self._used + len(value)] = value
         self._used += len(value)
-        self._note_used()
+        self._write_header()
         self._positions[key] = self._used - 16
 
     def write_value(self, key: str, value: float, timestamp: float) -> None:
-        if self._f is None and time.monotonic() >= self._again_at:
+        if self._f is None and time.monotonic() >= self._retry_at:
             self._move_to_file()
         super().write_value(key, value, timestamp)
 
     def _grow(self, capacity: int) -> None:
-        """Be so long, in the file or, where it finds no room, in memory. What the file had stays in it meanwhile."""
+        """Grow to ``capacity``, in the file or, on a full disk, in memory; the file then keeps its former values."""
         if self._f is not None:
             try:
                 os.posix_fallocate(self._f.fileno(), 0, capacity)
@@ -119,10 +119,10 @@ class AllocatedDict(_Library):  # type: ignore[misc]
         self._move_to_file()
 
     def _move_to_file(self) -> None:
-        """Under another name first: a file with no head would spoil the page of whoever reads it."""
+        """Write the values to a new file, under another name first: readers must not see a file without a header."""
         path = Path(self._fname)
         fresh = path.with_suffix(".new")
-        self._again_at = time.monotonic() + _AGAIN_S
+        self._retry_at = time.monotonic() + _RETRY_S
         file = None
         try:
             file = fresh.open("w+b")
@@ -147,7 +147,7 @@ class AllocatedDict(_Library):  # type: ignore[misc]
 
 
 def use_allocated_files() -> None:
-    """For all of prometheus_client's values in this process, also those that user code makes."""
+    """Use `AllocatedDict` for all of prometheus_client's values in this process, including those of user code."""
     values.MmapedDict = AllocatedDict  # type: ignore[attr-defined]
 
 
@@ -163,7 +163,7 @@ _MODES: Final = {
 
 
 def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) -> None:
-    """Add many observations at once; the public way adds one at a time. ``counts`` are not cumulative."""
+    """Add many observations at once; the public API adds one at a time. ``counts`` are not cumulative."""
     for bucket, count in zip(histogram._buckets, counts, strict=True):  # noqa: SLF001 - see above
         if count:
             bucket.inc(count)
@@ -172,7 +172,7 @@ def add_to_histogram(histogram: Histogram, counts: Sequence[int], total: float) 
 
 @final
 class MeasureFiles:
-    """For one replica; all methods on one thread."""
+    """Writes a process' metrics for one replica; all methods run on one thread."""
 
     def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
         self._backend_tag = backend_tag
@@ -182,7 +182,7 @@ class MeasureFiles:
         self._histograms: dict[str, Histogram] = {}
 
     def write(self) -> None:
-        """Everything that was counted since the last time."""
+        """Write what was counted since the last call."""
         for measure in self._measures.pending():
             if isinstance(measure, LocalCounter):
                 counter = self._counter(measure)
@@ -230,7 +230,7 @@ class MeasureFiles:
 
 
 OFF_VARIABLE: Final = "MUSTER_UNCOUNTED"
-"""Backends whose replicas count no requests, as proxies have it: for measuring what counting costs."""
+"""Variable with backends whose requests are not counted; used to measure the cost of counting."""
 
 _BOUNDS: Final = REPLICA_REQUEST_SECONDS.buckets
 _OTHER_CODE: Final = "other"
@@ -239,7 +239,7 @@ _REASONS: Final = ("busy", "draining")
 
 @final
 class _Counts:
-    """Of half a second."""
+    """Counts of one write interval, half a second."""
 
     __slots__ = ("answered", "buckets", "refused", "seconds")
 
@@ -252,15 +252,15 @@ class _Counts:
 
 @final
 class PrometheusReplicaMetrics:
-    """The counts of one replica."""
+    """The request metrics of one replica."""
 
     def __init__(self, backend_tag: BackendTag, of_process: Measures) -> None:
-        """What always is there is there at once, with 0. ``of_process`` is written out with it."""
+        """Creates series that always exist at once, with 0. ``of_process`` is written with them."""
         self._backend_tag = backend_tag
         self._files = MeasureFiles(backend_tag, of_process)
         self._counts = _Counts()
-        self._turned: list[_Counts] = []
-        """What is to be written."""
+        self._queued: list[_Counts] = []
+        """Counts to be written."""
         self._ongoing_s = 0.0
         self._reconnects = 0
         self._requests_total = _counter(REPLICA_REQUESTS)
@@ -284,31 +284,31 @@ class PrometheusReplicaMetrics:
         self._connected = self._gauge(REPLICA_CONNECTED)
 
     def count_answered(self, status: int, seconds: float) -> None:
-        """As `RequestMetrics`."""
+        """Count a response that took ``seconds``."""
         counts = self._counts
         counts.answered[status] += 1
         counts.buckets[bisect_left(_BOUNDS, seconds)] += 1
         counts.seconds += seconds
 
     def count_refused(self, reason: str) -> None:
-        """As `RequestMetrics`."""
+        """Count a refused request."""
         self._counts.refused[reason] += 1
 
     def turn(self) -> None:
-        """As `RequestMetrics`."""
+        """Queue the counts so far for `write`."""
         if self._counts.answered or self._counts.refused:
-            self._turned.append(self._counts)
+            self._queued.append(self._counts)
             self._counts = _Counts()
 
     def write(self, occupancy: Occupancy) -> None:
-        """As `RequestMetrics`."""
-        turned, self._turned = self._turned, []
-        for counts in turned:
-            self._add(counts)
-        self._show(occupancy)
+        """Write the queued counts and the occupancy."""
+        queued, self._queued = self._queued, []
+        for counts in queued:
+            self._write_counts(counts)
+        self._set_gauges(occupancy)
         self._files.write()
 
-    def _add(self, counts: _Counts) -> None:
+    def _write_counts(self, counts: _Counts) -> None:
         for status, count in counts.answered.items():
             code = str(status) if 100 <= status <= 999 else _OTHER_CODE
             self._requests_total.labels(self._backend_tag, code).inc(count)
@@ -316,8 +316,8 @@ class PrometheusReplicaMetrics:
             self._refused_total.labels(self._backend_tag, reason).inc(count)
         add_to_histogram(self._request_seconds, counts.buckets, counts.seconds)
 
-    def _show(self, occupancy: Occupancy) -> None:
-        # An answer may have left before the last look, and be taken note of after it; then nothing is added.
+    def _set_gauges(self, occupancy: Occupancy) -> None:
+        # A response sent before the last write may be recorded after it; then nothing is added.
         if occupancy.ongoing_s > self._ongoing_s:
             self._ongoing_total.inc(occupancy.ongoing_s - self._ongoing_s)
             self._ongoing_s = occupancy.ongoing_s
@@ -338,19 +338,19 @@ class PrometheusReplicaMetrics:
 
 @final
 class UncountedRequests:
-    """Counts nothing."""
+    """`RequestMetrics` that count nothing."""
 
     def count_answered(self, status: int, seconds: float) -> None:
-        """As `RequestMetrics`."""
+        """Does nothing."""
 
     def count_refused(self, reason: str) -> None:
-        """As `RequestMetrics`."""
+        """Does nothing."""
 
     def turn(self) -> None:
-        """As `RequestMetrics`."""
+        """Does nothing."""
 
     def write(self, occupancy: Occupancy) -> None:
-        """As `RequestMetrics`."""
+        """Does nothing."""
 
 
 def _counter(spec: MetricSpec) -> Counter:
@@ -358,7 +358,7 @@ def _counter(spec: MetricSpec) -> Counter:
 
 
 def make_replica_metrics(backend_tag: BackendTag) -> RequestMetrics:
-    """The metrics of this process, in no registry: in multiprocess mode the files are what is read."""
+    """The metrics of this process, in no registry: in multiprocess mode the files are read."""
     if backend_tag in os.environ.get(OFF_VARIABLE, "").split():
         return UncountedRequests()
     return PrometheusReplicaMetrics(backend_tag, measures)

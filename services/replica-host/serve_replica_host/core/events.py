@@ -1,4 +1,4 @@
-"""The life of one replica on its host as a table, and what the runtime tells of replicas."""
+"""The state transitions of a replica on its host, and the events of the runtime."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from serve_replica_host.core.state import HeldReplica, HostState, forget_replica
 
 
 class ReplicaEventKind(Enum):
-    """What can happen to a replica."""
+    """Events that change a replica's status."""
 
     CONSTRUCTED = "constructed"
-    """Import and constructor are done, and its subject is subscribed."""
+    """Import and constructor have succeeded, and its subject is subscribed."""
     START_FAILED = "start_failed"
-    """Import or constructor raised or took too long, or the process ended before they were done."""
+    """Import or constructor raised or timed out, or the process ended before."""
     CHECKS_FAILED = "checks_failed"
-    """Its health check failed as often as is allowed."""
+    """Its health check failed as often as the threshold."""
     CHECK_PASSED = "check_passed"
     OMITTED = "omitted"
-    """The goal leaves it out, or the host itself leaves."""
+    """The goal omits it, or the host itself is leaving."""
     PROCESS_ENDED = "process_ended"
 
 
 class Gone(Enum):
-    """The place after every status: the host forgets the replica."""
+    """The final state: the host forgets the replica."""
 
     GONE = "gone"
 
@@ -51,18 +51,18 @@ TRANSITIONS: Final[dict[tuple[ReplicaStatus, ReplicaEventKind], ReplicaStatus | 
     (_S.FAILED, _H.OMITTED): Gone.GONE,
     (_S.DEAD, _H.OMITTED): Gone.GONE,
 }
-"""What changes; every pair that is not here changes nothing."""
+"""Status changes; pairs that are not listed change nothing."""
 
 
 def after(status: ReplicaStatus, happening: ReplicaEventKind) -> ReplicaStatus | Gone:
-    """The status that follows; the same one when this happening means nothing (any more) in it."""
+    """The status after ``happening``; unchanged when the event does not apply to ``status``."""
     return TRANSITIONS.get((status, happening), status)
 
 
 TEXT_LENGTH_MAX: Final = 16_000
-"""Characters of an error or a reason."""
+"""Maximum characters of an error or a reason."""
 
-# The bounds hold where events are decoded: whoever sends them may have been taken over by user code.
+# The bounds are enforced when events are decoded: user code may have taken over their sender.
 _Tag = Annotated[ReplicaTag, msgspec.Meta(max_length=200)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_LENGTH_MAX)]
 _Version = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -73,60 +73,60 @@ class _Event(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Placed(_Event, frozen=True):
-    """Its process runs."""
+    """Its process is running."""
 
     pid: Annotated[int, msgspec.Meta(ge=0, le=2**22)]
     was_spare: bool = False
-    """It was started ahead, and had been ready."""
+    """The process was a spare, and ready."""
     process: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9-]{0,100}\Z")] = ""
-    """Its name in the names of its files of metrics; empty for its pid."""
+    """Its name in the names of its metrics files; empty for its pid."""
     address: Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9.:%_-]{0,100}\Z")] = ""
-    """Of its machine; empty for the host's."""
+    """Address of its machine; empty for the host's."""
 
 
 class Waits(_Event, frozen=True):
-    """It has no process yet; ``reason`` is for people."""
+    """It has no process yet; ``reason`` is a message for users."""
 
     reason: _Text
     is_process_starting: bool = False
-    """Its process is on its way; otherwise it waits for resources, which keeps no other start waiting."""
+    """Its process is starting; otherwise it waits for resources, which does not block other starts."""
 
 
 class Constructed(_Event, frozen=True):
-    """It serves, with the configuration of that version."""
+    """It is serving, with the configuration of that version."""
 
     config_version: _Version
 
 
 class ReplicaStartFailed(_Event, frozen=True):
-    """Import or constructor raised; its process may still be there."""
+    """Import or constructor raised; its process may still exist."""
 
     error: _Text
 
 
 class Reconfigured(_Event, frozen=True):
-    """``reconfigure`` ended; ``error`` is None when it was applied."""
+    """``reconfigure`` has ended; ``error`` is None when it was applied."""
 
     config_version: _Version
     error: _Text | None
 
 
 class HealthCheckSent(_Event, frozen=True):
-    """The question for its health has left the host: the time to answer begins."""
+    """The health check was sent: its timeout starts."""
 
 
 class HealthChecked(_Event, frozen=True):
-    """A health check answered; ``error`` is None when it passed."""
+    """A health check has returned; ``error`` is None when it passed."""
 
     error: _Text | None
 
 
 class Drained(_Event, frozen=True):
-    """Nothing is in flight and nothing new can come."""
+    """Nothing is in flight, and no new request can arrive."""
 
 
 class ProcessEnded(_Event, frozen=True):
-    """Its process is gone, or will never be; ``error`` tells how it ended."""
+    """Its process has ended, or will never start; ``error`` describes how."""
 
     error: _Text
 
@@ -145,108 +145,110 @@ ReplicaEvent = (
 
 
 def apply_event(state: HostState, event: ReplicaEvent, now: float) -> HostState:
-    """The state after ``event``. Events of replicas that the host no longer holds change nothing."""
-    held = state.replicas.get(event.replica_tag)
-    if held is None:
+    """The state after ``event``. Events of unknown replicas change nothing."""
+    replica = state.replicas.get(event.replica_tag)
+    if replica is None:
         return state
-    changed = _changed(held, event, now)
-    return forget_replica(state, held.tag) if changed is None else put_replica(state, changed)
+    changed = _apply(replica, event, now)
+    return forget_replica(state, replica.tag) if changed is None else put_replica(state, changed)
 
 
-def _changed(held: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica | None:
+def _apply(replica: HeldReplica, event: ReplicaEvent, now: float) -> HeldReplica | None:
     match event:
         case Placed(pid=pid):
-            told = "" if is_starting(held) else held.error
-            return msgspec.structs.replace(held, pid=pid, is_process_starting=False, error=told)
+            new_error = "" if is_starting(replica) else replica.error
+            return msgspec.structs.replace(replica, pid=pid, is_process_starting=False, error=new_error)
         case Waits(reason=reason, is_process_starting=is_process_starting):
-            return _waits(held, reason, is_process_starting=is_process_starting)
+            return _on_waiting(replica, reason, is_process_starting=is_process_starting)
         case Constructed(config_version=version):
-            if not is_starting(held):
-                return held
+            if not is_starting(replica):
+                return replica
             return msgspec.structs.replace(
-                held,
+                replica,
                 status=ReplicaStatus.RUNNING,
                 is_process_starting=False,
                 config_version=version,
-                asked_config_version=max(version, held.asked_config_version),
+                asked_config_version=max(version, replica.asked_config_version),
                 error="",
-                check_at=now + held.goal.health_check_period_s,
+                check_at=now + replica.goal.health_check_period_s,
             )
         case ReplicaStartFailed(error=error):
-            return fail(held, error)
+            return fail(replica, error)
         case Reconfigured(config_version=version, error=error):
-            return _reconfigured(held, version, error)
+            return _on_reconfigured(replica, version, error)
         case HealthCheckSent():
-            answer_by = now + held.goal.health_check_timeout_s
-            return msgspec.structs.replace(held, check_at=answer_by) if held.is_check_pending else held
+            deadline = now + replica.goal.health_check_timeout_s
+            return (
+                msgspec.structs.replace(replica, check_at=deadline) if replica.is_check_pending else replica
+            )
         case HealthChecked(error=error):
-            return _checked(held, error, now)
+            return _on_health_checked(replica, error, now)
         case Drained():
-            return msgspec.structs.replace(held, is_drained=True)
+            return msgspec.structs.replace(replica, is_drained=True)
         case ProcessEnded(error=error):
-            return _ended(held, error)
+            return _on_process_ended(replica, error)
 
 
-def is_starting(held: HeldReplica) -> bool:
-    """True until it was constructed, failed, or was left out."""
-    return held.status is ReplicaStatus.STARTING
+def is_starting(replica: HeldReplica) -> bool:
+    """True until it was constructed, has failed, or was omitted."""
+    return replica.status is ReplicaStatus.STARTING
 
 
-def fail(held: HeldReplica, error: str) -> HeldReplica:
-    """``held`` after its start failed; nothing changes when it does not start any more."""
-    if not is_starting(held):
-        return held
-    return msgspec.structs.replace(held, status=ReplicaStatus.FAILED, error=trim_error(error))
+def fail(replica: HeldReplica, error: str) -> HeldReplica:
+    """``replica`` after a failed start; unchanged when it is not starting."""
+    if not is_starting(replica):
+        return replica
+    return msgspec.structs.replace(replica, status=ReplicaStatus.FAILED, error=trim_error(error))
 
 
-def count_failed_check(held: HeldReplica, error: str) -> HeldReplica:
-    """``held`` after one more health check failed or did not answer in time."""
-    failed = held.checks_failed + 1
-    status = held.status
-    if failed >= held.goal.health_check_failure_threshold:
-        following = after(held.status, ReplicaEventKind.CHECKS_FAILED)
-        assert not isinstance(following, Gone), "a health check never removes a replica"
-        status = following
-    told = trim_error(error) if status is ReplicaStatus.UNHEALTHY else held.error
-    return msgspec.structs.replace(held, status=status, checks_failed=failed, error=told)
+def count_failed_check(replica: HeldReplica, error: str) -> HeldReplica:
+    """``replica`` after one more health check failed or timed out."""
+    failed = replica.checks_failed + 1
+    status = replica.status
+    if failed >= replica.goal.health_check_failure_threshold:
+        next_status = after(replica.status, ReplicaEventKind.CHECKS_FAILED)
+        assert not isinstance(next_status, Gone), "a health check never removes a replica"
+        status = next_status
+    new_error = trim_error(error) if status is ReplicaStatus.UNHEALTHY else replica.error
+    return msgspec.structs.replace(replica, status=status, checks_failed=failed, error=new_error)
 
 
-def _waits(held: HeldReplica, reason: str, *, is_process_starting: bool) -> HeldReplica:
-    if not is_starting(held):
-        return held
-    return msgspec.structs.replace(held, is_process_starting=is_process_starting, error=reason)
+def _on_waiting(replica: HeldReplica, reason: str, *, is_process_starting: bool) -> HeldReplica:
+    if not is_starting(replica):
+        return replica
+    return msgspec.structs.replace(replica, is_process_starting=is_process_starting, error=reason)
 
 
-def _reconfigured(held: HeldReplica, version: int, error: str | None) -> HeldReplica:
-    held = msgspec.structs.replace(held, is_reconfiguring=False, reconfigure_by=None)
+def _on_reconfigured(replica: HeldReplica, version: int, error: str | None) -> HeldReplica:
+    replica = msgspec.structs.replace(replica, is_reconfiguring=False, reconfigure_by=None)
     if error is not None:
-        return msgspec.structs.replace(held, config_error_version=version, error=trim_error(error))
+        return msgspec.structs.replace(replica, config_error_version=version, error=trim_error(error))
     return msgspec.structs.replace(
-        held,
-        config_version=max(version, held.config_version),
+        replica,
+        config_version=max(version, replica.config_version),
         config_error_version=0,
-        error="" if held.config_error_version else held.error,
+        error="" if replica.config_error_version else replica.error,
     )
 
 
-def _checked(held: HeldReplica, error: str | None, now: float) -> HeldReplica:
-    held = msgspec.structs.replace(
-        held, is_check_pending=False, check_at=now + held.goal.health_check_period_s
+def _on_health_checked(replica: HeldReplica, error: str | None, now: float) -> HeldReplica:
+    replica = msgspec.structs.replace(
+        replica, is_check_pending=False, check_at=now + replica.goal.health_check_period_s
     )
     if error is not None:
-        return count_failed_check(held, error)
-    following = after(held.status, ReplicaEventKind.CHECK_PASSED)
-    assert not isinstance(following, Gone), "a health check never removes a replica"
-    told = "" if held.status is ReplicaStatus.UNHEALTHY else held.error
-    return msgspec.structs.replace(held, status=following, checks_failed=0, error=told)
+        return count_failed_check(replica, error)
+    next_status = after(replica.status, ReplicaEventKind.CHECK_PASSED)
+    assert not isinstance(next_status, Gone), "a health check never removes a replica"
+    new_error = "" if replica.status is ReplicaStatus.UNHEALTHY else replica.error
+    return msgspec.structs.replace(replica, status=next_status, checks_failed=0, error=new_error)
 
 
-def _ended(held: HeldReplica, error: str) -> HeldReplica | None:
-    following = after(held.status, ReplicaEventKind.PROCESS_ENDED)
-    if isinstance(following, Gone):
+def _on_process_ended(replica: HeldReplica, error: str) -> HeldReplica | None:
+    next_status = after(replica.status, ReplicaEventKind.PROCESS_ENDED)
+    if isinstance(next_status, Gone):
         return None
-    if following is held.status:  # FAILED or DEAD already: keep what was told first
-        return msgspec.structs.replace(held, has_process=False, is_process_starting=False)
+    if next_status is replica.status:  # FAILED or DEAD already: keep the first error
+        return msgspec.structs.replace(replica, has_process=False, is_process_starting=False)
     return msgspec.structs.replace(
-        held, status=following, error=trim_error(error), has_process=False, is_process_starting=False
+        replica, status=next_status, error=trim_error(error), has_process=False, is_process_starting=False
     )

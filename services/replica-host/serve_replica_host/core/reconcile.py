@@ -1,7 +1,7 @@
-"""What a host does next: compares its goal with what it holds.
+"""The reconcile function of a host: compares its goal with its replicas.
 
-Why one function for everything: starting, reconfiguring, draining, health and every deadline follow from the same
-values, so a lost event or a late goal is repaired by the next look, not by a path of its own.
+Why one function for everything: starts, reconfigures, drains, health checks and all deadlines follow from the same
+state, so a lost event or a late goal is repaired by the next reconcile, without special paths.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ class ReconfigureReplica(msgspec.Struct, frozen=True):
 
 
 class CheckReplica(msgspec.Struct, frozen=True):
-    """Ask for its health."""
+    """Send it a health check."""
 
     replica_tag: ReplicaTag
 
 
 class DrainReplica(msgspec.Struct, frozen=True):
-    """Let it refuse what is new and finish what is in flight."""
+    """Make it refuse new requests and finish those in flight."""
 
     replica_tag: ReplicaTag
 
 
 class KillReplica(msgspec.Struct, frozen=True):
-    """End its process now."""
+    """Kill its process."""
 
     replica_tag: ReplicaTag
     is_forced: bool = False
-    """It was killed before and is still there."""
+    """It was killed before and still exists."""
 
 
 Action = StartReplica | ReconfigureReplica | CheckReplica | DrainReplica | KillReplica
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What follows from one look. Each action is in ``state`` already, so the next look does not repeat it."""
+    """The result of one reconcile. ``state`` includes all actions, so the next reconcile does not repeat them."""
 
     state: HostState
     actions: list[Action]
-    """To be performed in this order, which lets nothing short wait behind starts.
+    """To be performed in this order, so that short actions do not wait behind starts.
 
-    Performing one that no longer applies is harmless.
+    Performing an action that no longer applies is harmless.
     """
     look_again_at: float | None
-    """The next deadline; None when only an event or a goal can change anything."""
+    """When to reconcile again; None when only an event or a goal can change anything."""
 
 
 KILL_WITHIN_S: Final = 1.0
-"""Ray ends a process within milliseconds; one that is still there is then killed by the kernel."""
+"""Seconds before a kill is repeated by the kernel; Ray usually kills a process within milliseconds."""
 KILL_AGAIN_S: Final = 5.0
 _SERVING: Final = (ReplicaStatus.RUNNING, ReplicaStatus.UNHEALTHY)
 _ORDER: Final = (CheckReplica, DrainReplica, ReconfigureReplica, KillReplica, StartReplica)
@@ -73,34 +73,34 @@ _QUEUED: Final = "waits for its turn: as many processes as may are starting on t
 
 
 def reconcile_host(state: HostState, now: float) -> HostPlan:
-    """The actions that bring what ``state`` holds nearer to its goal, judged at ``now``."""
+    """The actions that move the replicas of ``state`` towards its goal, at time ``now``."""
     wanted: dict[ReplicaTag, ReplicaGoal] = {}
-    undrained = frozenset(() if state.goal is None else state.goal.kill)
+    kill_tags = frozenset(() if state.goal is None else state.goal.kill)
     if state.goal is not None and not state.is_leaving:
         wanted = {goal.replica_tag: goal for goal in state.goal.replicas}
     actions: list[Action] = []
-    for tag, held in list(state.replicas.items()):
+    for tag, replica in list(state.replicas.items()):
         goal = wanted.get(tag)
         changed = (
-            _omit(held, state.leave_by, now, is_drained=tag not in undrained)
+            _omit(replica, state.leave_by, now, is_drained=tag not in kill_tags)
             if goal is None
-            else msgspec.structs.replace(held, goal=goal)
+            else msgspec.structs.replace(replica, goal=goal)
         )
         if changed is None:
             state = forget_replica(state, tag)
             continue
         changed = _advance(changed, now, actions)
-        state = put_replica(state, changed) if changed != held else state
+        state = put_replica(state, changed) if changed != replica else state
     for tag, goal in wanted.items():
         if tag not in state.replicas:
-            state = put_replica(state, _first_seen(goal, is_spent=tag in state.spent_tags))
+            state = put_replica(state, _new_replica(goal, is_spent=tag in state.spent_tags))
     state = _order_starts(state, now, actions)
     actions.sort(key=lambda action: _ORDER.index(type(action)))
-    deadlines = [at for held in state.replicas.values() if (at := _deadline(held)) is not None]
+    deadlines = [at for replica in state.replicas.values() if (at := _deadline(replica)) is not None]
     return HostPlan(state=state, actions=actions, look_again_at=min(deadlines, default=None))
 
 
-def _first_seen(goal: ReplicaGoal, *, is_spent: bool) -> HeldReplica:
+def _new_replica(goal: ReplicaGoal, *, is_spent: bool) -> HeldReplica:
     if is_spent:
         return HeldReplica(
             goal=goal,
@@ -111,125 +111,131 @@ def _first_seen(goal: ReplicaGoal, *, is_spent: bool) -> HeldReplica:
 
 
 def _order_starts(state: HostState, now: float, actions: list[Action]) -> HostState:
-    """Order as many of the starts that wait for their turn as may be; what is left out meanwhile never begins."""
-    starting = sum(held.is_process_starting for held in state.replicas.values())
-    for held in list(state.replicas.values()):
+    """Order queued starts up to the limit; replicas that are omitted while queued never start."""
+    starting = sum(replica.is_process_starting for replica in state.replicas.values())
+    for replica in list(state.replicas.values()):
         if starting >= state.starts_max:
             break
-        if held.status is ReplicaStatus.STARTING and not held.is_ordered:
+        if replica.status is ReplicaStatus.STARTING and not replica.is_ordered:
             starting += 1
-            actions.append(StartReplica(held.goal))
+            actions.append(StartReplica(replica.goal))
             ordered = msgspec.structs.replace(
-                held,
+                replica,
                 is_ordered=True,
                 is_process_starting=True,
                 has_process=True,
-                start_by=now + held.goal.start_timeout_s,
-                asked_config_version=held.goal.config_version,
+                start_by=now + replica.goal.start_timeout_s,
+                asked_config_version=replica.goal.config_version,
                 error="",
             )
             state = put_replica(state, ordered)
     return state
 
 
-def _omit(held: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool) -> HeldReplica | None:
-    following = after(held.status, ReplicaEventKind.OMITTED)
-    if held.status is ReplicaStatus.STARTING and not held.is_ordered:
+def _omit(
+    replica: HeldReplica, leave_by: float | None, now: float, *, is_drained: bool
+) -> HeldReplica | None:
+    next_status = after(replica.status, ReplicaEventKind.OMITTED)
+    if replica.status is ReplicaStatus.STARTING and not replica.is_ordered:
         return None
-    if isinstance(following, Gone):
-        return held if held.has_process else None
-    drain_by = held.drain_by
-    if held.status is not ReplicaStatus.DRAINING:
-        # What has not begun to serve has nothing to finish.
-        grace_s = held.goal.graceful_shutdown_timeout_s if held.status in _SERVING else 0.0
+    if isinstance(next_status, Gone):
+        return replica if replica.has_process else None
+    drain_by = replica.drain_by
+    if replica.status is not ReplicaStatus.DRAINING:
+        # A replica that is not serving yet has nothing to finish.
+        grace_s = replica.goal.graceful_shutdown_timeout_s if replica.status in _SERVING else 0.0
         drain_by = now + grace_s
     if not is_drained:
         drain_by = now if drain_by is None else min(drain_by, now)
     if leave_by is not None and drain_by is not None:
         drain_by = min(drain_by, leave_by)
-    return msgspec.structs.replace(held, status=following, drain_by=drain_by)
+    return msgspec.structs.replace(replica, status=next_status, drain_by=drain_by)
 
 
-def _advance(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
-    """``held`` after everything that is due for it; what is to be done is appended to ``actions``."""
-    if held.status is ReplicaStatus.STARTING and held.start_by is not None and now >= held.start_by:
-        reason = f" ({held.error})" if held.error else ""
-        held = fail(held, f"import and constructor took longer than {held.goal.start_timeout_s:g} s{reason}")
-    if held.status in _SERVING:
-        held = _configure(held, now, actions)
-        held = _check(held, now, actions)
-    if held.status is ReplicaStatus.DRAINING and held.drain_by is not None:
-        if not held.is_drained and now < held.drain_by:
-            if not held.is_draining_asked:
-                actions.append(DrainReplica(held.tag))
-                held = msgspec.structs.replace(held, is_draining_asked=True)
-        else:
-            if held.is_draining_asked and not held.is_drained and not held.is_kill_asked:
-                held = msgspec.structs.replace(held, error="what was in flight did not finish in time")
-            held = _kill(held, now, actions)
-    if held.status is ReplicaStatus.FAILED and held.has_process:
-        held = _kill(held, now, actions)
-    return held
-
-
-def _kill(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
-    if not held.is_kill_asked:
-        actions.append(KillReplica(held.tag))
-        return msgspec.structs.replace(held, is_kill_asked=True, kill_again_at=now + KILL_WITHIN_S)
-    if held.kill_again_at is None or now < held.kill_again_at:
-        return held
-    actions.append(KillReplica(held.tag, is_forced=True))
-    told = held.error
-    if held.status is ReplicaStatus.DRAINING:
-        told = f"its process {held.pid} was killed and is still there; it is killed by force"
-    return msgspec.structs.replace(
-        held, is_process_starting=False, kill_again_at=now + KILL_AGAIN_S, error=told
-    )
-
-
-def _configure(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
-    if held.is_reconfiguring:
-        if held.reconfigure_by is None or now < held.reconfigure_by:
-            return held
-        # It is told, and the replica serves on. A second call would only queue up behind the first.
-        return msgspec.structs.replace(
-            held,
-            reconfigure_by=None,
-            config_error_version=held.asked_config_version,
-            error=f"reconfigure took longer than {held.goal.start_timeout_s:g} s",
+def _advance(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    """``replica`` after everything that is due for it; the necessary actions are appended to ``actions``."""
+    if replica.status is ReplicaStatus.STARTING and replica.start_by is not None and now >= replica.start_by:
+        reason = f" ({replica.error})" if replica.error else ""
+        replica = fail(
+            replica, f"import and constructor took longer than {replica.goal.start_timeout_s:g} s{reason}"
         )
-    if held.goal.config_version <= held.asked_config_version:
-        return held
-    actions.append(ReconfigureReplica(held.goal))
+    if replica.status in _SERVING:
+        replica = _configure(replica, now, actions)
+        replica = _check(replica, now, actions)
+    if replica.status is ReplicaStatus.DRAINING and replica.drain_by is not None:
+        if not replica.is_drained and now < replica.drain_by:
+            if not replica.is_draining_asked:
+                actions.append(DrainReplica(replica.tag))
+                replica = msgspec.structs.replace(replica, is_draining_asked=True)
+        else:
+            if replica.is_draining_asked and not replica.is_drained and not replica.is_kill_asked:
+                replica = msgspec.structs.replace(replica, error="what was in flight did not finish in time")
+            replica = _kill(replica, now, actions)
+    if replica.status is ReplicaStatus.FAILED and replica.has_process:
+        replica = _kill(replica, now, actions)
+    return replica
+
+
+def _kill(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if not replica.is_kill_asked:
+        actions.append(KillReplica(replica.tag))
+        return msgspec.structs.replace(replica, is_kill_asked=True, kill_again_at=now + KILL_WITHIN_S)
+    if replica.kill_again_at is None or now < replica.kill_again_at:
+        return replica
+    actions.append(KillReplica(replica.tag, is_forced=True))
+    new_error = replica.error
+    if replica.status is ReplicaStatus.DRAINING:
+        new_error = f"its process {replica.pid} was killed and is still there; it is killed by force"
     return msgspec.structs.replace(
-        held,
-        is_reconfiguring=True,
-        reconfigure_by=now + held.goal.start_timeout_s,
-        asked_config_version=held.goal.config_version,
+        replica, is_process_starting=False, kill_again_at=now + KILL_AGAIN_S, error=new_error
     )
 
 
-def _check(held: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
-    if held.check_at is None or now < held.check_at:
-        return held
-    if held.is_check_pending:
-        # The call may hang for ever; another one would only hang beside it.
-        timeout_s = held.goal.health_check_timeout_s
-        held = count_failed_check(held, f"the health check did not answer within {timeout_s:g} s")
-        return msgspec.structs.replace(held, check_at=now + held.goal.health_check_period_s)
-    actions.append(CheckReplica(held.tag))
-    return msgspec.structs.replace(held, is_check_pending=True, check_at=None)
+def _configure(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if replica.is_reconfiguring:
+        if replica.reconfigure_by is None or now < replica.reconfigure_by:
+            return replica
+        # It is reported, and the replica continues to serve. A second call would only queue up behind the first.
+        return msgspec.structs.replace(
+            replica,
+            reconfigure_by=None,
+            config_error_version=replica.asked_config_version,
+            error=f"reconfigure took longer than {replica.goal.start_timeout_s:g} s",
+        )
+    if replica.goal.config_version <= replica.asked_config_version:
+        return replica
+    actions.append(ReconfigureReplica(replica.goal))
+    return msgspec.structs.replace(
+        replica,
+        is_reconfiguring=True,
+        reconfigure_by=now + replica.goal.start_timeout_s,
+        asked_config_version=replica.goal.config_version,
+    )
 
 
-def _deadline(held: HeldReplica) -> float | None:
-    match held.status:
+def _check(replica: HeldReplica, now: float, actions: list[Action]) -> HeldReplica:
+    if replica.check_at is None or now < replica.check_at:
+        return replica
+    if replica.is_check_pending:
+        # The call may hang forever; another one would hang as well.
+        timeout_s = replica.goal.health_check_timeout_s
+        replica = count_failed_check(replica, f"the health check did not answer within {timeout_s:g} s")
+        return msgspec.structs.replace(replica, check_at=now + replica.goal.health_check_period_s)
+    actions.append(CheckReplica(replica.tag))
+    return msgspec.structs.replace(replica, is_check_pending=True, check_at=None)
+
+
+def _deadline(replica: HeldReplica) -> float | None:
+    match replica.status:
         case ReplicaStatus.STARTING:
-            return held.start_by
+            return replica.start_by
         case ReplicaStatus.RUNNING | ReplicaStatus.UNHEALTHY:
-            return min((at for at in (held.check_at, held.reconfigure_by) if at is not None), default=None)
+            return min(
+                (at for at in (replica.check_at, replica.reconfigure_by) if at is not None), default=None
+            )
         case ReplicaStatus.DRAINING:
-            return held.kill_again_at if held.is_kill_asked else held.drain_by
+            return replica.kill_again_at if replica.is_kill_asked else replica.drain_by
         case ReplicaStatus.FAILED:
-            return held.kill_again_at if held.has_process else None
+            return replica.kill_again_at if replica.has_process else None
         case ReplicaStatus.DEAD:
             return None

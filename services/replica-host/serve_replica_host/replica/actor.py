@@ -1,9 +1,9 @@
-"""The Ray actor of one replica: its control methods, called by the host. No request passes here.
+"""The Ray actor of one replica: its control methods, called by the host. No request passes through it.
 
 Why so thin: a call through Ray costs about a millisecond, and an exception that passes through Ray loses the user's
-own traceback. So methods take and return plain bytes and strings, and the work is in `ReplicaProcess`.
+own traceback. So methods take and return bytes, and the work is in `ReplicaProcess`.
 
-Why everything is imported before `start`: actors are also started ahead, to wait for a replica that needs one.
+Why everything is imported before `start`: actors are also started as spares.
 """
 
 from __future__ import annotations
@@ -36,91 +36,90 @@ from serve_replica_host.replica.telemetry.remote import (
 )
 
 CONTROL_THREADS: Final = 8
-"""One waits for ever, one may hang in a health check, one in a reconfigure; the rest must still answer.
-
-Of fetches there is never more than one.
+"""Maximum concurrent control calls: one waits forever, one may hang in a health check, one in a reconfigure; at most
+one is a fetch.
 """
 
 
 @final
 class ReplicaActor:
-    """What Ray runs; `adapters.ray_runtime` makes an actor class of it."""
+    """The class of Ray actors; `adapters.ray_runtime` makes it remote."""
 
     def __init__(self, place_bytes: bytes) -> None:
-        """``place_bytes`` are a `HostLocation`."""
+        """``place_bytes`` is an encoded `HostLocation`."""
         place = decode_place(place_bytes)
-        self._hello, self._far = _find_out_where(place)
+        self._hello, self._remote_side = _identify_process(place)
         self._make_metrics = _import_metrics(
-            place.metrics_dir if self._far is None else self._far.metrics_dir
+            place.metrics_dir if self._remote_side is None else self._remote_side.metrics_dir
         )
         import_ahead(read_tracing_settings(os.environ))
         self._process: ReplicaProcess | None = None
-        self._never = threading.Event()
-        # What is here now stays. A collection, also the one at the end of a drain, need not look at it: with Ray's
-        # modules that is 60,000 objects and some 40 ms.
+        self._never_set = threading.Event()
+        # Objects that exist now stay alive. Exclude them from collections, also from the one at the end of a drain:
+        # with Ray's modules that is 60,000 objects and some 40 ms.
         gc.freeze()
 
     def hello(self) -> bytes:
-        """A `Hello`; an answer means that Ray has placed the actor."""
+        """Return a `Hello`; the result means that Ray has placed the actor."""
         return encode_fetched(self._hello)
 
     def start(self, order_bytes: bytes) -> bytes:
-        """Construct and serve what the `StartReplicaRequest` says; a `ControlOutcome`."""
+        """Construct and serve the replica of a `StartReplicaRequest`; returns a `ControlOutcome`."""
         order = decode_order(order_bytes)
-        goal, way = order.goal, None
-        if self._far is not None:
-            way = self._far.keep_lines(goal.replica_tag, goal.backend_tag)
-        logs = ReplicaLogs(goal.replica_tag, goal.backend_tag, way)
+        goal, write_lines = order.goal, None
+        if self._remote_side is not None:
+            write_lines = self._remote_side.keep_lines(goal.replica_tag, goal.backend_tag)
+        logs = ReplicaLogs(goal.replica_tag, goal.backend_tag, write_lines)
         self._process = ReplicaProcess(order, self._make_metrics(goal.backend_tag), logs)
         error = self._process.start()
-        if error is None or self._far is None:
+        if error is None or self._remote_side is None:
             return encode(ControlOutcome(error=error))
-        logs.end()  # the host ends this process as soon as it hears of it
-        return encode(ControlOutcome(error=error, fetched=self._far.fetch(with_lines=True)))
+        logs.end()  # the host kills this process as soon as it receives the outcome
+        return encode(ControlOutcome(error=error, fetched=self._remote_side.fetch(with_lines=True)))
 
     def reconfigure(self, goal_bytes: bytes) -> bytes:
-        """Apply a `ReplicaGoal`'s configuration; a `ControlOutcome`."""
+        """Apply a `ReplicaGoal`'s configuration; returns a `ControlOutcome`."""
         goal = decode_goal(goal_bytes)
-        return encode(ControlOutcome(error=self._started().reconfigure(goal)))
+        return encode(ControlOutcome(error=self._get_process().reconfigure(goal)))
 
     def renew(self, identity_bytes: bytes) -> None:
-        """Log in with that `UserIdentity` from now on."""
-        self._started().renew(decode_identity(identity_bytes))
+        """Log in with the encoded `UserIdentity` from now on."""
+        self._get_process().renew(decode_identity(identity_bytes))
 
     def check_health(self) -> bytes:
-        """A `ControlOutcome`; does not return while the user's code blocks its loop."""
-        return encode(ControlOutcome(error=self._started().check_health()))
+        """Run the user's health check; returns a `ControlOutcome`. Blocks while the user's code blocks its loop."""
+        return encode(ControlOutcome(error=self._get_process().check_health()))
 
     def in_flight(self) -> int:
-        """Requests that hold a slot; for people with a debugger."""
-        return self._started().in_flight
+        """Requests that hold a slot; for debugging."""
+        return self._get_process().in_flight
 
     def drain(self) -> bytes:
-        """Returns when nothing is in flight and nothing can come any more; a `ControlOutcome`, empty for none."""
+        """Drain until nothing is in flight and nothing can arrive; returns a `ControlOutcome`, or empty bytes."""
         if self._process is not None:
             self._process.drain()
-        return b"" if self._far is None else encode(ControlOutcome(fetched=self._far.leave()))
+        return b"" if self._remote_side is None else encode(ControlOutcome(fetched=self._remote_side.leave()))
 
     def fetch(self, with_lines: bool) -> bytes:  # noqa: FBT001 - called through Ray
-        """A `RemoteTelemetry`, with or without log lines: for the host of a replica on another machine."""
-        assert self._far is not None, "the host reads what is on its own machine"
-        return encode_fetched(self._far.fetch(with_lines=with_lines))
+        """Return a `RemoteTelemetry`, with or without log lines, to the host on another machine."""
+        assert self._remote_side is not None, "the host reads what is on its own machine"
+        return encode_fetched(self._remote_side.fetch(with_lines=with_lines))
 
     def wait_for_exit(self) -> None:
-        """Never returns: that the call fails is how the host learns of the process' end."""
-        self._never.wait()
+        """Never returns: the failure of this call notifies the host of the process' end."""
+        self._never_set.wait()
 
-    def _started(self) -> ReplicaProcess:
+    def _get_process(self) -> ReplicaProcess:
         if self._process is None:
             raise RuntimeError("the replica was not started")
         return self._process
 
 
-def _find_out_where(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
-    """Who this process is; and, where it is not on its host's machine, what it keeps for its host."""
+def _identify_process(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
+    """Identify this process; if it is not on its host's machine, also create its `RemoteSide`."""
     if not place.node_id:
         return Hello(os.getpid()), None
-    from serve_replica_host.adapters.ray_session import own_address, own_node_id  # noqa: PLC0415 - most have no use of it
+    from serve_replica_host.adapters.ray_session import own_address, own_node_id  # noqa: PLC0415 - most do not need it
 
     node_id = own_node_id()
     is_shared = place.is_shared_by(node_id)
@@ -131,12 +130,12 @@ def _find_out_where(place: HostLocation) -> tuple[Hello, RemoteSide | None]:
 
 
 def _import_metrics(metrics_dir: str) -> Callable[[BackendTag], RequestMetrics]:
-    """Metrics in that directory, or, where it is empty, in this process only."""
+    """Import the metrics, stored in ``metrics_dir`` or, if that is empty, in this process only."""
     if metrics_dir:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = metrics_dir
     else:
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
-    # prometheus_client looks at the variable once, when it is imported.
+    # prometheus_client reads the variable once, when it is imported.
     from serve_replica_host.adapters.replica_metrics import make_replica_metrics  # noqa: PLC0415
 
     return make_replica_metrics

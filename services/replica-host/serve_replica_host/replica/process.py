@@ -1,4 +1,4 @@
-"""Joins a replica's two threads and its NATS connection, and takes them apart again."""
+"""The process of a replica: starts and stops its two threads and its NATS connection."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from serve_replica_host.replica.telemetry.traces import Traces, user_traceback
 from serve_replica_host.replica.user.code import UserCode
 
 MODELS_MAX: Final = 1_000
-"""Told of one replica; routers choose by those, and the others are found by chance."""
+"""Maximum model ids published for one replica; routers prefer replicas by those."""
 
 
 @final
 class LoadedModels:
-    """The ids of the models; reading and replacing them is one step, so any thread may."""
+    """The ids of loaded models; reading and replacing them is atomic, so any thread may do it."""
 
     __slots__ = ("_model_ids",)
 
@@ -51,26 +51,26 @@ class LoadedModels:
 
     @property
     def has_any(self) -> bool:
-        """True while at least one is held."""
+        """True while at least one model is loaded."""
         return bool(self._model_ids)
 
     def hold(self, model_ids: Sequence[str]) -> None:
-        """These are held now, the most recently used last."""
+        """Set the loaded models, the most recently used last."""
         self._model_ids = list(model_ids)[-MODELS_MAX:]
 
     def encoded(self) -> bytes:
-        """What is published: msgpack, a list of texts."""
+        """The published message: a list of strings in msgpack."""
         return msgspec.msgpack.encode(self._model_ids)
 
 
 class StartReplicaRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a replica's process needs."""
+    """Request to a replica's process to start."""
 
     goal: ReplicaGoal
     bus: BusSettings
-    """The replica's own: its name, and its identity until the next one comes."""
+    """The replica's own settings: its name, and its first identity."""
     app_dir: str
-    """Absolute; empty for none."""
+    """Absolute path; empty for none."""
     tracing: dict[str, str] = {}
     """The host's OTEL_… variables, for a replica on a machine whose environment has none."""
 
@@ -79,33 +79,33 @@ class ControlOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a start, a reconfigure or a health check ended."""
 
     error: str | None = None
-    """The user's traceback, or what else went wrong; None when all is well."""
+    """The user's traceback, or another error; None on success."""
     fetched: RemoteTelemetry | None = None
-    """The last that there is to say before this process is ended; None where its host need not fetch it."""
+    """The final telemetry of this process; None if its host need not fetch it."""
 
 
 def encode(value: StartReplicaRequest | ControlOutcome | ReplicaGoal | UserIdentity) -> bytes:
-    """The bytes that travel through Ray."""
+    """Encode a value for the transfer through Ray."""
     return msgspec.msgpack.encode(value)
 
 
 def decode_order(data: bytes) -> StartReplicaRequest:
-    """A `StartReplicaRequest`; raises msgspec.DecodeError."""
+    """Decode a `StartReplicaRequest`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=StartReplicaRequest)
 
 
 def decode_goal(data: bytes) -> ReplicaGoal:
-    """A `ReplicaGoal`; raises msgspec.DecodeError."""
+    """Decode a `ReplicaGoal`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=ReplicaGoal)
 
 
 def decode_identity(data: bytes) -> UserIdentity:
-    """A `UserIdentity`; raises msgspec.DecodeError."""
+    """Decode a `UserIdentity`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=UserIdentity)
 
 
 def decode_outcome(data: bytes) -> ControlOutcome:
-    """A `ControlOutcome`; raises msgspec.DecodeError."""
+    """Decode a `ControlOutcome`. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=ControlOutcome)
 
 
@@ -114,24 +114,24 @@ _log = structlog.get_logger(__name__)
 METRICS_S: Final = 0.5
 MODELS_EVERY_S: Final = 5.0
 _SHUTDOWN_TIMEOUT_S: Final = 10.0
-"""For the shutdown of an ASGI application; what it does after that is cut off."""
+"""Maximum seconds of an ASGI application's shutdown; after that it is cancelled."""
 _CONNECT_TIMEOUT_S: Final = 30.0
 _FLUSH_TIMEOUT_S: Final = 2.0
 _RETRY_S: Final = 0.1
 _STOP_TIMEOUT_S: Final = 1.0
-_ASKED_WITHIN_MAX_S: Final = 6.0
-"""So long does a drained replica stay for routers at most, however often NATS comes and goes."""
-_LOOK_S: Final = 0.05
+_PROBE_WAIT_MAX_S: Final = 6.0
+"""Maximum seconds that a drained replica stays up for probes of routers, however often NATS reconnects."""
+_POLL_S: Final = 0.05
 
 
 @final
 class ReplicaProcess:
-    """One replica. Control methods may be called from any thread but its own two; each waits for its end."""
+    """One replica. Control methods may be called from any thread but its own two; each blocks until done."""
 
     def __init__(
         self, order: StartReplicaRequest, metrics: RequestMetrics, logs: ReplicaLogs | None = None
     ) -> None:
-        """Starts the threads; nothing is served before `start`. ``logs`` are published once there is a bus."""
+        """Starts the threads; nothing is served before `start`. ``logs`` are published once the bus is connected."""
         self._logs = logs
         self._order = order
         self._metrics = metrics
@@ -141,7 +141,7 @@ class ReplicaProcess:
         self._lag = OtherLoopsLag(self._user.loop, measures.distribution(REPLICA_LAG).observe)
         self._bus = LoopThread("replica-bus")
         self._code: UserCode | None = None
-        self._desk: ReplicaIO | None = None
+        self._io: ReplicaIO | None = None
         self._connection: BusConnection | None = None
         self._subscription: Subscription | None = None
         self._tasks: TaskOwner | None = None
@@ -151,9 +151,9 @@ class ReplicaProcess:
         self._models_subject = Subjects(order.bus.subject_prefix).models(order.goal.replica_tag)
 
     def start(self) -> str | None:
-        """Construct the user's code, then subscribe the replica's subject. None, or what went wrong.
+        """Construct the user's code, then subscribe the replica's subject. Returns None, or the error.
 
-        Waits for NATS as long as it takes: the host ends a start that takes too long.
+        Waits for NATS without a limit: the host kills a start that takes too long.
         """
         goal = self._order.goal
         context = CurrentReplica(
@@ -183,18 +183,18 @@ class ReplicaProcess:
         return None
 
     def reconfigure(self, goal: ReplicaGoal) -> str | None:
-        """Apply ``goal``'s configuration in place. None, or the user's traceback; then nothing was applied."""
-        code, desk = self._code, self._desk
-        if code is None or desk is None:
+        """Apply ``goal``'s configuration in place. Returns None, or the user's traceback if nothing was applied."""
+        code, bus_io = self._code, self._io
+        if code is None or bus_io is None:
             return "the replica does not run"
         has_config = goal.user_config is not None
         if has_config and goal.user_config != self._order.goal.user_config:
             error = self._call_user(code.reconfigure, goal.user_config)
             if error is not None:
                 return error
-        if goal.max_concurrent_queries != desk.max_concurrent_queries:
+        if goal.max_concurrent_queries != bus_io.max_concurrent_queries:
             self._user.loop.call_soon_threadsafe(code.resize, goal.max_concurrent_queries)
-            desk.max_concurrent_queries = goal.max_concurrent_queries
+            bus_io.max_concurrent_queries = goal.max_concurrent_queries
         self._order = msgspec.structs.replace(self._order, goal=goal)
         context = current_replica()
         if context is not None:
@@ -204,23 +204,23 @@ class ReplicaProcess:
         return None
 
     def renew(self, identity: UserIdentity) -> None:
-        """Log in with ``identity`` from now on; connections that are there do so at once."""
+        """Log in with ``identity`` from now on; open connections do so at once."""
         if isinstance(self._login, HeldLogin):
             self._login.replace(identity)
 
     def check_health(self) -> str | None:
-        """None when the user's code says that it is well, and its loop turns at all."""
+        """Run the user's health check on its loop; returns None, or the error."""
         return "the replica does not run" if self._code is None else self._call_user(self._code.check_health)
 
     @property
     def in_flight(self) -> int:
         """Requests that hold a slot."""
-        return 0 if self._desk is None else self._desk.in_flight
+        return 0 if self._io is None else self._io.in_flight
 
     def drain(self) -> None:
-        """Refuse what is new, wait for what is in flight, and say goodbye to NATS and to the user's object."""
-        if self._desk is not None:
-            self._bus.submit(self._drain(self._desk)).result()
+        """Refuse new requests, wait for those in flight, then disconnect and discard the user's object."""
+        if self._io is not None:
+            self._bus.submit(self._drain(self._io)).result()
         if self._code is not None:
             error = self._call_user(self._stop, self._code)
             if error is not None:
@@ -234,9 +234,9 @@ class ReplicaProcess:
             self._tracing.close(_STOP_TIMEOUT_S)
 
     def _call_user(self, method: Callable[..., Any], *arguments: Any) -> str | None:
-        """None, or the traceback of what the user's code raised."""
+        """Call ``method`` on the user loop; returns None, or the traceback of what it raised."""
         try:
-            error = self._user.submit(_error_of(method(*arguments))).result()
+            error = self._user.submit(_capture_error(method(*arguments))).result()
         except Exception as gone:  # noqa: BLE001 - the loop has ended
             error = gone
         return None if error is None else user_traceback(error)
@@ -247,10 +247,10 @@ class ReplicaProcess:
             await code.stop()
 
     def _publish_models(self, model_ids: Sequence[str]) -> None:
-        """See `CurrentReplica.publish_models`."""
+        """Publish the ids of the loaded models; for `CurrentReplica.publish_models`."""
         self._models.hold(model_ids)
         if self._connection is not None:
-            self._bus.loop.call_soon_threadsafe(self._tell_models, self._connection)
+            self._bus.loop.call_soon_threadsafe(self._send_models, self._connection)
 
     async def _construct(self, context: CurrentReplica) -> None:
         def constructed(target: object) -> None:
@@ -264,20 +264,20 @@ class ReplicaProcess:
         options = _options(self._order.bus, self._login, self._order.goal.replica_tag)
         connection = BusConnection(options, random.SystemRandom())
         limit = self._order.goal.max_concurrent_queries
-        desk = ReplicaIO(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
+        bus_io = ReplicaIO(connection, code, self._user.loop, self._metrics, limit, traces=self._traces())
         subject = Subjects(self._order.bus.subject_prefix).replica(self._order.goal.replica_tag)
-        self._subscription = desk.subscribe(subject)
+        self._subscription = bus_io.subscribe(subject)
         self._tasks = TaskOwner("replica")
-        desk.start(self._tasks)
-        self._connection, self._desk = connection, desk
+        bus_io.start(self._tasks)
+        self._connection, self._io = connection, bus_io
         if self._logs is not None:
             self._logs.join(connection, Subjects(self._order.bus.subject_prefix))
         await _connect(connection)
-        self._renew_when_told(connection)
-        self._tasks.start(self._write_metrics(desk), "write_metrics")
-        self._tasks.start(self._keep_telling_models(connection), "tell_models")
+        self._renew_on_new_identity(connection)
+        self._tasks.start(self._write_metrics(bus_io), "write_metrics")
+        self._tasks.start(self._send_models_periodically(connection), "tell_models")
 
-    def _renew_when_told(self, connection: BusConnection) -> None:
+    def _renew_on_new_identity(self, connection: BusConnection) -> None:
         loop, tasks = asyncio.get_running_loop(), self._tasks
         assert tasks is not None
 
@@ -293,9 +293,9 @@ class ReplicaProcess:
             return None
         return Traces(self._tracing.tracer, goal.backend_tag, goal.replica_tag)
 
-    async def _write_metrics(self, desk: ReplicaIO) -> None:
+    async def _write_metrics(self, bus_io: ReplicaIO) -> None:
         while True:
-            desk.write_metrics()
+            bus_io.write_metrics()
             self._lag.ask()
             self._write_handle_metrics()
             if self._write_span_metrics is not None:
@@ -307,34 +307,34 @@ class ReplicaProcess:
         if replica is None:
             return
         if self._handle_metrics is None:
-            # prometheus_client looks at PROMETHEUS_MULTIPROC_DIR once, when it is imported; by now that has happened.
+            # prometheus_client reads PROMETHEUS_MULTIPROC_DIR once, when it is imported, which has happened by now.
             from serve_replica_host.replica.telemetry.handle_metrics import make_handle_metrics  # noqa: PLC0415 - as above
 
             self._handle_metrics = make_handle_metrics()
         self._handle_metrics.write(replica)
 
-    async def _keep_telling_models(self, connection: BusConnection) -> None:
-        """Routers that begin later learn what is held, and those that hear nothing forget it."""
+    async def _send_models_periodically(self, connection: BusConnection) -> None:
+        """Publish the loaded models periodically, for new routers; routers forget models without updates."""
         while True:
             if self._models.has_any:
-                self._tell_models(connection)
+                self._send_models(connection)
             await asyncio.sleep(MODELS_EVERY_S)
 
-    def _tell_models(self, connection: BusConnection) -> None:
+    def _send_models(self, connection: BusConnection) -> None:
         try:
             connection.publish(self._models_subject, self._models.encoded())
         except (NotConnected, OutboundFull):
-            _log.debug("models_not_told")  # said again in a few seconds
+            _log.debug("models_not_told")  # published again in a few seconds
 
-    async def _drain(self, desk: ReplicaIO) -> None:
-        await desk.drain()
-        await asyncio.wrap_future(self._user.submit(desk.user_side.wait_idle()))
-        # Answers that left while the bus was away reached nobody; their routers are about to ask for them.
-        give_up_at = time.monotonic() + _ASKED_WITHIN_MAX_S
-        while (left_s := desk.seconds_until_asked()) > 0 and time.monotonic() < give_up_at:  # noqa: ASYNC110 - time is looked at
-            await asyncio.sleep(min(left_s, _LOOK_S))
+    async def _drain(self, bus_io: ReplicaIO) -> None:
+        await bus_io.drain()
+        await asyncio.wrap_future(self._user.submit(bus_io.user_side.wait_idle()))
+        # Responses sent while the bus was disconnected were lost; routers are about to probe for them.
+        deadline = time.monotonic() + _PROBE_WAIT_MAX_S
+        while (left_s := bus_io.seconds_until_asked()) > 0 and time.monotonic() < deadline:  # noqa: ASYNC110 - it polls the time
+            await asyncio.sleep(min(left_s, _POLL_S))
         if self._subscription is not None:
-            # Requests that the server has sent already are still refused, so that their routers try elsewhere.
+            # Requests that are already delivered are still refused, so that their routers retry elsewhere.
             await self._subscription.drain(_FLUSH_TIMEOUT_S)
         if self._logs is not None:
             await self._logs.part()
@@ -342,12 +342,12 @@ class ReplicaProcess:
             await self._connection.close()
         if self._tasks is not None:
             await self._tasks.close(_STOP_TIMEOUT_S)
-        desk.write_metrics()
+        bus_io.write_metrics()
         self._write_handle_metrics()
 
 
-async def _error_of(work: Awaitable[None]) -> BaseException | None:
-    """What ``work`` raises, as a result: asyncio takes it for its own if a task raises SystemExit or is cancelled."""
+async def _capture_error(work: Awaitable[None]) -> BaseException | None:
+    """Return what ``work`` raises: asyncio would handle SystemExit and cancellation of a task itself."""
     try:
         await work
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
@@ -356,7 +356,7 @@ async def _error_of(work: Awaitable[None]) -> BaseException | None:
 
 
 async def _connect(connection: BusConnection) -> None:
-    """Until the server knows the subscriptions: the host then reports RUNNING, and routers send at once.
+    """Connect until the server has the subscriptions: the host then reports RUNNING, and routers send at once.
 
     Raises BusAuthorizationFailed.
     """
@@ -375,7 +375,7 @@ async def _connect(connection: BusConnection) -> None:
 
 
 def _open_tracing(order: StartReplicaRequest) -> OpenTracing | None:
-    """The replica's own environment goes before its host's."""
+    """Open tracing; the replica's own environment overrides its host's."""
     goal = order.goal
     own = {name: value for name, value in os.environ.items() if value}
     opened = open_tracing(

@@ -1,4 +1,4 @@
-"""The loop of a replica host: takes in goals and events, asks the core what to do, does it, reports."""
+"""The loop of a replica host: receives goals and events, reconciles, performs the actions, reports."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _FAILURES: Final = (ReplicaStatus.FAILED, ReplicaStatus.DEAD, ReplicaStatus.UNHE
 
 
 class _Start(msgspec.Struct):
-    """A replica that was ordered and does not run yet."""
+    """A replica whose start was requested and that is not running yet."""
 
     ordered_at: float
     was_spare: bool = False
@@ -58,20 +58,20 @@ class _Start(msgspec.Struct):
 
 @final
 class ReplicaCounts:
-    """Of one host."""
+    """Counts starts and failures of one host's replicas."""
 
     def __init__(self, metrics: HostMetrics, now: Callable[[], float]) -> None:
-        """``now`` gives monotonic seconds."""
+        """``now`` returns monotonic seconds."""
         self._metrics = metrics
         self._now = now
         self._starts: dict[ReplicaTag, _Start] = {}
 
     def ordered(self, replica_tag: ReplicaTag) -> None:
-        """The runtime is told to start it."""
+        """Called when a start is requested from the runtime."""
         self._starts[replica_tag] = _Start(self._now())
 
     def hear(self, event: ReplicaEvent) -> None:
-        """The runtime tells something."""
+        """Process an event of the runtime."""
         start = self._starts.get(event.replica_tag)
         if start is None:
             return
@@ -85,22 +85,22 @@ class ReplicaCounts:
                 self._metrics.count_start(backend_tag, seconds, was_spare=start.was_spare)
 
     def compare(self, before: HostState, after: HostState) -> None:
-        """The host's state has changed."""
-        for tag, held in after.replicas.items():
-            if held.status in _FAILURES:
+        """Count the failures between two states of the host."""
+        for tag, replica in after.replicas.items():
+            if replica.status in _FAILURES:
                 known = before.replicas.get(tag)
-                if known is None or known.status is not held.status:
-                    self._metrics.count_failure(backend_tag_of(tag), held.status)
+                if known is None or known.status is not replica.status:
+                    self._metrics.count_failure(backend_tag_of(tag), replica.status)
 
 
 _log = structlog.get_logger(__name__)
 
 REPORT_PERIOD_S: Final = 1.0
 _KILL_GRACE_S: Final = 2.0
-"""After leaving has timed out, how long to wait for killed processes to be gone."""
+"""Seconds to wait for killed processes after leaving has timed out."""
 _CLOSE_TIMEOUT_S: Final = 1.0
 INBOX_MAX: Final = 10_000
-"""Goals and notices are dropped while so much waits: whoever sent them sends them again. Events never are."""
+"""Queued inputs above which goals and notices are dropped, which their senders repeat. Events are never dropped."""
 
 
 class _ReportNow(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class _ReportNow(msgspec.Struct, frozen=True):
 
 
 class _Leave(msgspec.Struct, frozen=True):
-    """Drain everything and end."""
+    """Drain everything and exit."""
 
     timeout_s: float
 
@@ -118,7 +118,7 @@ _Input = HostGoal | LeaderNotice | ReplicaEvent | _ReportNow | _Leave
 
 @final
 class HostShell:
-    """One life of the host, from `run` to its end after `leave`."""
+    """The main loop of a host process, from `run` to its end after `leave`."""
 
     def __init__(
         self,
@@ -133,10 +133,10 @@ class HostShell:
         metrics_url: Callable[[], str] = lambda: "",
         starts_max: int = STARTS_MAX,
     ) -> None:
-        """``started_at`` is wall time, ``now`` gives monotonic seconds; ``incarnation`` differs in each life.
+        """``started_at`` is wall time, ``now`` returns monotonic seconds; ``incarnation`` is unique per process.
 
-        ``metrics_url`` tells where the host is scraped, empty while that is not known. ``starts_max``: processes that
-        may be starting at once.
+        ``metrics_url`` returns the URL where the host is scraped, empty while unknown. ``starts_max`` is the maximum of
+        processes starting at once.
         """
         self._state = HostState(host_id=host_id, starts_max=starts_max)
         self._runtime = runtime
@@ -149,7 +149,7 @@ class HostShell:
         self._sequence = 0
         self._inbox: deque[_Input] = deque()
         self._processes: dict[str, str] = {}
-        """As the metrics know them."""
+        """Names of replicas' processes in their metrics files."""
         self._counts = ReplicaCounts(metrics, now)
         self._wake = asyncio.Event()
         self._tasks = TaskOwner("host_shell")
@@ -158,38 +158,38 @@ class HostShell:
     # -- inputs; called on the loop -------------------------------------------------------------------------------
 
     def take_goal(self, payload: bytes) -> None:
-        """A `HostGoal` as JSON; what cannot be read is counted, logged and dropped."""
+        """Queue a `HostGoal` in JSON; an unreadable one is counted, logged and dropped."""
         if self._is_inbox_full("goal"):
             return
         try:
-            self._put(msgspec.json.decode(payload, type=HostGoal))
+            self._enqueue(msgspec.json.decode(payload, type=HostGoal))
         except UNREADABLE as error:
             self._metrics.message_refused("host_goal", f"{len(payload)} bytes", error)
 
     def take_leader(self, payload: bytes) -> None:
-        """A `LeaderNotice` as JSON; what cannot be read is counted, logged and dropped."""
+        """Queue a `LeaderNotice` in JSON; an unreadable one is counted, logged and dropped."""
         if self._is_inbox_full("leader notice"):
             return
         try:
-            self._put(msgspec.json.decode(payload, type=LeaderNotice))
+            self._enqueue(msgspec.json.decode(payload, type=LeaderNotice))
         except UNREADABLE as error:
             self._metrics.message_refused("leader_notice", f"{len(payload)} bytes", error)
 
     def take_event(self, event: ReplicaEvent) -> None:
-        """Something from the runtime."""
-        self._put(event)
+        """Queue an event of the runtime."""
+        self._enqueue(event)
 
     def report_now(self) -> None:
-        """For a bus that has just (re)connected."""
-        self._put(_ReportNow())
+        """Report at once, such as after a reconnect."""
+        self._enqueue(_ReportNow())
 
     def leave(self, timeout_s: float) -> None:
-        """Drain everything; `run` returns when nothing is left, or soon after ``timeout_s``."""
-        self._put(_Leave(timeout_s))
+        """Drain everything; `run` returns when no process is left, or soon after ``timeout_s``."""
+        self._enqueue(_Leave(timeout_s))
 
     @property
     def backlog(self) -> int:
-        """Inputs that the loop has not taken in yet."""
+        """Number of unprocessed inputs."""
         return len(self._inbox)
 
     def _is_inbox_full(self, dropped: str) -> bool:
@@ -198,18 +198,18 @@ class HostShell:
         self._dropped_inputs.log(self._now(), "inbox_full", dropped=dropped, inbox_max=INBOX_MAX)
         return True
 
-    def _put(self, item: _Input) -> None:
+    def _enqueue(self, item: _Input) -> None:
         self._inbox.append(item)
         self._wake.set()
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until everything has left. The last report says so."""
+        """Run until the host has left. The last report has the final state."""
         report_at = self._now()
         while True:
             before = self._state
-            must_report = self._take_in()
+            must_report = self._process_inbox()
             plan = reconcile_host(self._state, self._now())
             has_changed = plan.state != self._state
             self._state = plan.state
@@ -221,7 +221,7 @@ class HostShell:
             if must_report or has_changed or now >= report_at:
                 await self._report()
                 report_at = now + REPORT_PERIOD_S
-            if self._is_over(now):
+            if self._is_finished(now):
                 await self._tasks.close(_CLOSE_TIMEOUT_S)
                 return
             wake_at = report_at if plan.look_again_at is None else min(report_at, plan.look_again_at)
@@ -235,15 +235,15 @@ class HostShell:
             pass
         self._wake.clear()
 
-    def _take_in(self) -> bool:
-        """Everything in the inbox; True when a report is due for it."""
+    def _process_inbox(self) -> bool:
+        """Process the inbox; returns True when a report is due."""
         must_report = False
         while self._inbox:
             before = self._state
             item = self._inbox.popleft()
             match item:
                 case HostGoal():
-                    must_report = self._take_in_goal(item) or must_report
+                    must_report = self._process_goal(item) or must_report
                 case LeaderNotice(epoch=epoch):
                     self._state = hear_leader(self._state, epoch)
                     must_report = True
@@ -253,15 +253,15 @@ class HostShell:
                     _log.info("leaving", replicas=len(self._state.replicas), timeout_s=timeout_s)
                     self._state = begin_leaving(self._state, self._now() + timeout_s)
                 case _:
-                    self._take_in_event(item)
+                    self._process_event(item)
             must_report = must_report or self._state != before
         return must_report
 
-    def _take_in_goal(self, goal: HostGoal) -> bool:
+    def _process_goal(self, goal: HostGoal) -> bool:
         accepted = accept_goal(self._state, goal)
         if isinstance(accepted, Refused):
             _log.warning("goal_refused", reason=accepted.reason, epoch=goal.epoch, generation=goal.generation)
-            return True  # so that the sender learns what is obeyed instead
+            return True  # so that the sender learns the current goal
         if accepted is not self._state:
             _log.info(
                 "goal_accepted", epoch=goal.epoch, generation=goal.generation, replicas=len(goal.replicas)
@@ -269,7 +269,7 @@ class HostShell:
         self._state = accepted
         return True
 
-    def _take_in_event(self, event: ReplicaEvent) -> None:
+    def _process_event(self, event: ReplicaEvent) -> None:
         self._counts.hear(event)
         if isinstance(event, Placed):
             self._processes[event.replica_tag] = event.process or str(event.pid)
@@ -313,11 +313,11 @@ class HostShell:
             resources=self._runtime.resources,
             metrics_url=self._metrics_url(),
         )
-        self._metrics.show_replicas(Counter(held.status for held in self._state.replicas.values()))
+        self._metrics.show_replicas(Counter(replica.status for replica in self._state.replicas.values()))
         if self._bus.is_connected:
             await self._bus.publish_report(msgspec.json.encode(report))
 
-    def _is_over(self, now: float) -> bool:
+    def _is_finished(self, now: float) -> bool:
         leave_by = self._state.leave_by
         if leave_by is None:
             return False

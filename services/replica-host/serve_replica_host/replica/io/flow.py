@@ -1,4 +1,4 @@
-"""What is on its way into and out of one request: counted, in frames, never more ahead than allowed."""
+"""Flow control of one request's frames in both directions: counted, and bounded by credit."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from serve_common.protocol.frames import (
 )
 
 CREDIT_PARTS: Final = 4
-"""Credit is given for a quarter of the window at once: enough to keep the router going, in fewer messages."""
+"""Parts of the window: credit is granted for one part at once, which takes few messages and never stalls the router."""
 _FRAMES_OVER_MAX: Final = 1
-"""A router that does not count the request's first frame is one ahead."""
+"""Tolerance for routers that do not count the request's first frame."""
 
 
 class Order(Enum):
-    """What a frame's sequence says."""
+    """How a frame's sequence number relates to the expected one."""
 
     NEXT = "next"
     DOUBLED = "doubled"
     LOST = "lost"
-    """A frame before it did not come, as may happen when a NATS server goes away."""
+    """A frame before it was lost, such as when a NATS server fails."""
     TOO_MANY = "too many"
-    """The router sends more than it was allowed to."""
+    """The router exceeds its credit."""
 
 
 @final
 class IncomingFrames:
-    """The frames of one body, or of one WebSocket's messages."""
+    """Flow control of the incoming frames of one body, or of one WebSocket's messages."""
 
     __slots__ = (
-        "_held_frames",
         "_next_sequence",
-        "_owed_frames",
+        "_ungranted_frames",
+        "_unprocessed_frames",
         "_window",
         "expected_bytes",
         "pieces",
@@ -51,50 +51,50 @@ class IncomingFrames:
     )
 
     def __init__(self, expected_bytes: int, window: int) -> None:
-        """``expected_bytes`` may be `UNKNOWN_BYTES`; ``window`` is how many frames may come without credit."""
+        """``expected_bytes`` may be `UNKNOWN_BYTES`; ``window`` is how many frames may arrive without credit."""
         self.expected_bytes = expected_bytes
         self.received_bytes = 0
         self.pieces: list[bytes] = []
-        """Of a body that is wanted whole."""
+        """Parts received of a body that is collected."""
         self._window = window
-        self._held_frames = 0
-        self._owed_frames = 0
+        self._unprocessed_frames = 0
+        self._ungranted_frames = 0
         self._next_sequence = 1
 
     def first(self) -> None:
-        """The first piece travelled with the request's head."""
-        self._held_frames += 1
+        """Count the part of the body that arrived with the request's head."""
+        self._unprocessed_frames += 1
 
     @property
     def taken_frames(self) -> int:
-        """Frames that have come, a request's first one not counted."""
+        """Frames received, except the request's first one."""
         return self._next_sequence - 1
 
     def take(self, sequence: int) -> Order:
-        """A frame came."""
+        """Check the sequence number of a received frame, and count the frame."""
         if sequence != self._next_sequence:
             return Order.DOUBLED if sequence < self._next_sequence else Order.LOST
-        if self._held_frames > self._window + _FRAMES_OVER_MAX:
+        if self._unprocessed_frames > self._window + _FRAMES_OVER_MAX:
             return Order.TOO_MANY
         self._next_sequence += 1
-        self._held_frames += 1
+        self._unprocessed_frames += 1
         return Order.NEXT
 
     def release(self, frames: int) -> int:
-        """So many frames are done with; returned is the credit to give now: none until a part of the window is free."""
-        self._held_frames -= frames
-        self._owed_frames += frames
-        if self._owed_frames < self._window // CREDIT_PARTS:
+        """Mark ``frames`` as processed; returns the credit to grant now, 0 until a part of the window is free."""
+        self._unprocessed_frames -= frames
+        self._ungranted_frames += frames
+        if self._ungranted_frames < self._window // CREDIT_PARTS:
             return 0
-        owed, self._owed_frames = self._owed_frames, 0
-        return owed
+        granted, self._ungranted_frames = self._ungranted_frames, 0
+        return granted
 
     def add(self, size_bytes: int) -> None:
-        """Count what came of a body."""
+        """Count received bytes of a body."""
         self.received_bytes += size_bytes
 
     def is_whole(self, *, last: bool) -> bool | None:
-        """Whether a body has ended; None when it ended with another size than was said."""
+        """True when a body is complete, False when not; None when its size is not the announced one."""
         if self.expected_bytes == UNKNOWN_BYTES:
             return last
         missing_bytes = self.expected_bytes - self.received_bytes
@@ -104,14 +104,14 @@ class IncomingFrames:
 
 
 CREDIT_MAX: Final = 1_000_000
-"""Of frames at once; more than any router can mean."""
+"""Maximum credit in frames; more than any router grants."""
 MESSAGE_COST_BYTES: Final = 64
-"""Counted for each WebSocket message beside its data: empty ones need memory too."""
+"""Bytes counted for each WebSocket message besides its data: empty ones need memory too."""
 
 
 @final
 class OutgoingBody:
-    """What is still to be sent of one answer; its first piece travelled with the head."""
+    """The unsent part of one response; its first part is sent with the head."""
 
     __slots__ = ("_credit", "_is_ended", "_is_sent", "_pieces", "_sequence", "_unsent_bytes")
 
@@ -130,7 +130,7 @@ class OutgoingBody:
 
     @property
     def has_credit(self) -> bool:
-        """True while a frame may leave."""
+        """True while a frame may be sent."""
         return self._credit > 0
 
     def add(self, data: bytes | memoryview, *, last: bool) -> None:
@@ -142,17 +142,17 @@ class OutgoingBody:
             self._unsent_bytes += len(data)
 
     def allow(self, frames: int) -> None:
-        """The router takes so many frames more."""
+        """Add credit for ``frames`` frames."""
         self._credit = min(self._credit + max(frames, 0), CREDIT_MAX)
 
     def first_body(self) -> bytes:
-        """What goes with the head of the answer."""
+        """Take the part to be sent with the response's head."""
         return bytes(self._take()) if self._pieces else b""
 
     def next_frame(self) -> tuple[int, bool, bytes | memoryview] | None:
-        """Sequence, whether it is the last one, and the piece that may be sent now; None to wait.
+        """Sequence, whether it is the last one, and the data of the next frame; None if none may be sent now.
 
-        Small pieces that had to wait leave together.
+        Queued small parts are joined.
         """
         if self._is_sent or self._credit <= 0 or (not self._pieces and not self._is_ended):
             return None
@@ -184,7 +184,7 @@ class OutgoingBody:
 
 @final
 class OutgoingMessages:
-    """What is still to be sent of a WebSocket's messages, and its close at the end."""
+    """The unsent messages of a WebSocket, and its close frame."""
 
     __slots__ = ("_close", "_credit", "_messages", "_offset", "_sequence")
 
@@ -197,17 +197,17 @@ class OutgoingMessages:
 
     @property
     def has_credit(self) -> bool:
-        """True while a frame may leave."""
+        """True while a frame may be sent."""
         return self._credit > 0
 
     @property
     def sent_frames(self) -> int:
-        """Frames that have left."""
+        """Frames sent so far."""
         return self._sequence - 1
 
     @property
     def has_unsent(self) -> bool:
-        """True while something waits for credit."""
+        """True while messages wait for credit."""
         return bool(self._messages)
 
     def add(self, data: bytes, *, is_text: bool) -> None:
@@ -216,15 +216,15 @@ class OutgoingMessages:
         self._messages.append((data, is_text))
 
     def close(self, code: int, reason: str) -> None:
-        """End it, after the messages that wait."""
+        """Close the socket after the queued messages."""
         self._close = CloseHead(code, reason)
 
     def allow(self, frames: int) -> None:
-        """The router takes so many frames more."""
+        """Add credit for ``frames`` frames."""
         self._credit = min(self._credit + max(frames, 0), CREDIT_MAX)
 
     def next_frame(self) -> tuple[MessageHead | CloseHead, bytes | memoryview] | None:
-        """A head and its body that may be sent now; None to wait. A `CloseHead` is the last."""
+        """The next frame's head and body; None if none may be sent now. A `CloseHead` is the last."""
         if not self._messages:
             return None if self._close is None else (self._close, b"")
         if self._credit <= 0:
@@ -244,18 +244,18 @@ class OutgoingMessages:
         return MessageHead(sequence, is_text, last), body
 
 
-_TOLD_EVERY: Final = max(WINDOW_FRAMES // CREDIT_PARTS, 1)
-"""Pieces: credit is given for so many at once."""
+_ACKNOWLEDGE_EVERY: Final = max(WINDOW_FRAMES // CREDIT_PARTS, 1)
+"""Parts read before they are acknowledged: credit is granted for that many at once."""
 
 
 @final
 class BodyReader:
-    """ASGI's ``receive`` of one request; all methods run on the user loop."""
+    """ASGI's ``receive`` for one request; all methods run on the user loop."""
 
     __slots__ = ("_changed", "_is_gone", "_is_whole", "_on_taken", "_pieces", "_taken")
 
     def __init__(self, whole: bytes | None, on_taken: Callable[[int], object] | None = None) -> None:
-        """``whole`` is None for a body that still comes; ``on_taken`` is told how many pieces were read."""
+        """``whole`` is None for a body still arriving; ``on_taken`` receives how many parts were read."""
         self._pieces: deque[bytes] = deque()
         self._is_whole = whole is not None
         if whole is not None:
@@ -266,25 +266,25 @@ class BodyReader:
         self._changed: asyncio.Event | None = None
 
     def add(self, data: bytes, *, last: bool) -> None:
-        """More has come."""
+        """Append a part of the body."""
         if data or last:
             self._pieces.append(data)
         self._is_whole = last
         self._wake()
 
     def leave(self) -> None:
-        """The caller is gone, or has its whole answer."""
+        """The caller is gone, or has its complete response."""
         self._is_gone = True
         self._wake()
 
     async def __call__(self) -> Message:
-        """The next piece of the body; after the last one, and when the caller goes away, ``http.disconnect``."""
+        """The next part of the body; after the last one, and when the caller is gone, ``http.disconnect``."""
         while not self._is_gone:
             if self._pieces:
                 data = self._pieces.popleft()
                 more = bool(self._pieces) or not self._is_whole
                 self._taken += 1
-                if self._on_taken is not None and self._taken >= _TOLD_EVERY:
+                if self._on_taken is not None and self._taken >= _ACKNOWLEDGE_EVERY:
                     self._on_taken(self._taken)
                     self._taken = 0
                 return {"type": "http.request", "body": data, "more_body": more}

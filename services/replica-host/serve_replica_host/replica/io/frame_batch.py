@@ -1,4 +1,4 @@
-"""The frames that a replica sends, in one order whichever of its threads sends them."""
+"""Outgoing frames of a replica, in one order for both threads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _log = structlog.get_logger(__name__)
 
 _BATCH_BYTES_MAX: Final = 256 * 1024
 _SMALL_BYTES_MAX: Final = 4 * 1024
-"""Frames up to this become one piece with their line."""
+"""Frames up to this size are joined with their protocol line."""
 
 
 @final
 class FrameBatch:
-    """For both threads; all methods but `flush` are called under the lock."""
+    """Frames to send, for both threads; all methods but `flush` are called under the lock."""
 
     def __init__(self, connection: BusConnection, lock: threading.RLock) -> None:
-        """To be made on the loop of ``connection``."""
+        """Create it on the loop of ``connection``."""
         self._connection = connection
         self._lock = lock
         self._bus_loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class FrameBatch:
         self._lost_frames = RateLimitedLogger(_log.warning)
 
     def publish(self, subject: bytes, frame: bytes) -> None:
-        """Send ``frame`` with the next `flush`, which comes by itself on the bus loop; else its caller sees to it.
+        """Send ``frame`` with the next `flush`; scheduled on the bus loop, on other threads the caller flushes.
 
         Raises as `BusConnection.publish`.
         """
@@ -62,19 +62,19 @@ class FrameBatch:
             self.flush()
 
     def flush(self) -> None:
-        """Send what was published."""
+        """Send the published frames."""
         with self._lock:
             pieces = self._pieces
             if not pieces:
                 return
             self._pieces, self._bytes = [], 0
             if not self._connection.write_shared(pieces):
-                # Routers ask for what they miss when the bus is back, as after every lost connection.
+                # Routers re-request lost frames when the bus is back, as after every lost connection.
                 self._lost_frames.log(time.monotonic(), "frames_lost", pieces=len(pieces))
 
 
 Publish = Callable[[bytes, bytes], None]
-"""(subject, frame); raises as `BusConnection.publish`."""
+"""Publishes (subject, frame). Raises as `BusConnection.publish`."""
 
 
 @final
@@ -82,22 +82,22 @@ class FrameSender:
     """Publishes frames to reply subjects."""
 
     def __init__(self, publish: Publish, now: Callable[[], float]) -> None:
-        """``now`` is `time.monotonic` or a stand-in."""
+        """``now`` is `time.monotonic` or a fake."""
         self.publish = publish
         self._now = now
         self._lost_answers = RateLimitedLogger(_log.warning)
 
     def send(self, reply: bytes, head: Head, body: bytes | memoryview = b"") -> bytes:
-        """The frame that was sent.
+        """Send a frame and return it.
 
-        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; what the bus cannot take now is lost.
+        Raises FrameUnreadable (the head is too large) or PayloadTooLarge; a frame that the bus cannot buffer is lost.
         """
         frame = encode_frame(head, body)
         self.send_again(reply, frame, type(head).__name__)
         return frame
 
     def send_again(self, reply: bytes, frame: bytes, kind: str = "again") -> None:
-        """Send a frame that is made already; errors as `send`."""
+        """Send an encoded frame. Raises as `send`."""
         try:
             self.publish(reply, frame)
         except (NotConnected, OutboundFull, InvalidSubject) as error:

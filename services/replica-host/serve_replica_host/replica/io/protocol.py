@@ -1,4 +1,4 @@
-"""The NATS side of a replica: frames in, frames out, the count of what is in flight, the rest of bodies."""
+"""The protocol between a replica and routers: requests, bodies, probes, drain and deadlines."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from serve_replica_host.replica.io.slots import SERVICE_RESTART, WHY_CLOSED, Qui
 _log = structlog.get_logger(__name__)
 
 REQUEST_BODY_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of a body that the user's code gets whole; a replica's own limit, proxies refuse far less."""
+"""Maximum size of a body that user code gets complete; a replica's own limit, those of proxies are far lower."""
 
 
 @final
 class BodyFrames:
-    """Takes frames for requests in flight; all methods are called under the lock of its `ReplicaProtocol`."""
+    """Processes body and message frames; all methods are called under the lock of its `ReplicaProtocol`."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class BodyFrames:
         *,
         streams_bodies: bool,
     ) -> None:
-        """``streams_bodies``: what answers HTTP may begin before a body is whole. ``now`` is `time.monotonic`."""
+        """``streams_bodies``: HTTP handlers may start before a body is complete. ``now`` is `time.monotonic`."""
         self._answers = answers
         self._frames = frames
         self._to_user = to_user
         self._now = now
         self._streams_bodies = streams_bodies
-        self._credits = 0
-        """Given so far."""
+        self._credits_sent = 0
+        """Number of credit messages sent."""
         self._bad_frames = RateLimitedLogger(_log.warning)
 
     def begin(self, exchange: ReplicaRequest, first: memoryview) -> None:
-        """A request came whose body is not whole; ``first`` is what came with its head."""
+        """Start a request whose body is incomplete; ``first`` is the part that arrived with its head."""
         incoming = exchange.incoming = IncomingFrames(exchange.head.body_bytes, WINDOW_FRAMES)
         incoming.first()
         if self._streams_bodies and exchange.head.kind is RequestKind.HTTP:
@@ -83,10 +83,10 @@ class BodyFrames:
         self._add_piece(exchange, incoming, first, last=False)
 
     def take_body(self, exchange: ReplicaRequest, head: BodyHead, body: memoryview) -> None:
-        """More of a body came."""
+        """Process a part of a body."""
         incoming = exchange.incoming
         if incoming is None or exchange.is_dropped or exchange.phase is Phase.SENDING:
-            return  # it was whole, or nobody reads it any more
+            return  # it was complete, or is not read any more
         order = incoming.take(head.sequence)
         if order is Order.NEXT:
             self._add_piece(exchange, incoming, body, last=head.last)
@@ -113,12 +113,12 @@ class BodyFrames:
             else:
                 self.give_credit(exchange, incoming, 1)
         else:
-            self._gather(exchange, incoming, piece, is_whole=is_whole)
+            self._collect(exchange, incoming, piece, is_whole=is_whole)
 
-    def _gather(
+    def _collect(
         self, exchange: ReplicaRequest, incoming: IncomingFrames, piece: memoryview, *, is_whole: bool
     ) -> None:
-        """Keep a piece for code that wants its body whole."""
+        """Collect a part for code that needs the complete body."""
         body_bytes = max(incoming.received_bytes, incoming.expected_bytes)
         if body_bytes > REQUEST_BODY_BYTES_MAX:
             message = f"the body has {body_bytes} bytes or more; a replica takes {REQUEST_BODY_BYTES_MAX}"
@@ -133,7 +133,7 @@ class BodyFrames:
             self.give_credit(exchange, incoming, 1)
 
     def take_message(self, exchange: ReplicaRequest, head: MessageHead, body: memoryview) -> None:
-        """A message for a WebSocket, or a piece of one, came."""
+        """Process a WebSocket message, or a part of one."""
         incoming = exchange.incoming
         if incoming is None or exchange.head.kind is not RequestKind.WEBSOCKET:
             self._bad_frames.log(self._now(), "frame_unexpected", kind="MessageHead")
@@ -152,11 +152,11 @@ class BodyFrames:
         self._answers.fail(exchange, RequestFailed.error_code, RequestFailed.status_hint, message)
 
     def give_credit(self, exchange: ReplicaRequest, incoming: IncomingFrames, frames: int) -> None:
-        """The user's code has taken so many frames: the router may send as many more."""
+        """Grant the router credit for ``frames`` that the user's code has read."""
         credit = incoming.release(frames)
         if credit:
-            self._credits += 1
-            self._frames.send(exchange.reply, CreditHead(credit, self._credits))
+            self._credits_sent += 1
+            self._frames.send(exchange.reply, CreditHead(credit, self._credits_sent))
 
     def _work_on(self, exchange: ReplicaRequest) -> None:
         exchange.phase = Phase.WORKING
@@ -164,22 +164,22 @@ class BodyFrames:
 
 
 ROUTER_SILENT_S: Final = 30.0
-"""A router asks after every request that it hears nothing of, each second. One that is silent for so long is dead."""
-_ROUTERS_ASK_WITHIN_S: Final = 2.0
-"""After a reconnect: routers were likely cut off too, come back a little later and then ask."""
-_LINGER_S: Final = 0.15
-"""After the last answer, and after a drain began: so long does a router need that was cut off in that moment."""
+"""Seconds without frames from a router after which it counts as dead; routers probe silent requests every second."""
+_PROBES_WITHIN_S: Final = 2.0
+"""Seconds after a reconnect in which routers may probe: they have likely lost their connections too."""
+_RECENT_PROBE_S: Final = 0.15
+"""Seconds after the last response, and after a drain started, in which a just disconnected router may probe."""
 _IN_USE_S: Final = 5.0
-"""A replica that has answered nothing for so long has hardly been sent what it did not get."""
+"""Seconds since the last response after which a drain need not wait for lost requests."""
 _TRAVEL_S: Final = 0.5
-"""How long a frame is under way at most, when it is asked whether something ended before it was sent."""
+"""Maximum seconds of a frame's travel, for deciding whether a request ended before a probe was sent."""
 STATUS_CANCELLED: Final = 499
-"""In metrics only: the caller went away."""
+"""Status in metrics of requests whose caller is gone."""
 
 
 @final
 class ReplicaProtocol:
-    """Hears routers. All methods but `wait_idle` are called under one lock, by either thread."""
+    """Receives frames of routers. All methods but `wait_idle` are called under one lock, by either thread."""
 
     def __init__(
         self,
@@ -191,13 +191,13 @@ class ReplicaProtocol:
         max_concurrent_queries: int,
         streams_bodies: bool = False,
     ) -> None:
-        """``now`` is `time.monotonic`; ``streams_bodies``: what answers HTTP may begin before a body is whole."""
+        """``now`` is `time.monotonic`; ``streams_bodies``: HTTP handlers may start before a body is complete."""
         self.max_concurrent_queries = max_concurrent_queries
         self.is_draining = False
         self._to_user = to_user
         self._now = now
         self._metrics = metrics
-        self._slots = Slots(now, metrics, self._begin_waiting)
+        self._slots = Slots(now, metrics, self._start_waiting)
         self._waiting = self._slots.waiting
         self._exchanges = self._slots.held
         self._frames = FrameSender(publish, now)
@@ -205,10 +205,10 @@ class ReplicaProtocol:
         self._bodies = BodyFrames(self._answers, self._frames, to_user, now, streams_bodies=streams_bodies)
         self._quiet_sockets = QuietSockets()
         self._bad_frames = RateLimitedLogger(_log.warning)
-        self._is_cut_off = False
+        self._is_disconnected = False
         self._reconnects = 0
-        self._drains_since = float("-inf")
-        self._joined_at = float("-inf")
+        self._drain_started_at = float("-inf")
+        self._connected_at = float("-inf")
 
     @property
     def in_flight(self) -> int:
@@ -216,15 +216,15 @@ class ReplicaProtocol:
         return len(self._exchanges)
 
     def occupancy(self) -> Occupancy:
-        """What is here now, as far as this side knows."""
-        begun = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
-        sockets = sum(exchange.head.kind is RequestKind.WEBSOCKET for exchange in begun)
+        """The current load, without the state of the connection."""
+        started = [exchange for exchange in self._exchanges.values() if exchange.has_answer_begun]
+        sockets = sum(exchange.head.kind is RequestKind.WEBSOCKET for exchange in started)
         return Occupancy(
             ongoing_s=self._slots.ongoing_seconds(self._now()),
             in_flight=len(self._exchanges),
             limit=0 if self.is_draining else self.max_concurrent_queries,
             waiting=len(self._waiting),
-            streams=len(begun) - sockets,
+            streams=len(started) - sockets,
             sockets=sockets,
         )
 
@@ -233,33 +233,33 @@ class ReplicaProtocol:
         await self._slots.wait_idle()
 
     def bus_lost(self) -> None:
-        """The bus is away: no router can be heard."""
-        self._is_cut_off = True
+        """The bus has disconnected: no frames can be received."""
+        self._is_disconnected = True
         self._reconnects += 1
 
     def bus_joined(self) -> None:
-        """The bus is there (again)."""
-        self._is_cut_off = False
-        self._joined_at = self._now()
+        """The bus has (re)connected."""
+        self._is_disconnected = False
+        self._connected_at = self._now()
 
     def seconds_until_asked(self) -> float:
-        """For how long routers may still ask for answers that were lost with a bus connection, theirs or ours.
+        """Seconds in which routers may still re-request responses that were lost with a bus connection, theirs or ours.
 
-        Longer when the connection is lost meanwhile: to be asked again.
+        Call it again afterwards: a disconnect meanwhile extends the time.
         """
         now = self._now()
-        if self._is_cut_off:
-            return _ROUTERS_ASK_WITHIN_S  # from when it is back
-        until = self._joined_at + _ROUTERS_ASK_WITHIN_S if self._reconnects else now
+        if self._is_disconnected:
+            return _PROBES_WITHIN_S  # from the time of the reconnect
+        until = self._connected_at + _PROBES_WITHIN_S if self._reconnects else now
         last_at = self._slots.recent.last_at
         if now - last_at < _IN_USE_S:
-            until = max(until, last_at + _LINGER_S, self._drains_since + _LINGER_S)
+            until = max(until, last_at + _RECENT_PROBE_S, self._drain_started_at + _RECENT_PROBE_S)
         return max(0.0, until - now)
 
     # -- frames from routers --------------------------------------------------------------------------------------
 
     def take_frame(self, _subject: bytes, reply: bytes, payload: bytes, _headers: bytes | None) -> None:
-        """A message on the replica's subject."""
+        """Process a message on the replica's subject."""
         try:
             head, body = decode_frame(payload)
         except FrameUnreadable as error:
@@ -271,21 +271,21 @@ class ReplicaProtocol:
             self._bad_frames.log(self._now(), "frame_without_inbox", kind=type(head).__name__, reply=text)
             return
         if type(head) is RequestHead:
-            self._begin(reply, head, body)
+            self._on_request(reply, head, body)
             return
         exchange = self._exchanges.get(reply)
         if exchange is not None:
             exchange.heard_at = self._now()
-            self._take_more(exchange, head, body)
+            self._on_frame_of_request(exchange, head, body)
         elif reply in self._waiting:
             if type(head) is CancelHead:
-                self._forget_waiting(reply)
+                self._cancel_waiting(reply)
             elif type(head) is ProbeHead and head.wants_sign:
                 self._frames.send(reply, AliveHead())
         elif type(head) is ProbeHead:
-            self._take_probe(reply, head.age_s)
+            self._on_probe(reply, head.age_s)
 
-    def _take_more(self, exchange: ReplicaRequest, head: Head, body: memoryview) -> None:
+    def _on_frame_of_request(self, exchange: ReplicaRequest, head: Head, body: memoryview) -> None:
         match head:
             case BodyHead():
                 self._bodies.take_body(exchange, head, body)
@@ -298,18 +298,18 @@ class ReplicaProtocol:
             case CloseHead(code, reason):
                 self._answers.drop(exchange, exchange.answer_status or STATUS_CANCELLED, code, reason)
             case ProbeHead(_, wants_sign):
-                if exchange.last_frame:  # it was said, and the work that nobody wants any more goes on
+                if exchange.last_frame:  # it was answered, and the unwanted work goes on
                     self._frames.send_again(exchange.reply, exchange.last_frame)
                 elif wants_sign:
                     self._frames.send(exchange.reply, AliveHead())
-                # Otherwise silence says that the request is known.
+                # Otherwise no response means that the request is known.
             case RequestHead() | AliveHead() | ResponseHead() | RefusedHead() | ErrorHead():
                 self._bad_frames.log(self._now(), "frame_unexpected", kind=type(head).__name__)
 
-    def _begin(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
+    def _on_request(self, reply: bytes, head: RequestHead, body: memoryview) -> None:
         exchanges = self._exchanges
         if reply in exchanges or reply in self._slots.recent or reply in self._waiting:
-            return  # the same request again: it must not run twice
+            return  # a duplicate: the request must not run twice
         if self.is_draining or len(exchanges) >= self.max_concurrent_queries:
             if self._may_wait(head, body):
                 exchange = ReplicaRequest(reply, head, self._now())
@@ -342,31 +342,31 @@ class ReplicaProtocol:
             and len(body) == head.body_bytes
         )
 
-    def _begin_waiting(self) -> None:
-        """Slots are free."""
+    def _start_waiting(self) -> None:
+        """Start queued requests, as slots are free."""
         while self._waiting and len(self._exchanges) < self.max_concurrent_queries:
             exchange = self._waiting.take_first()
             if self._now() >= exchange.deadline:
-                self._refuse_late(exchange)
+                self._refuse_expired(exchange)
             else:
                 self._slots.take(exchange)
                 self._work_on(exchange)
 
-    def _forget_waiting(self, reply: bytes) -> None:
+    def _cancel_waiting(self, reply: bytes) -> None:
         exchange = self._waiting.discard(reply)
         if exchange is not None:
             self._slots.leave_waiting(exchange)
 
-    def _refuse_late(self, exchange: ReplicaRequest) -> None:
+    def _refuse_expired(self, exchange: ReplicaRequest) -> None:
         self._slots.leave_waiting(exchange)
         message = f"the replica had no slot within {exchange.head.timeout_s:g} s"
         head = ErrorHead(DeadlineExceeded.error_code, 504, message, self.in_flight)
         self._slots.recent.add(exchange.reply, self._frames.send(exchange.reply, head), self._now())
 
     def begin_drain(self) -> None:
-        """Refuse everything that has not begun."""
+        """Refuse new and queued requests from now on."""
         self.is_draining = True
-        self._drains_since = self._now()
+        self._drain_started_at = self._now()
         for exchange in self._waiting.take_all():
             self._slots.leave_waiting(exchange)
             self._metrics.count_refused("draining")
@@ -374,14 +374,14 @@ class ReplicaProtocol:
 
     # -- probes --
 
-    def _take_probe(self, reply: bytes, age_s: float) -> None:
-        """A router asks after a request that is not in flight (any more)."""
+    def _on_probe(self, reply: bytes, age_s: float) -> None:
+        """Answer a probe for a request that is not in flight (any more)."""
         recent = self._slots.recent
         answer = recent.answer(reply)
         if answer:
             self._frames.send_again(reply, answer)
         elif age_s and reply not in recent and recent.covers(self._now() - age_s - _TRAVEL_S):
-            # Should it still come, it is not begun.
+            # If it still arrives, it is not started.
             frame = self._frames.send(reply, RefusedHead("never_begun", self.in_flight))
             recent.add(reply, frame, self._now())
         else:
@@ -394,33 +394,36 @@ class ReplicaProtocol:
     # -- time -----------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Fail what is past its deadline; called several times a second while anything is in flight."""
+        """Fail requests past their deadlines; called several times a second while any are in flight."""
         now = self._now()
         if self._waiting:
             for exchange in self._waiting.take_late(now):
-                self._refuse_late(exchange)
-            self._begin_waiting()  # there may be more slots than before
+                self._refuse_expired(exchange)
+            self._start_waiting()  # there may be more slots than before
         for exchange in list(self._exchanges.values()):
             if exchange.is_dropped:
                 continue
             if now >= exchange.deadline and not exchange.has_answer_begun:
                 message = f"the replica had no answer within {exchange.head.timeout_s:g} s"
                 self._answers.fail(exchange, DeadlineExceeded.error_code, 504, message)
-            elif not self._is_cut_off and now - max(exchange.heard_at, self._joined_at) >= ROUTER_SILENT_S:
+            elif (
+                not self._is_disconnected
+                and now - max(exchange.heard_at, self._connected_at) >= ROUTER_SILENT_S
+            ):
                 self._answers.drop(exchange, STATUS_CANCELLED)
         if self.is_draining:
-            watched = () if self._is_cut_off else self._exchanges.values()
+            watched = () if self._is_disconnected else self._exchanges.values()
             for exchange in self._quiet_sockets.find(watched, now):
-                # For a router that misses it and asks.
+                # For a router that loses it and probes.
                 exchange.last_frame = self._frames.send(
                     exchange.reply, CloseHead(SERVICE_RESTART, WHY_CLOSED)
                 )
                 self._answers.drop(exchange, exchange.answer_status, SERVICE_RESTART, WHY_CLOSED)
 
-    # -- what the user's side says --------------------------------------------------------------------------------
+    # -- outcomes of the user side --------------------------------------------------------------------------------
 
     def take_outcome(self, outcome: ToBus) -> None:
-        """Something from the user's side; for a dropped exchange it only says when the work has ended."""
+        """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
         if type(outcome) is not Taken:
             self._answers.take(outcome)
             return

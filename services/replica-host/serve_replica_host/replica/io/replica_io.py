@@ -1,4 +1,4 @@
-"""Joins a replica's two threads, and reads its NATS connection in whichever of them is free."""
+"""Connects a replica's two threads, and reads its NATS connection in the thread that is free."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from serve_replica_host.replica.user.executor import UserExecutor
 _log = structlog.get_logger(__name__)
 
 READ_BYTES: Final = 256 * 1024
-"""At once, so that nothing else waits for long."""
+"""Maximum bytes of one read, so that nothing else waits for long."""
 
 
 @final
 class NatsReader:
-    """A `LinkReader`. What it reads goes through `Link.take_data` under the bus side's lock."""
+    """A `LinkReader` that reads on the user loop. Data is passed to `Link.take_data` under the protocol's lock."""
 
     def __init__(
         self, to_user: Mailbox[ToUser], frames: FrameBatch, lock: threading.RLock, work: Callable[[], None]
     ) -> None:
-        """``to_user`` takes what frames bring to the user's side, and its loop is the one to read in.
+        """``to_user`` receives items for the user side; reads happen on its loop.
 
         ``lock`` is the one under which `ReplicaProtocol` is called; ``work`` is called on the user loop after reading.
         """
         self.is_on_user_loop = False
-        """Whether the user's loop reads at this moment; seen under the lock."""
+        """True while the user loop reads; accessed under the lock."""
         self._to_user = to_user
         self._user_loop = to_user.loop
         self._frames = frames
-        self._work = work
+        self._process_user_items = work
         self._lock = lock
         self._buffer = memoryview(bytearray(READ_BYTES))
         self._link: Link | None = None
@@ -60,7 +60,7 @@ class NatsReader:
         self._was_readable = False
 
     def attach(self, link: Link) -> None:
-        """See `LinkReader`; on the bus loop."""
+        """Start reading ``link`` on the user loop; called on the bus loop."""
         shared = link.lend()
         if shared is None:
             return
@@ -68,21 +68,21 @@ class NatsReader:
             self._link, self._shared = link, shared
             self._socket = shared.reader()
             self._was_readable = False
-        self._user_loop.call_soon_threadsafe(self._begin, self._socket)
+        self._user_loop.call_soon_threadsafe(self._start_reading, self._socket)
 
     def detach(self) -> None:
-        """See `LinkReader`; on the bus loop."""
+        """Stop reading on the user loop; called on the bus loop."""
         with self._lock:
             former, self._socket, self._link, self._shared = self._socket, None, None, None
         if former is None:
             return
         try:
-            self._user_loop.call_soon_threadsafe(self._end, former)
-        except RuntimeError:  # the loop is closed: the process ends
+            self._user_loop.call_soon_threadsafe(self._stop_reading, former)
+        except RuntimeError:  # the loop is closed: the process exits
             former.close()
 
     def look(self) -> None:
-        """Read what the user's loop leaves unread; on the bus loop, several times a second."""
+        """Read what a blocked user loop leaves unread; called on the bus loop, several times a second."""
         shared = self._shared
         if self._reads != self._reads_seen or shared is None:
             self._reads_seen = self._reads
@@ -100,22 +100,22 @@ class NatsReader:
 
     # -- on the user loop --
 
-    def _begin(self, own: socket.socket) -> None:
+    def _start_reading(self, own: socket.socket) -> None:
         if own is self._socket:
-            self._user_loop.add_reader(own.fileno(), self._take, own)
+            self._user_loop.add_reader(own.fileno(), self._on_readable, own)
         else:
-            own.close()  # it was detached before it was begun
+            own.close()  # it was detached before it was started
 
-    def _end(self, former: socket.socket) -> None:
+    def _stop_reading(self, former: socket.socket) -> None:
         if former.fileno() >= 0:
             self._user_loop.remove_reader(former.fileno())
             former.close()
 
-    def _take(self, own: socket.socket) -> None:
-        """There is something to read."""
+    def _on_readable(self, own: socket.socket) -> None:
+        """Read, as the socket is readable."""
         with self._lock:
             if own is not self._socket:
-                return  # about to end
+                return  # about to be closed
             self._reads += 1
             self.is_on_user_loop = True
             try:
@@ -124,13 +124,13 @@ class NatsReader:
                 self.is_on_user_loop = False
             self._frames.flush()
         if self._link is None:
-            self._end(own)
-        self._work()
+            self._stop_reading(own)
+        self._process_user_items()
 
     # -- under the lock --
 
     def _read(self) -> bool:
-        """Whether there may be more."""
+        """Read once; True when there may be more."""
         own, link = self._socket, self._link
         if own is None or link is None:
             return False
@@ -143,20 +143,20 @@ class NatsReader:
             size_bytes = 0
         link.take_data(bytes(self._buffer[:size_bytes]))
         if not size_bytes:
-            self._link = None  # it has ended; its owner will say so
+            self._link = None  # it has ended; its owner reports that
             return False
         return True
 
 
 SWEEP_S: Final = 0.05
-"""How late a deadline may be noticed."""
+"""Seconds between checks of deadlines."""
 GUARD_S: Final = 0.005
-"""While something is in flight: half of how late what comes is read when user code blocks its loop."""
+"""Seconds between polls while requests are in flight: half the delay of reads when user code blocks its loop."""
 
 
 @final
 class ReplicaIO:
-    """Made on the bus loop; methods run there unless they say otherwise."""
+    """The I/O of a replica. Created on the bus loop; methods run there unless noted otherwise."""
 
     def __init__(
         self,
@@ -168,16 +168,16 @@ class ReplicaIO:
         *,
         traces: Traces | None = None,
     ) -> None:
-        """``connection`` is not connected yet; ``traces`` is None where nothing is traced."""
+        """``connection`` is not connected yet; ``traces`` is None if tracing is off."""
         self._connection = connection
         self._metrics = metrics
         self._lock = threading.RLock()
         self._frames = FrameBatch(connection, self._lock)
-        self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - it is made below
-        self._reader = NatsReader(self._to_user, self._frames, self._lock, self._work)
-        self._bus_side = ReplicaProtocol(
+        self._to_user: Mailbox[ToUser] = Mailbox(user_loop, lambda item: self.user_side.take(item))  # noqa: PLW0108 - created below
+        self._reader = NatsReader(self._to_user, self._frames, self._lock, self._process_user_items)
+        self._protocol = ReplicaProtocol(
             publish=self._frames.publish,
-            to_user=self._give_user,
+            to_user=self._put_for_user,
             now=time.monotonic,
             metrics=metrics,
             max_concurrent_queries=max_concurrent_queries,
@@ -185,23 +185,23 @@ class ReplicaIO:
         )
         to_bus: Mailbox[ToBus] = Mailbox(asyncio.get_running_loop(), self._take_outcome)
         self._direct = DirectResponses(
-            connection, to_bus.put, self._take_left, lambda: self._bus_side.in_flight, time.monotonic
+            connection, to_bus.put, self._on_response_sent, lambda: self._protocol.in_flight, time.monotonic
         )
         self.user_side: Final = UserExecutor(code, to_bus.put, self._direct, traces)
         connection.reader = self._reader
         connection.after_messages = self._to_user.wake
-        connection.on_connected.append(self._joined)
-        connection.on_disconnected.append(self._lost)
+        connection.on_connected.append(self._on_connected)
+        connection.on_disconnected.append(self._on_disconnected)
 
     @property
     def in_flight(self) -> int:
         """Requests that hold a slot; for any thread."""
-        return self._bus_side.in_flight
+        return self._protocol.in_flight
 
     def write_metrics(self) -> None:
-        """Make visible what was counted, and what is in the replica now."""
+        """Write the metrics counted so far, and the current occupancy."""
         with self._lock:
-            occupancy = self._bus_side.occupancy()
+            occupancy = self._protocol.occupancy()
             self._metrics.turn()
         connection = self._connection
         self._metrics.write(
@@ -212,72 +212,72 @@ class ReplicaIO:
 
     @property
     def max_concurrent_queries(self) -> int:
-        """How many requests may hold a slot at once; may be changed by any thread."""
-        return self._bus_side.max_concurrent_queries
+        """Maximum requests that hold a slot at once; may be set by any thread."""
+        return self._protocol.max_concurrent_queries
 
     @max_concurrent_queries.setter
     def max_concurrent_queries(self, count: int) -> None:
-        self._bus_side.max_concurrent_queries = count
+        self._protocol.max_concurrent_queries = count
 
     def subscribe(self, subject: str) -> Subscription:
-        """Hear what comes on the replica's subject."""
+        """Subscribe to the replica's subject."""
         return self._connection.subscribe(subject, self._take_frame)
 
     def start(self, tasks: TaskOwner) -> None:
-        """Begin to look after deadlines, and after what the user's thread leaves unread."""
+        """Start checking deadlines, and polling for data that the user's thread leaves unread."""
         tasks.start(self._sweep(), "sweep")
-        tasks.start(self._guard(), "guard")
+        tasks.start(self._poll_reader(), "guard")
 
     async def drain(self) -> None:
-        """Refuse what is new from now on, and wait until nothing is in flight."""
+        """Refuse new requests from now on, and wait until nothing is in flight."""
         with self._lock:
-            self._bus_side.begin_drain()
-        await self._bus_side.wait_idle()
+            self._protocol.begin_drain()
+        await self._protocol.wait_idle()
 
     def seconds_until_asked(self) -> float:
-        """See `ReplicaProtocol`."""
+        """Seconds in which routers may still re-request lost responses."""
         with self._lock:
-            return self._bus_side.seconds_until_asked()
+            return self._protocol.seconds_until_asked()
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
     def _take_frame(self, subject: bytes, reply: bytes, payload: bytes, headers: bytes | None) -> None:
         if self._reader.is_on_user_loop:  # then the lock is held
-            self._bus_side.take_frame(subject, reply, payload, headers)
+            self._protocol.take_frame(subject, reply, payload, headers)
             return
         with self._lock:
             self._to_user.gather()  # `after_messages` ends that
-            self._bus_side.take_frame(subject, reply, payload, headers)
+            self._protocol.take_frame(subject, reply, payload, headers)
 
-    def _give_user(self, item: ToUser) -> None:
+    def _put_for_user(self, item: ToUser) -> None:
         if self._reader.is_on_user_loop:
-            self._to_user.put_quietly(item)  # it is emptied in a moment
+            self._to_user.put_quietly(item)  # it is emptied after the read
         else:
             self._to_user.put(item)
 
-    def _work(self) -> None:
-        """On the user loop, after something was read there."""
+    def _process_user_items(self) -> None:
+        """Process what was read on the user loop."""
         self._direct.hold()
         self._to_user.empty()
         self._direct.flush()
 
     def _take_outcome(self, outcome: ToBus) -> None:
         with self._lock:
-            self._bus_side.take_outcome(outcome)
+            self._protocol.take_outcome(outcome)
 
-    def _take_left(self, left: Left) -> None:
-        """On the user loop."""
+    def _on_response_sent(self, left: Left) -> None:
+        """Release the slot of a response that was sent; on the user loop."""
         with self._lock:
-            self._bus_side.take_outcome(left)
+            self._protocol.take_outcome(left)
             self._frames.flush()
 
-    def _joined(self) -> None:
+    def _on_connected(self) -> None:
         with self._lock:
-            self._bus_side.bus_joined()
+            self._protocol.bus_joined()
 
-    def _lost(self) -> None:
+    def _on_disconnected(self) -> None:
         with self._lock:
-            self._bus_side.bus_lost()
+            self._protocol.bus_lost()
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -285,9 +285,9 @@ class ReplicaIO:
         while True:
             await asyncio.sleep(SWEEP_S)
             with self._lock:
-                self._bus_side.sweep()
+                self._protocol.sweep()
 
-    async def _guard(self) -> None:
+    async def _poll_reader(self) -> None:
         while True:
-            await asyncio.sleep(GUARD_S if self._bus_side.in_flight else SWEEP_S)
+            await asyncio.sleep(GUARD_S if self._protocol.in_flight else SWEEP_S)
             self._reader.look()

@@ -1,7 +1,7 @@
-"""One request inside a replica, and what its two threads tell each other about it.
+"""One request inside a replica, and the messages that its two threads exchange about it.
 
-Why one object for both sides: it is the request's identity. Each field belongs to one thread, named below; the other
-thread may at most read it.
+Why one object for both sides: it identifies the request. Each field belongs to one thread, named below; the other
+thread may only read it.
 """
 
 from __future__ import annotations
@@ -20,94 +20,95 @@ from serve_replica_host.replica.io.flow import BodyReader, IncomingFrames, Outgo
 from serve_replica_host.replica.telemetry.traces import ReplicaRequestTrace
 
 UNSENT_BYTES_MAX: Final = 1024 * 1024
-"""Of a streamed answer, before the user's code waits for the network."""
+"""Unsent bytes of a streamed response above which the user's code waits for the network."""
 UNSENT_PIECES_MAX: Final = 16 * 1024
-"""As many pieces may wait at most, however small: each costs memory of its own."""
+"""Maximum unsent parts of a streamed response, however small: each has a memory overhead."""
 
 
 class Phase(Enum):
-    """How far a request is, for the bus side."""
+    """The phase of a request, for the bus side."""
 
     RECEIVING = "receiving"
-    """Its body is not whole yet; nothing was begun."""
+    """Its body is incomplete; it was not started."""
     WORKING = "working"
-    """The user's side has it."""
+    """The user side processes it."""
     SENDING = "sending"
-    """The user's code is done with it; the rest of the answer waits for the router."""
+    """The user's code has finished; the rest of the response waits for credit."""
 
 
 @final
 class ReplicaRequest:
-    """A request from its first frame to its last. In flight as long as the bus side holds it.
+    """A request from its first frame to its last. In flight as long as it has a slot.
 
-    What most requests never need is a default of the class: making an exchange is part of every request's cost.
+    Rarely used attributes are class defaults, because every request creates an instance.
     """
 
     # The bus side's:
     phase: Phase = Phase.RECEIVING
     is_dropped: bool = False
-    """Nobody wants the answer any more; only the slot is still held, until the work has ended."""
+    """The response is not wanted any more; only the slot is kept until the work has ended."""
     has_answer_begun: bool = False
-    """From then on the deadline no longer ends it."""
+    """The response has started, so the deadline does not apply any more."""
     answer_status: int = 0
+    """Status of the response; 0 until it is known."""
     last_frame: bytes = b""
-    """The whole answer, or the error, when it was one frame."""
+    """The frame of a one-frame response or of an error, to be sent again when a router probes."""
     incoming: IncomingFrames | None = None
-    """What still comes of a body, or of a WebSocket's messages."""
+    """Flow control of an incomplete body, or of a WebSocket's messages."""
     outgoing: OutgoingBody | OutgoingMessages | None = None
     sent_bytes: int = 0
-    """Of a streamed answer: what has left. The writer compares it with what it wrote."""
+    """Streamed response: bytes sent. The writer compares it with the bytes it wrote."""
     sent_before: int | None = None
-    """Of a WebSocket: how many frames had left when its client's last message came; None before the first one."""
+    """WebSocket: number of frames sent when the client's last message arrived; None before the first one."""
     trace: ReplicaRequestTrace | None = None
-    """Of a request that is traced: made by the user's side before its code is called, ended by the bus side."""
+    """Its trace, if any: created by the user side before the code is called, ended by the bus side."""
     is_body_streamed: bool = False
-    """The user's side has it although its body is not whole."""
+    """The user side processes it although its body is incomplete."""
     # Both sides':
     body: bytes = b""
-    """Whole, once the user's side sees it; stays empty where the body is streamed."""
+    """The complete body, once on the user side; empty if the body is streamed."""
     pieces: deque[bytes] | None = None
-    """Of a streamed answer: appended by its writer, taken by the bus side."""
+    """Streamed response: parts appended by the writer, removed by the bus side."""
     is_told: bool = False
-    """The bus side was told to look at `pieces` and has not looked yet."""
+    """The bus side was notified of new `pieces` and has not processed them yet."""
     # The user side's:
     has_begun: bool = False
     work: asyncio.Task[Any] | None = None
-    """None until it runs, and for ever when it ended at once."""
+    """The task; None until it runs, or if it ended at its first step."""
     reader: BodyReader | None = None
-    """Made when something reads the body or listens for the caller's leaving."""
+    """Created when the body is read or a disconnect is awaited."""
     socket: Any = None
-    """A `sockets.Socket`, for a WebSocket."""
+    """The `AsgiSocket` of a WebSocket."""
     room: asyncio.Event | threading.Event | None = None
-    """Set when the writer of a streamed answer may go on; None while it does not wait."""
+    """Set when the writer of a streamed response may continue; None while it does not wait."""
 
     def __init__(self, reply: bytes, head: RequestHead, now: float) -> None:
         """``now`` is `time.monotonic`."""
         self.reply = reply
-        """The NATS subject that answers go to: the request's identity."""
+        """The NATS reply subject, which identifies the request."""
         self.head = head
         self.began_at = now
         self.heard_at = now
-        """When something came from its router last."""
+        """When its router sent the last frame."""
         self.deadline = now + head.timeout_s
-        """By which the answer must begin."""
+        """When the response must have started."""
 
 
 def is_cancellation(exchange: ReplicaRequest, error: BaseException) -> bool:
-    """Whether ``error`` comes of the cancelling of the running task, which works on ``exchange``.
+    """True when ``error`` is a requested cancellation of the running task of ``exchange``.
 
-    A CancelledError that nobody asked for is the user code's own, an error like any other.
+    A CancelledError without a request to cancel is an ordinary error of the user's code.
     """
     return isinstance(error, asyncio.CancelledError) and (exchange.is_dropped or cancellations() > 0)
 
 
-# These are seen by the garbage collector: an exchange may hold what holds it, and would then never be freed.
+# These are tracked by the garbage collector: an exchange may be part of a cycle, and would otherwise never be freed.
 
 # -- to the user's side ---------------------------------------------------------------------------------------------
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """Nobody wants the answer any more; for a WebSocket, how it was closed."""
+    """The response is not wanted any more; for a WebSocket, how it was closed."""
 
     exchange: ReplicaRequest
     close_code: int = 1006
@@ -115,13 +116,13 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Writable(msgspec.Struct, frozen=True):
-    """Some of a streamed answer has left: its writer, who waits, may look again."""
+    """Part of a streamed response was sent: its waiting writer may continue."""
 
     exchange: ReplicaRequest
 
 
 class BodyPiece(msgspec.Struct, frozen=True):
-    """More of a body that is streamed."""
+    """A part of a streamed body."""
 
     exchange: ReplicaRequest
     data: bytes
@@ -129,7 +130,7 @@ class BodyPiece(msgspec.Struct, frozen=True):
 
 
 class SocketReceived(msgspec.Struct, frozen=True):
-    """A WebSocket message, or a piece of one."""
+    """A WebSocket message, or a part of one."""
 
     exchange: ReplicaRequest
     data: bytes
@@ -138,14 +139,14 @@ class SocketReceived(msgspec.Struct, frozen=True):
 
 
 ToUser = ReplicaRequest | Drop | Writable | BodyPiece | SocketReceived
-"""An `ReplicaRequest` itself means: begin."""
+"""A `ReplicaRequest` itself means: start it."""
 
 
 # -- to the bus side ------------------------------------------------------------------------------------------------
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The whole answer."""
+    """The complete response."""
 
     exchange: ReplicaRequest
     status: int
@@ -154,7 +155,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Left(msgspec.Struct, frozen=True):
-    """The whole answer, which the user's side has sent by itself."""
+    """The complete response was sent by the user side itself."""
 
     exchange: ReplicaRequest
     status: int
@@ -162,18 +163,18 @@ class Left(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """There is no answer, and why. Ends a streamed answer too."""
+    """The request has failed. Also ends a streamed response."""
 
     exchange: ReplicaRequest
     error_code: str
     status: int
     message: str
     body: bytes = b""
-    """For a caller who can read it: the pickled exception."""
+    """The pickled exception, for callers that can read it."""
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A streamed answer begins, with what is in `ReplicaRequest.pieces`; or a WebSocket is accepted."""
+    """A streamed response starts, with the parts in `ReplicaRequest.pieces`; or a WebSocket is accepted."""
 
     exchange: ReplicaRequest
     status: int
@@ -181,13 +182,13 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True):
-    """There is more in `ReplicaRequest.pieces`."""
+    """There are new parts in `ReplicaRequest.pieces`."""
 
     exchange: ReplicaRequest
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """More of a streamed answer, after what is in `ReplicaRequest.pieces`."""
+    """A part of a streamed response, after those in `ReplicaRequest.pieces`."""
 
     exchange: ReplicaRequest
     data: bytes
@@ -195,14 +196,14 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """The user's code has taken so many frames of what comes: the router may send as many more."""
+    """The user's code has read ``frames`` frames: the router gets credit for as many."""
 
     exchange: ReplicaRequest
     frames: int
 
 
 class SocketSent(msgspec.Struct, frozen=True):
-    """A whole WebSocket message of the user's code."""
+    """A complete WebSocket message of the user's code."""
 
     exchange: ReplicaRequest
     data: bytes
@@ -210,7 +211,7 @@ class SocketSent(msgspec.Struct, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True):
-    """The user's code ends an accepted WebSocket."""
+    """The user's code closes an accepted WebSocket."""
 
     exchange: ReplicaRequest
     code: int

@@ -1,4 +1,4 @@
-"""What user code responds, as frames to the router; whole responses leave from its own thread."""
+"""Responses of user code as frames to the router; complete ones are sent from the user thread."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from serve_replica_host.replica.io.request import (
 from serve_replica_host.replica.io.slots import Slots
 
 STATUS_SWITCHING: Final = 101
-"""Of an accepted WebSocket."""
+"""Status of an accepted WebSocket."""
 
 
 @final
 class ResponseFrames:
-    """Speaks to routers; all methods are called under the lock of its `ReplicaProtocol`."""
+    """Sends responses to routers; all methods are called under the lock of its `ReplicaProtocol`."""
 
     def __init__(self, slots: Slots, frames: FrameSender, to_user: Callable[[ToUser], object]) -> None:
         self._slots = slots
@@ -59,10 +59,10 @@ class ResponseFrames:
         self._to_user = to_user
 
     def take(self, outcome: ToBus) -> None:
-        """Something from the user's side; for a dropped exchange it only says when the work has ended."""
+        """Process an outcome of the user side; for a dropped exchange only the end of the work matters."""
         exchange = outcome.exchange
         if exchange.phase is Phase.SENDING:
-            return  # the answer was whole; what ran on after it has ended
+            return  # the response was complete; work that continued after it has ended
         if type(outcome) is Left:
             exchange.phase = Phase.SENDING
             status = exchange.answer_status if exchange.is_dropped else outcome.status
@@ -83,9 +83,9 @@ class ResponseFrames:
             elif exchange.pieces is not None:
                 exchange.pieces.clear()
             return
-        self._take_wanted(exchange, outcome)
+        self._process(exchange, outcome)
 
-    def _take_wanted(self, exchange: ReplicaRequest, outcome: ToBus) -> None:
+    def _process(self, exchange: ReplicaRequest, outcome: ToBus) -> None:
         match outcome:
             case Answered():
                 self.fail(exchange, UserCodeRaised.error_code, 500, "the answer broke off")
@@ -102,7 +102,7 @@ class ResponseFrames:
                 message = "the user's code was cancelled"
                 self.fail(exchange, UserCodeRaised.error_code, 500, message)
             case Taken() | Left():
-                pass  # the bus side's, and the user side's
+                pass  # handled elsewhere
 
     def _add(self, exchange: ReplicaRequest, more: Piece | SocketSent | Closed) -> None:
         outgoing = exchange.outgoing
@@ -115,7 +115,7 @@ class ResponseFrames:
             outgoing.close(more.code, more.reason)
         self._pump(exchange)
 
-    # -- whole answers --------------------------------------------------------------------------------------------
+    # -- complete responses --------------------------------------------------------------------------------------------
 
     def _answer(self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes) -> None:
         if len(body) <= FRAME_BODY_BYTES_MAX:
@@ -135,7 +135,7 @@ class ResponseFrames:
     def _send_head(
         self, exchange: ReplicaRequest, status: int, headers: Headers, body: bytes, *, last: bool
     ) -> bool:
-        """False when the head could not be sent for its own sake; then the exchange has been failed instead."""
+        """Send the head; returns False when it is invalid, and the exchange was failed instead."""
         head = ResponseHead(status, headers, last, len(self._slots.held) - 1)
         try:
             frame = self._frames.send(exchange.reply, head, body)
@@ -146,7 +146,7 @@ class ResponseFrames:
             exchange.last_frame = frame
         return True
 
-    # -- answers in pieces ----------------------------------------------------------------------------------------
+    # -- streamed responses ----------------------------------------------------------------------------------------
 
     def _open(self, exchange: ReplicaRequest, status: int, headers: Headers) -> None:
         if exchange.outgoing is not None:
@@ -163,12 +163,12 @@ class ResponseFrames:
         if self._send_head(exchange, status, headers, first, last=False):
             exchange.outgoing = outgoing
             exchange.has_answer_begun = True
-            self._account(exchange, len(first))
+            self._notify_sent(exchange, len(first))
             self._pump(exchange)
 
     def _drain(self, exchange: ReplicaRequest, outgoing: OutgoingBody) -> None:
-        """Take over what the writer has put; it may go on putting meanwhile."""
-        exchange.is_told = False  # before looking: what comes from now on is told again
+        """Move the parts from the writer, which may append more meanwhile."""
+        exchange.is_told = False  # before reading: later parts are notified again
         pieces = exchange.pieces
         if not pieces:
             return
@@ -180,13 +180,13 @@ class ResponseFrames:
             outgoing.add(b"".join([take() for _ in range(count)]), last=False)
 
     def allow(self, exchange: ReplicaRequest, frames: int) -> None:
-        """The router takes so many frames more."""
+        """Add credit for ``frames`` frames."""
         if exchange.outgoing is not None:
             exchange.outgoing.allow(frames)
             self._pump(exchange)
 
     def _pump(self, exchange: ReplicaRequest) -> None:
-        """Send what the window allows. Without credit nothing is even looked at: the writer then costs no wake-up."""
+        """Send what the credit allows. Without credit nothing is read: the writer then costs no wake-up."""
         outgoing = exchange.outgoing
         if outgoing is None or exchange.is_dropped:
             return
@@ -210,7 +210,7 @@ class ResponseFrames:
                 self._slots.release(exchange, exchange.answer_status)
                 return
         if sent_bytes:
-            self._account(exchange, sent_bytes)
+            self._notify_sent(exchange, sent_bytes)
 
     def _pump_messages(self, exchange: ReplicaRequest, outgoing: OutgoingMessages) -> None:
         sent_bytes = 0
@@ -222,10 +222,10 @@ class ResponseFrames:
                 return
             sent_bytes += len(body) + (MESSAGE_COST_BYTES if head.last else 0)
         if sent_bytes:
-            self._account(exchange, sent_bytes)
+            self._notify_sent(exchange, sent_bytes)
 
-    def _account(self, exchange: ReplicaRequest, sent_bytes: int) -> None:
-        """Tell the writer what has left, if it wants to know."""
+    def _notify_sent(self, exchange: ReplicaRequest, sent_bytes: int) -> None:
+        """Notify the writer of sent bytes, if it waits for that."""
         if exchange.phase is not Phase.WORKING:
             return
         exchange.sent_bytes += sent_bytes
@@ -233,7 +233,7 @@ class ResponseFrames:
             self._to_user(Writable(exchange))
 
     def _flush(self, exchange: ReplicaRequest) -> None:
-        """What came before a failure is still the caller's."""
+        """Send what was written before a failure."""
         outgoing = exchange.outgoing
         if isinstance(outgoing, OutgoingBody) and exchange.pieces:
             self._drain(exchange, outgoing)
@@ -244,7 +244,7 @@ class ResponseFrames:
     def fail(
         self, exchange: ReplicaRequest, error_code: str, status: int, message: str, body: bytes = b""
     ) -> None:
-        """Tell the router that there is no (whole) answer."""
+        """Send an error to the router, and drop the exchange."""
         head = ErrorHead(error_code, status, message, len(self._slots.held) - 1)
         sent = self._frames.send(exchange.reply, head, body if len(body) <= FRAME_BODY_BYTES_MAX else b"")
         if not exchange.has_answer_begun:
@@ -252,7 +252,7 @@ class ResponseFrames:
         self.drop(exchange, status)
 
     def drop(self, exchange: ReplicaRequest, status: int, close_code: int = 1006, reason: str = "") -> None:
-        """Nobody wants an answer (any more). Where the user's code still works, the slot is free when it has ended."""
+        """Drop the exchange. If the user's code still runs, the slot is released when it has ended."""
         if exchange.is_dropped:
             return
         exchange.answer_status = status
@@ -266,15 +266,15 @@ class ResponseFrames:
 _log = structlog.get_logger(__name__)
 
 FRAME_BYTES_MAX: Final = 8 * 1024
-"""To copy a larger one costs more than a wake-up, and a server may not take it."""
+"""Maximum size: copying a larger frame costs more than a wake-up, and a server may not accept it."""
 
 
 class Writer(Protocol):
-    """A `BusConnection`, as far as other threads may use it."""
+    """The methods of `BusConnection` that other threads may call."""
 
     @property
     def can_write_shared(self) -> bool:
-        """Whether writing is possible now."""
+        """True while messages can be written."""
 
     def write_shared(self, messages: Sequence[bytes]) -> bool:
         """Send whole messages; False when nothing was sent."""
@@ -282,7 +282,7 @@ class Writer(Protocol):
 
 @final
 class DirectResponses:
-    """For one user loop, on its thread."""
+    """Sends complete responses from the user loop, on its thread."""
 
     def __init__(
         self,
@@ -292,8 +292,8 @@ class DirectResponses:
         in_flight: Callable[[], int],
         now: Callable[[], float],
     ) -> None:
-        """``to_bus``: what cannot leave here. ``take_left`` gives the slot back. ``in_flight``: requests that hold
-        a slot. ``now`` is `time.monotonic`.
+        """``to_bus`` receives responses that cannot be sent here. ``take_left`` releases the slot. ``in_flight`` is the
+        number of requests with a slot. ``now`` is `time.monotonic`.
         """
         self._writer = writer
         self._to_bus = to_bus
@@ -301,11 +301,11 @@ class DirectResponses:
         self._in_flight = in_flight
         self._now = now
         self._batch: list[bytes] = []
-        self._is_held = False
+        self._is_corked = False
         self._lost_answers = RateLimitedLogger(_log.warning)
 
     def send(self, answered: Answered) -> None:
-        """Send the answer with all others of this turn of the loop, or let the bus side do it."""
+        """Send the response with all others of this iteration of the loop, or pass it to the bus side."""
         exchange, body = answered.exchange, answered.body
         if (
             exchange.is_dropped
@@ -320,29 +320,29 @@ class DirectResponses:
             frame = encode_frame(head, body)
             message = encode_pub(exchange.reply, b"", frame)
         except (FrameUnreadable, InvalidSubject):
-            self._to_bus(answered)  # the bus side says what is wrong
+            self._to_bus(answered)  # the bus side reports the error
             return
         if len(frame) > FRAME_BYTES_MAX:
             self._to_bus(answered)
             return
         exchange.last_frame = frame
-        if not self._batch and not self._is_held:
+        if not self._batch and not self._is_corked:
             asyncio.get_running_loop().call_soon(self.flush)
         self._batch.append(message)
-        # Before it leaves: who has the answer may send the next request, and finds the slot free.
+        # Before it is sent: a caller with the response may send the next request, which must find the slot free.
         self._take_left(Left(exchange, answered.status, self._now()))
 
     def hold(self) -> None:
-        """Send nothing until `flush` is called, which is in a moment."""
-        self._is_held = True
+        """Buffer responses until `flush` is called, which is soon."""
+        self._is_corked = True
 
     def flush(self) -> None:
-        """Send what waits for the end of this turn."""
-        self._is_held = False
+        """Send the buffered responses."""
+        self._is_corked = False
         batch = self._batch
         if not batch:
             return
         self._batch = []
         if not self._writer.write_shared(batch if len(batch) == 1 else [b"".join(batch)]):
-            # Their routers ask for them when the bus is back, as for all that a lost connection took along.
+            # Routers re-request them when the bus is back, as after every lost connection.
             self._lost_answers.log(self._now(), "answers_lost", count=len(batch))

@@ -1,4 +1,4 @@
-"""What user code returns, as an HTTP response, whole or streamed; the rules are Ray Serve's."""
+"""Converts what user code returns to an HTTP response, complete or streamed, by the rules of Ray Serve."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BYTES: Final[Headers] = [(b"content-type", b"text/plain")]
 
 
 class NotAnAnswer(TypeError):
-    """The user's code returned something that cannot be sent; the message says what."""
+    """The user's code returned a value that cannot be sent; the message names it."""
 
 
 class WholeResponse(msgspec.Struct, frozen=True, gc=False):
-    """An answer that is all there."""
+    """A complete response."""
 
     status: int
     headers: Headers
@@ -53,7 +53,7 @@ def _as_json(value: Any) -> Any:
 
 
 class PlainStream(msgspec.Struct, frozen=True, gc=False):
-    """A plain generator: it is run in a thread, for it may block."""
+    """A plain generator, which is run in a thread because it may block."""
 
     iterator: Iterator[Any]
 
@@ -62,7 +62,7 @@ _encoder = msgspec.json.Encoder(enc_hook=_as_json)
 
 
 def to_answer(result: Any) -> WholeResponse | PlainStream | Response:
-    """``result`` as an answer; a `Response` stands for one that is streamed by running it as an ASGI application.
+    """Convert ``result`` to a response; a `Response` is streamed by running it as an ASGI application.
 
     Raises `NotAnAnswer`.
     """
@@ -85,7 +85,7 @@ def to_answer(result: Any) -> WholeResponse | PlainStream | Response:
 
 
 def encode_json(value: Any) -> bytes:
-    """``value`` as JSON; numpy and pydantic values too. Raises `NotAnAnswer`."""
+    """Encode ``value`` as JSON, including numpy and pydantic values. Raises `NotAnAnswer`."""
     try:
         return _encoder.encode(value)
     except NotImplementedError as error:
@@ -98,15 +98,15 @@ def encode_json(value: Any) -> bytes:
 
 
 _BURST: Final = 256
-"""Pieces in a row after which others get their turn: a generator that never waits must not stop the loop."""
+"""Consecutive parts after which the writer yields: a generator that never waits must not block the loop."""
 
 
 async def room(exchange: ReplicaRequest, written_bytes: int) -> None:
-    """Wait while the network is slower than the writer of an answer, who has written so much in all."""
+    """Wait until the network has caught up with a writer that has written ``written_bytes`` in all."""
     try:
         while is_full(exchange, written_bytes):
             event = asyncio.Event()
-            exchange.room = event  # first this, then the look: who sends sees one or the other
+            exchange.room = event  # set before the check, so that no wake-up is missed
             if is_full(exchange, written_bytes):
                 await event.wait()
     finally:
@@ -114,7 +114,7 @@ async def room(exchange: ReplicaRequest, written_bytes: int) -> None:
 
 
 def is_full(exchange: ReplicaRequest, written_bytes: int) -> bool:
-    """Whether the writer should wait."""
+    """True when the writer should wait."""
     return (
         written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX
         or len(exchange.pieces or ()) > UNSENT_PIECES_MAX
@@ -123,11 +123,11 @@ def is_full(exchange: ReplicaRequest, written_bytes: int) -> bool:
 
 @final
 class ResponseStream:
-    """Writes one streamed answer; all methods run on the user loop, except `run_plain`."""
+    """Writes one streamed response; all methods run on the user loop, except `run_plain`."""
 
     def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self.is_ended = False
-        """The answer is whole."""
+        """True once the response is complete."""
         self._exchange = exchange
         self._to_bus = to_bus
         self._flow = Flow(exchange)
@@ -140,7 +140,7 @@ class ResponseStream:
         self._is_open = False
 
     def open(self, status: int, headers: Headers, *, soon: bool = True) -> None:
-        """Begin the answer. Its head leaves with the first piece, or, ``soon``, when the loop turns before that."""
+        """Start the response. Its head is sent with the first part or, if ``soon``, at latest in the next iteration."""
         if self._is_open or self._opening is not None:
             raise RuntimeError("the answer was begun already")
         self._opening = Opened(self._exchange, status, headers)
@@ -148,23 +148,23 @@ class ResponseStream:
             self._opening_soon = asyncio.get_running_loop().call_soon(self._open_now)
 
     def put(self, data: bytes) -> bool:
-        """Append to the answer; True when the writer should `wait` before it goes on."""
+        """Append to the response; True when the writer should `wait` before it continues."""
         self._pieces.append(data)
         self._written_bytes += len(data)
         self._count += 1
         if not self._exchange.is_told:
-            self._tell()
+            self._notify()
         return not self._count % _BURST or self._written_bytes - self._exchange.sent_bytes > UNSENT_BYTES_MAX
 
     async def wait(self) -> None:
-        """Let others have a turn, and wait while the network is slower."""
+        """Yield to the loop, and wait while the network is slower."""
         if is_full(self._exchange, self._written_bytes):
             await room(self._exchange, self._written_bytes)
         else:
             await asyncio.sleep(0)
 
     async def run(self, iterator: AsyncIterable[Any], charset: str) -> None:
-        """Append all that an async iterator gives. This loop is what a token costs."""
+        """Append all items of an async iterator. This loop is the cost of a token."""
         exchange, append = self._exchange, self._pieces.append
         count = 0
         async for piece in iterator:
@@ -173,12 +173,12 @@ class ResponseStream:
             self._written_bytes += len(data)
             count += 1
             if not exchange.is_told:
-                self._tell()
+                self._notify()
             if not count % _BURST or self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX:
                 await self.wait()
 
     def run_plain(self, iterator: Iterable[Any], charset: str) -> None:
-        """Append all that a plain iterator gives; runs in a thread, and ends early when nobody wants more."""
+        """Append all items of a plain iterator; runs in a thread, and ends early when the exchange is dropped."""
         exchange = self._exchange
         try:
             for piece in iterator:
@@ -187,7 +187,7 @@ class ResponseStream:
                 self._pieces.append(data := as_bytes(piece, charset))
                 self._written_bytes += len(data)
                 if not exchange.is_told:
-                    self._tell()
+                    self._notify()
                 if self._written_bytes - exchange.sent_bytes > UNSENT_BYTES_MAX or (
                     len(self._pieces) > UNSENT_PIECES_MAX
                 ):
@@ -198,19 +198,19 @@ class ResponseStream:
                 close()
 
     def end(self, data: bytes = b"") -> None:
-        """The answer is whole, with ``data`` as its last piece."""
+        """End the response, with ``data`` as its last part."""
         if self.is_ended:
             return
         self.is_ended = True
         if self._opening is None:
             self._to_bus(Piece(self._exchange, data, last=True))
             return
-        # Nothing has left yet, so all of it can leave as one.
+        # Nothing was sent yet, so it can be sent as one frame.
         opening = self._take_opening()
         self._to_bus(Answered(self._exchange, opening.status, opening.headers, data))
 
     def outcome(self) -> ToBus:
-        """What ends the work: nothing is left to say when the answer was whole."""
+        """The outcome that ends the work; `Ended` when the response was complete."""
         if self.is_ended:
             return Ended(self._exchange)
         if self._opening is not None:
@@ -218,8 +218,8 @@ class ResponseStream:
         message = "the returned Response ended without a whole answer"
         return Failed(self._exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, message)
 
-    def _tell(self) -> None:
-        self._exchange.is_told = True  # before telling: the other thread takes it back before it looks
+    def _notify(self) -> None:
+        self._exchange.is_told = True  # before notifying: the other thread clears it before it reads
         if self._opening is not None:
             self._open_now()
         elif self._is_open:
@@ -251,7 +251,7 @@ class ResponseStream:
 
 
 def as_bytes(piece: Any, charset: str) -> bytes:
-    """A piece of a stream as what is sent. Raises `NotAnAnswer`."""
+    """Encode a part of a stream. Raises `NotAnAnswer`."""
     if isinstance(piece, str):
         return piece.encode(charset)
     if isinstance(piece, bytes | bytearray | memoryview):

@@ -1,4 +1,4 @@
-"""The slots of a replica: what is in flight, waits, ended lately, or may be closed by a drain."""
+"""The slots of a replica: requests in flight, queued, recently ended, and sockets that a drain may close."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from serve_replica_host.replica.io.flow import OutgoingMessages
 from serve_replica_host.replica.io.request import Phase, ReplicaRequest
 
 QUIET_S: Final = 1.0
-"""Without a message in either direction."""
+"""Seconds without a message in either direction after which a socket is quiet."""
 SERVICE_RESTART: Final = 1012
-"""As registered for RFC 6455: connect again."""
+"""WebSocket close code (registered for RFC 6455): reconnect."""
 WHY_CLOSED: Final = "the replica is being replaced"
 
 
 @final
 class QuietSockets:
-    """Watches the sockets of one replica from the beginning of its drain."""
+    """Finds quiet sockets of one replica during its drain."""
 
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[int, float]] = {}
-        """Frames so far, and since when there have been no more, by reply subject."""
+        """Number of frames, and since when it is unchanged, by reply subject."""
 
     def find(self, exchanges: Iterable[ReplicaRequest], now: float) -> list[ReplicaRequest]:
-        """Those that have been quiet for `QUIET_S`, as far as these looks can tell; ``now`` is `time.monotonic`.
+        """The exchanges whose sockets were quiet for `QUIET_S` across calls; ``now`` is `time.monotonic`.
 
-        What is not among ``exchanges`` is forgotten.
+        Sockets that are not among ``exchanges`` are forgotten.
         """
         quiet: list[ReplicaRequest] = []
         seen: dict[bytes, tuple[int, float]] = {}
@@ -44,8 +44,8 @@ class QuietSockets:
             if exchange.incoming is not None:
                 frames += exchange.incoming.taken_frames
             known = self._seen.get(exchange.reply)
-            owes_answer = exchange.sent_before == outgoing.sent_frames
-            if known is None or known[0] != frames or owes_answer or outgoing.has_unsent:
+            is_reply_due = exchange.sent_before == outgoing.sent_frames
+            if known is None or known[0] != frames or is_reply_due or outgoing.has_unsent:
                 known = frames, now
             elif now - known[1] >= QUIET_S:
                 quiet.append(exchange)
@@ -55,37 +55,37 @@ class QuietSockets:
 
 
 KEPT_S: Final = 5.0
-"""At least, unless there is too much; longer than a reconnect and the probe after it take."""
+"""Minimum seconds for which replies are kept, within the limits; longer than a reconnect and the probe after it."""
 GENERATION_MAX: Final = 5_000
-"""Requests."""
+"""Maximum requests of a generation."""
 GENERATION_BYTES_MAX: Final = 4 * 1024 * 1024
 ANSWER_BYTES_MAX: Final = 64 * 1024
-"""A longer answer is not kept, only that it ended."""
+"""Maximum size of a kept response; of larger ones only the end is recorded."""
 
 
 @final
 class RecentReplies:
-    """By reply subject; all methods run on one loop. Times are `time.monotonic`."""
+    """Recently ended requests by reply subject; all methods run on one loop. Times are `time.monotonic`."""
 
     __slots__ = ("_bytes", "_elder", "_forgotten_at", "_since", "_younger", "last_at")
 
     def __init__(self) -> None:
         self.last_at = float("-inf")
-        """When a request ended last."""
+        """When the last request ended."""
         self._younger: dict[bytes, bytes] = {}
         self._elder: dict[bytes, bytes] = {}
         self._bytes = 0
         self._since = float("-inf")
-        """When the younger generation began."""
+        """When the younger generation was started."""
         self._forgotten_at = float("-inf")
-        """Everything that ended after this is held: a replica's process is the only one of its tag, so nothing ended
-        before it began."""
+        """All requests that ended after this are recorded. Initially all: a replica has one process, so none ended
+        before it started."""
 
     def __contains__(self, reply: object) -> bool:
         return reply in self._younger or reply in self._elder
 
     def add(self, reply: bytes, answer: bytes, now: float) -> None:
-        """The request of ``reply`` has ended, or never will begin; ``answer`` is the one frame that says so, if any."""
+        """Record that the request of ``reply`` has ended or never starts; ``answer`` is its single frame, if any."""
         younger = self._younger
         if now - self._since > KEPT_S or len(younger) >= GENERATION_MAX or self._bytes > GENERATION_BYTES_MAX:
             younger = self._begin_generation(now)
@@ -97,11 +97,11 @@ class RecentReplies:
         self.last_at = now
 
     def answer(self, reply: bytes) -> bytes:
-        """The answer of a request that ended; empty when it is not kept."""
+        """The response frame of an ended request; empty when it is not kept."""
         return self._younger.get(reply) or self._elder.get(reply, b"")
 
     def covers(self, since: float) -> bool:
-        """Whether all that ended after ``since`` is held."""
+        """True when all requests that ended after ``since`` are recorded."""
         return since > self._forgotten_at
 
     def _begin_generation(self, now: float) -> dict[bytes, bytes]:
@@ -118,7 +118,7 @@ WAITING_MAX: Final = 1_000
 
 @final
 class WaitingRoom:
-    """By reply subject, in the order of arrival; all methods are called under the lock of its `ReplicaProtocol`."""
+    """Queued requests by reply subject, in order of arrival; used under the lock of the `ReplicaProtocol`."""
 
     __slots__ = ("_held",)
 
@@ -133,68 +133,68 @@ class WaitingRoom:
 
     @property
     def is_full(self) -> bool:
-        """True when no more are kept."""
+        """True when no more requests may be queued."""
         return len(self._held) >= WAITING_MAX
 
     def add(self, exchange: ReplicaRequest) -> None:
-        """Keep it, behind all others."""
+        """Append a request."""
         self._held[exchange.reply] = exchange
 
     def __iter__(self) -> Iterator[ReplicaRequest]:
         return iter(self._held.values())
 
     def discard(self, reply: bytes) -> ReplicaRequest | None:
-        """Nobody wants it any more; None when it does not wait."""
+        """Remove a request that was cancelled; None when it is not queued."""
         return self._held.pop(reply, None)
 
     def take_first(self) -> ReplicaRequest:
-        """The one that has waited longest; there must be one."""
+        """Remove and return the oldest request; there must be one."""
         return self._held.pop(next(iter(self._held)))
 
     def take_late(self, now: float) -> list[ReplicaRequest]:
-        """Those whose deadline is over."""
+        """Remove and return the requests past their deadlines."""
         late = [exchange for exchange in self._held.values() if now >= exchange.deadline]
         for exchange in late:
             del self._held[exchange.reply]
         return late
 
     def take_all(self) -> list[ReplicaRequest]:
-        """All, in order."""
+        """Remove and return all requests, in order."""
         held = list(self._held.values())
         self._held.clear()
         return held
 
 
-_LOOK_S: Final = 0.005
+_POLL_S: Final = 0.005
 
 
 @final
 class Slots:
-    """Holds the exchanges of one replica, under the lock of its `ReplicaProtocol`."""
+    """The slots of one replica; used under the lock of its `ReplicaProtocol`."""
 
     def __init__(
         self, now: Callable[[], float], metrics: RequestMetrics, on_free: Callable[[], None]
     ) -> None:
-        """``now`` is `time.monotonic` or a stand-in; ``on_free`` is called when one of ``waiting`` may get a slot."""
+        """``now`` is `time.monotonic` or a fake; ``on_free`` is called when one of ``waiting`` may get a slot."""
         self.waiting: Final = WaitingRoom()
         self._on_free = on_free
         self.held: dict[bytes, ReplicaRequest] = {}
-        """By reply subject."""
+        """Requests in flight by reply subject."""
         self.recent: Final = RecentReplies()
-        """Those that have given their slots back."""
+        """Requests that have released their slots."""
         self._now = now
         self._metrics = metrics
         self._ended_s = 0.0
-        """How long the requests that are gone were here, all together."""
+        """Total seconds that ended requests have spent here."""
 
     def take(self, exchange: ReplicaRequest) -> None:
-        """``exchange`` is in flight from now on."""
+        """Give ``exchange`` a slot."""
         self.held[exchange.reply] = exchange
 
     def release(self, exchange: ReplicaRequest, status: int, ended_at: float | None = None) -> None:
-        """Give the slot back, counted under ``status``; does nothing when it was given back.
+        """Release the slot, counted under ``status``; idempotent.
 
-        ``ended_at`` is when its answer left, None for now.
+        ``ended_at`` is when its response was sent; None means now.
         """
         if self.held.pop(exchange.reply, None) is None:
             return
@@ -211,16 +211,16 @@ class Slots:
             self._on_free()
 
     def leave_waiting(self, exchange: ReplicaRequest) -> None:
-        """``exchange`` has waited and never got a slot."""
+        """Count the time of a queued ``exchange`` that never got a slot."""
         self._ended_s += self._now() - exchange.began_at
 
     def ongoing_seconds(self, now: float) -> float:
-        """How long requests have been here so far, all together, those that wait or are in flight included."""
+        """Total seconds that requests have spent here so far, including queued ones and those in flight."""
         here: float = sum(now - exchange.began_at for exchange in (*self.held.values(), *self.waiting))
         return self._ended_s + here
 
     async def wait_idle(self) -> None:
         """Wait until nothing is in flight."""
-        # Whoever ends the last request may be another thread, which cannot set an event of this loop.
+        # Another thread may end the last request, which cannot set an event of this loop.
         while self.held:  # noqa: ASYNC110
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)

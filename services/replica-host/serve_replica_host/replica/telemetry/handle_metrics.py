@@ -1,4 +1,4 @@
-"""What a replica's own calls through handles wait for, and how many of its spans were dropped."""
+"""Metrics of a replica's own calls through handles, and of its dropped spans."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from serve_common.telemetry.otlp import SpanCounts
 _log = structlog.get_logger(__name__)
 
 BACKENDS_MAX: Final = 1000
-"""Backends that one process writes metrics for; a series, once written, stays as long as the process."""
+"""Maximum backends that one process writes metrics for; a series lives as long as the process."""
 
 
 @final
 class PrometheusHandleMetrics:
-    """The queues of this process' handles."""
+    """Queue metrics of this process' handles."""
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
-        """``registry`` is of no use in multiprocess mode: the files are what is read."""
+        """``registry`` is not needed in multiprocess mode, where the files are read."""
         self._seconds: dict[BackendTag, float] = {}
-        """As they were last told, for every backend that has series."""
+        """Queued seconds of the handles at the last write, for every backend with series."""
         self._depths: dict[BackendTag, int] = {}
-        """As they were last written; what is missing is 0."""
+        """Queue depths at the last write; missing ones are 0."""
         self._is_full = False
         self._seconds_total = Counter(
             QUEUED_SECONDS.family, QUEUED_SECONDS.text, QUEUED_SECONDS.labels, registry=registry
@@ -43,25 +43,25 @@ class PrometheusHandleMetrics:
         )
 
     def write(self, replica: CurrentReplica) -> None:
-        """Write out what has changed since the last time.
+        """Write what has changed since the last call.
 
-        A backend has its series from the moment that its application or a call makes it known, with 0: to Prometheus,
-        a counter that first appears with a value has not risen.
+        A backend gets its series with 0 as soon as its application or a call makes it known: to Prometheus, a counter
+        that first appears with a value has not increased.
         """
         for tag in replica.companions:
-            self._knows(tag)
+            self._ensure_series(tag)
         queues = {} if replica.handle_queues is None else replica.handle_queues()
         for tag, queue in queues.items():
-            if not self._knows(tag):
+            if not self._ensure_series(tag):
                 continue
             before = self._seconds[tag]
-            # Much less than before: handles were connected anew, and count from 0. Hardly less: their thread is about
-            # to note that a call left the queue a moment ago.
-            is_anew = queue.seconds < before / 2
-            risen = queue.seconds - (0.0 if is_anew else before)
-            if risen > 0 or is_anew:
+            # Much less than before: handles have reconnected, and count from 0. Slightly less: their thread is about
+            # to record that a call has just left the queue.
+            is_reset = queue.seconds < before / 2
+            increase = queue.seconds - (0.0 if is_reset else before)
+            if increase > 0 or is_reset:
                 self._seconds[tag] = queue.seconds
-                self._seconds_total.labels(tag).inc(max(risen, 0.0))
+                self._seconds_total.labels(tag).inc(max(increase, 0.0))
             if queue.depth != self._depths.get(tag, 0):
                 self._depths[tag] = queue.depth
                 self._depth.labels(tag).set(queue.depth)
@@ -69,7 +69,7 @@ class PrometheusHandleMetrics:
             del self._depths[tag]
             self._depth.labels(tag).set(0)
 
-    def _knows(self, tag: BackendTag) -> bool:
+    def _ensure_series(self, tag: BackendTag) -> bool:
         if tag in self._seconds:
             return True
         if len(self._seconds) >= BACKENDS_MAX:
@@ -90,7 +90,7 @@ def make_handle_metrics() -> PrometheusHandleMetrics:
 
 @final
 class PrometheusSpanMetrics:
-    """What became of one process' spans."""
+    """Metrics of one process' spans."""
 
     def __init__(self, counts: SpanCounts) -> None:
         self._counts = counts
@@ -98,7 +98,7 @@ class PrometheusSpanMetrics:
         self._dropped = Counter(SPANS_DROPPED.family, SPANS_DROPPED.text, SPANS_DROPPED.labels, registry=None)
 
     def write(self) -> None:
-        """Write out what has changed since the last time; each reason is there from the first time on, with 0."""
+        """Write what has changed since the last call; each reason exists from the first call on, with 0."""
         for reason, count in self._counts.dropped_by_reason.items():
             written = self._written.get(reason)
             if written != count:

@@ -1,4 +1,4 @@
-"""The logs of one replica: its own events, and what its user's code logs or prints."""
+"""The logs of one replica: its own events, and the logs and prints of user code."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from serve_common.telemetry.logs import configure_replica_logs, log_level
 from serve_common.telemetry.tracer import current_trace_id
 
 UNENDED_LENGTH_MAX: Final = 64 * 1024
-"""Characters that wait for the end of their line; what is longer is handed on as it is."""
+"""Maximum characters of an unfinished line; longer ones are passed on as they are."""
 
 
 @final
 class CaughtPrints(io.TextIOBase):
-    """In place of ``sys.stdout`` or ``sys.stderr``."""
+    """Replaces ``sys.stdout`` or ``sys.stderr``."""
 
     def __init__(self, original: TextIO, take: Callable[[str], None], on_flush: Callable[[], None]) -> None:
-        """``take`` gets each line without its end. What is asked of the stream itself ``original`` answers."""
+        """``take`` receives each line without its newline. ``original`` provides the properties of the stream."""
         self._original = original
         self._take = take
         self._on_flush = on_flush
-        self._unended: dict[int, str] = {}
+        self._unfinished: dict[int, str] = {}
         self.buffer = _CaughtBytes(self)
 
     @property
@@ -56,20 +56,20 @@ class CaughtPrints(io.TextIOBase):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         thread = threading.get_ident()
         *whole, rest = text.split("\n")
-        unended = self._unended.pop(thread, "") if self._unended else ""
+        unfinished = self._unfinished.pop(thread, "") if self._unfinished else ""
         if whole:
-            self._hand_on(unended + whole[0])
+            self._pass_on(unfinished + whole[0])
             for line in whole[1:]:
-                self._hand_on(line)
-            unended = ""
-        unended += rest
+                self._pass_on(line)
+            unfinished = ""
+        unfinished += rest
         if "\r" in rest:
-            # All but what a terminal would still show.
-            unended = unended[unended.rstrip("\r").rfind("\r") + 1 :]
-        if len(unended) > UNENDED_LENGTH_MAX:
-            self._hand_on(unended)
-        elif unended:
-            self._unended[thread] = unended
+            # Drop what a terminal would have overwritten.
+            unfinished = unfinished[unfinished.rstrip("\r").rfind("\r") + 1 :]
+        if len(unfinished) > UNENDED_LENGTH_MAX:
+            self._pass_on(unfinished)
+        elif unfinished:
+            self._unfinished[thread] = unfinished
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:  # type: ignore[override]
@@ -80,10 +80,10 @@ class CaughtPrints(io.TextIOBase):
         self._on_flush()
 
     def end(self) -> None:
-        """Hand on what has no end."""
-        while self._unended:
-            _, unended = self._unended.popitem()
-            self._hand_on(unended)
+        """Pass on unfinished lines."""
+        while self._unfinished:
+            _, unfinished = self._unfinished.popitem()
+            self._pass_on(unfinished)
 
     def writable(self) -> bool:
         return True
@@ -95,9 +95,9 @@ class CaughtPrints(io.TextIOBase):
         return self._original.fileno()
 
     def close(self) -> None:
-        """Nothing: who closes standard output means its own use of it."""
+        """Does nothing: closing standard output must not affect other users of it."""
 
-    def _hand_on(self, line: str) -> None:
+    def _pass_on(self, line: str) -> None:
         line = line.rstrip("\r").rpartition("\r")[2]
         if line:
             self._take(line)
@@ -105,7 +105,7 @@ class CaughtPrints(io.TextIOBase):
 
 @final
 class _CaughtBytes(io.RawIOBase):
-    """``sys.stdout.buffer``."""
+    """The ``buffer`` of `CaughtPrints`."""
 
     def __init__(self, text: CaughtPrints) -> None:
         self._text = text
@@ -123,19 +123,19 @@ class _CaughtBytes(io.RawIOBase):
         self._text.flush()
 
     def close(self) -> None:
-        """As for `CaughtPrints`."""
+        """Does nothing, as `CaughtPrints.close`."""
 
 
 LOG_SOCKET: Final = "MUSTER_LOG_SOCKET"
-"""The variable that a host leaves to the processes that it starts: the path of its socket."""
+"""Variable with the path of the host's log socket, for the processes that it starts."""
 HOST_ID: Final = "MUSTER_HOST_ID"
 _SEND_TIMEOUT_S: Final = 10.0
-"""Nobody waits for it but the thread that sends. A host that has no processor for a second or two has not gone."""
+"""Seconds before a send fails; it blocks only the sending thread. A busy host may not read for a second or two."""
 _SEND_BYTES: Final = 512 * 1024
 
 
 def open_log_way() -> Callable[[bytes], None]:
-    """Takes whole lines, on one thread at a time; what cannot be sent is written to standard error."""
+    """Return a function that sends whole lines, on one thread at a time; unsendable ones go to standard error."""
     path = os.environ.get(LOG_SOCKET, "")
     to_stderr = own_stderr()
     if not path:
@@ -159,62 +159,70 @@ def open_log_way() -> Callable[[bytes], None]:
 
 
 def own_stderr() -> Callable[[bytes], None]:
-    """Takes whole lines; they end in a file of Ray's on this machine."""
+    """Return a function that writes whole lines to standard error, a file of Ray on this machine."""
     return StandardError({"service": "replica"}, SystemClock(), sys.stderr.fileno()).write
 
 
-_OF_RAY: Final = "_ray_timestamp_ns"
-"""Stands in every record once Ray has been imported, which may be before this module or after it."""
-_OF_RECORDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", _OF_RAY}
-_OURS: Final = frozenset(
+_RAY_ATTRIBUTE: Final = "_ray_timestamp_ns"
+"""Attribute of every record once Ray has been imported, which may be before or after this module."""
+_RECORD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    _RAY_ATTRIBUTE,
+}
+_RESERVED_FIELDS: Final = frozenset(
     ("timestamp", "level", "event", "logger", "message", "request_id", "trace_id", "exception", "stack")
 )
 
 
 @final
 class UserLogs(logging.Handler):
-    """Makes lines of what the process' user code says, and offers them to a relay."""
+    """Formats the logs and prints of user code as lines, and passes them to a `LogForwarder`."""
 
-    def __init__(self, relay: LogForwarder, ids: Mapping[str, str], clock: Clock) -> None:
-        """``ids`` stand in every line."""
+    def __init__(self, forwarder: LogForwarder, ids: Mapping[str, str], clock: Clock) -> None:
+        """``ids`` are in every line."""
         super().__init__()
-        self._relay = relay
+        self._forwarder = forwarder
         self._ids = dict(ids)
         self._clock = clock
-        self._taken = _OURS | self._ids.keys()
+        self._taken = _RESERVED_FIELDS | self._ids.keys()
 
     def catch(self, level: int) -> None:
-        """Hear the root logger, and whatever is printed from now on."""
+        """Capture the root logger, standard output and standard error from now on."""
         root = logging.getLogger()
         root.handlers[:] = [self]
         root.setLevel(level)
-        sys.stdout = CaughtPrints(sys.stdout, self._take_printed("stdout", "info"), self._flush_child)
-        sys.stderr = CaughtPrints(sys.stderr, self._take_printed("stderr", "warning"), self._flush_child)
+        sys.stdout = CaughtPrints(sys.stdout, self._make_print_handler("stdout", "info"), self._flush_child)
+        sys.stderr = CaughtPrints(
+            sys.stderr, self._make_print_handler("stderr", "warning"), self._flush_child
+        )
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As `logging.Handler`; never raises."""
+        """Format and forward a record; never raises."""
         try:
             message = record.getMessage()
         except Exception as error:  # noqa: BLE001 - the user's arguments do not fit the user's text
             message = f"{record.msg!r} with arguments that do not fit: {error}"
-        line = self._begin(record.created, record.levelname.lower(), "log", record.name, message)
+        line = self._new_line(record.created, record.levelname.lower(), "log", record.name, message)
         line["source"] = f"{record.pathname}:{record.lineno}"
         if record.exc_info and record.exc_info[1] is not None:
             line["exception"] = cut("".join(traceback.format_exception(record.exc_info[1])))
         if record.stack_info:
             line["stack"] = cut(record.stack_info)
-        if not record.__dict__.keys() <= _OF_RECORDS:
-            extra = {name: value for name, value in record.__dict__.items() if name not in _OF_RECORDS}
+        if not record.__dict__.keys() <= _RECORD_ATTRIBUTES:
+            extra = {name: value for name, value in record.__dict__.items() if name not in _RECORD_ATTRIBUTES}
             line |= user_fields(extra, self._taken | {"source"})
-        self._relay.offer(encode_line(line))
+        self._forwarder.offer(encode_line(line))
 
-    def _take_printed(self, stream: str, level: str) -> Any:
+    def _make_print_handler(self, stream: str, level: str) -> Any:
         def take(text: str) -> None:
-            self._relay.offer(encode_line(self._begin(self._clock.now(), level, "print", stream, text)))
+            self._forwarder.offer(
+                encode_line(self._new_line(self._clock.now(), level, "print", stream, text))
+            )
 
         return take
 
-    def _begin(self, at: float, level: str, event: str, logger: str, message: str) -> dict[str, Any]:
+    def _new_line(self, at: float, level: str, event: str, logger: str, message: str) -> dict[str, Any]:
         line: dict[str, Any] = {
             "timestamp": timestamp(at),
             "level": level,
@@ -232,13 +240,13 @@ class UserLogs(logging.Handler):
         return line
 
     def _flush_child(self) -> None:
-        """A process that user code has forked ends without a word, once it has flushed its streams."""
-        if self._relay.is_in_forked_child:
-            self._relay.flush()
+        """Flush lines in a forked child, which exits without further calls once it has flushed its streams."""
+        if self._forwarder.is_in_forked_child:
+            self._forwarder.flush()
 
 
 def log_ids(replica_tag: ReplicaTag, backend_tag: BackendTag) -> dict[str, str]:
-    """What every line of a replica's bears."""
+    """Fields of every log line of a replica."""
     ids = {"replica_tag": str(replica_tag), "backend_tag": str(backend_tag)}
     host_id = os.environ.get(HOST_ID)
     if host_id:
@@ -248,7 +256,7 @@ def log_ids(replica_tag: ReplicaTag, backend_tag: BackendTag) -> dict[str, str]:
 
 @final
 class ReplicaLogs:
-    """From its construction on, everything that this process says is a log line."""
+    """Captures all output of this process as log lines, from construction on."""
 
     def __init__(
         self,
@@ -256,28 +264,28 @@ class ReplicaLogs:
         backend_tag: BackendTag,
         way: Callable[[bytes], None] | None = None,
     ) -> None:
-        """``way`` takes whole lines, on one thread at a time; None for the way to a host on this machine."""
+        """``way`` receives whole lines, on one thread at a time; None sends them to a host on this machine."""
         ids = log_ids(replica_tag, backend_tag)
         self._replica_tag = replica_tag
         clock = SystemClock()
         lines_ids = {"service": "replica", **ids}
-        self._relay = LogForwarder(way or open_log_way(), lines_ids, clock)
-        self._outlet: NatsLogSink | None = None
-        configure_replica_logs(self._relay, **ids)
-        UserLogs(self._relay, lines_ids, clock).catch(log_level())
+        self._forwarder = LogForwarder(way or open_log_way(), lines_ids, clock)
+        self._sink: NatsLogSink | None = None
+        configure_replica_logs(self._forwarder, **ids)
+        UserLogs(self._forwarder, lines_ids, clock).catch(log_level())
 
     def join(self, bus: BusConnection, subjects: Subjects) -> None:
         """Publish from now on; on the connection's loop."""
-        self._outlet = NatsLogSink(self._relay, bus, subjects, "replica", self._replica_tag)
+        self._sink = NatsLogSink(self._forwarder, bus, subjects, "replica", self._replica_tag)
 
     async def part(self) -> None:
-        """Publish what was said so far, and nothing after that; on the connection's loop, before it is closed."""
-        if self._outlet is not None:
-            await self._outlet.close()
+        """Publish the lines so far, and none after that; on the connection's loop, before it is closed."""
+        if self._sink is not None:
+            await self._sink.close()
 
     def end(self) -> None:
-        """Hand on everything that was said."""
+        """Flush all output."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, CaughtPrints):
                 stream.end()
-        self._relay.flush()
+        self._forwarder.flush()

@@ -1,4 +1,4 @@
-"""The spans of a replica, and user tracebacks as users want to read them."""
+"""The spans of a replica, and tracebacks reduced to frames of user code."""
 
 from __future__ import annotations
 
@@ -16,44 +16,46 @@ from serve_common.telemetry.tracer import Tracer
 
 ERROR_LINE_LENGTH_MAX: Final = 1_000
 
-_OURS: Final = str(Path(__file__).parent.parent)
+_REPLICA_DIR: Final = str(Path(__file__).parent.parent)
 _IMPORT: Final = ("<frozen ", str(Path(importlib.__file__).parent))
 _LOOPS: Final = tuple(str(Path(module.__file__ or "").parent) for module in (asyncio, concurrent.futures))
 
 
 def error_line(error: BaseException) -> str:
-    """``ValueError: what it says``, on at most `ERROR_LINE_LENGTH_MAX` characters."""
-    said = str(error)
-    line = f"{type(error).__name__}: {said}" if said else type(error).__name__
+    """Type and message of ``error``, in at most `ERROR_LINE_LENGTH_MAX` characters."""
+    message = str(error)
+    line = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return line if len(line) <= ERROR_LINE_LENGTH_MAX else f"{line[: ERROR_LINE_LENGTH_MAX - 1]}…"
 
 
 def user_traceback(error: BaseException) -> str:
     """The traceback of ``error`` and its causes from the user's first frame on; the end is kept if it is long."""
-    told = traceback.TracebackException.from_exception(error, limit=-100)
-    _trim(told, depth=0)
-    text = "".join(told.format()).rstrip()
+    formatter = traceback.TracebackException.from_exception(error, limit=-100)
+    _trim(formatter, depth=0)
+    text = "".join(formatter.format()).rstrip()
     return text if len(text) <= ERROR_LENGTH_MAX else "…" + text[-(ERROR_LENGTH_MAX - 1) :]
 
 
-def _trim(told: traceback.TracebackException, depth: int) -> None:
-    frames = list(told.stack)
-    above = (_OURS, *_IMPORT, *_LOOPS)
+def _trim(formatter: traceback.TracebackException, depth: int) -> None:
+    frames = list(formatter.stack)
+    above = (_REPLICA_DIR, *_IMPORT, *_LOOPS)
     first = next((at for at, frame in enumerate(frames) if not frame.filename.startswith(above)), len(frames))
-    # A frame of asyncio below the user's code says where that code waits; importing says nothing anywhere.
-    kept = [frame for frame in frames[first:] if not frame.filename.startswith((_OURS, *_IMPORT))]
-    told.stack = traceback.StackSummary.from_list(kept)
-    for chained in (told.__cause__, told.__context__):
+    # A frame of asyncio below the user's code shows where that code waits; import machinery is never useful.
+    user_frames = [
+        frame for frame in frames[first:] if not frame.filename.startswith((_REPLICA_DIR, *_IMPORT))
+    ]
+    formatter.stack = traceback.StackSummary.from_list(user_frames)
+    for chained in (formatter.__cause__, formatter.__context__):
         if chained is not None and depth < 20:
             _trim(chained, depth + 1)
 
 
-_CALLER_GONE: Final = 499
+_STATUS_CALLER_GONE: Final = 499
 
 
 @final
 class Traces:
-    """Begins them; there is none where tracing is off."""
+    """Starts the traces of requests; not created if tracing is off."""
 
     def __init__(self, tracer: Tracer, backend_tag: BackendTag, replica_tag: ReplicaTag) -> None:
         self.tracer: Final = tracer
@@ -71,9 +73,9 @@ class Traces:
         request_id: str,
         began_at: float,
     ) -> ReplicaRequestTrace:
-        """For a request that came at ``began_at``, by `time.monotonic`, and whose code is called now.
+        """Start the trace of a request that arrived at ``began_at`` (`time.monotonic`) and is about to be executed.
 
-        Without a ``parent`` the trace begins here.
+        Without a ``parent`` the trace starts here.
         """
         tracer = self.tracer
         attributes: dict[str, Value] = {
@@ -110,19 +112,22 @@ class ReplicaRequestTrace:
         self.user_code: Final = user_code
 
     def code_raised(self, error: BaseException, line: str) -> None:
-        """The user's code raised ``error``, which ``line`` tells, whatever its caller is told."""
+        """Record that the user's code raised ``error``, described by ``line``."""
         code = self.user_code
         if code.ended_ns:
             return
         code.error = cut(line)
         code.attributes["error.type"] = type(error).__qualname__
-        told: dict[str, Value] = {"exception.type": type(error).__qualname__, "exception.message": code.error}
-        code.events.append(Event("exception", self._tracer.now_ns(), told))
+        event_attributes: dict[str, Value] = {
+            "exception.type": type(error).__qualname__,
+            "exception.message": code.error,
+        }
+        code.events.append(Event("exception", self._tracer.now_ns(), event_attributes))
 
     def code_ended(self, status: int, error_type: str, error: str) -> None:
-        """The user's code has done with the request: with an answer of that ``status`` (0 says nothing), or failed."""
+        """End the span of the user's code, with the response's ``status`` (0 for unknown) or an error."""
         code = self.user_code
-        failure = code.error  # which the code may have said of itself
+        failure = code.error  # which `code_raised` may have set
         if failure is None and (error_type or status >= 500):
             code.attributes["error.type"] = error_type or str(status)
             failure = error
@@ -130,9 +135,9 @@ class ReplicaRequestTrace:
         self._tracer.end(code, failure)
 
     def end(self, status: int, ended_at: float) -> None:
-        """All of the answer has left, or nobody wants it any more; 499: the caller went away."""
+        """End the request's span: the response was sent or is not wanted; 499 means that the caller is gone."""
         span = self.span
-        if status == _CALLER_GONE:
+        if status == _STATUS_CALLER_GONE:
             span.attributes["error.type"] = "caller_gone"
         elif status:
             span.attributes["http.response.status_code"] = status

@@ -1,1 +1,1 @@
-"""The user's code and what calls it."""
+"""The user's code, and the code that calls it."""

@@ -1,4 +1,4 @@
-"""HTTP requests and WebSockets as an ASGI application sees them."""
+"""ASGI interfaces for HTTP requests and WebSockets."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from serve_replica_host.replica.user.contexts import answer_begun
 
 
 class CallerGone(OSError):
-    """Nobody takes the answer any more; frameworks know it by its base."""
+    """The caller is gone; frameworks handle it by its base class."""
 
 
 @final
 class HttpSender:
-    """Sends what an ASGI application says; runs on the user loop."""
+    """ASGI's ``send`` for HTTP; runs on the user loop."""
 
     def __init__(
         self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], reader: BodyReader
@@ -50,16 +50,16 @@ class HttpSender:
 
     @property
     def has_begun(self) -> bool:
-        """The application has said how its answer begins."""
+        """True once the application has started its response."""
         return self._stream is not None
 
     @property
     def is_whole(self) -> bool:
-        """The application has sent all of its answer."""
+        """True once the application has sent its complete response."""
         return self._is_ended
 
     async def __call__(self, message: Message) -> None:
-        """Raises `CallerGone`, and RuntimeError for what ASGI does not allow."""
+        """Process a message. Raises `CallerGone`, and RuntimeError for messages that ASGI does not allow."""
         if self._exchange.is_dropped:
             raise CallerGone("the caller is gone")
         kind = message["type"].removeprefix("websocket.")
@@ -90,7 +90,7 @@ class HttpSender:
         self._reader.leave()
 
     def outcome(self) -> ToBus:
-        """What ends the work: nothing is left to say when the answer was whole."""
+        """The outcome that ends the work; `Ended` when the response was complete."""
         if self._is_ended:
             return Ended(self._exchange)
         if self._stream is not None:
@@ -99,9 +99,9 @@ class HttpSender:
         return Failed(self._exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, message)
 
 
-def as_headers(given: Any) -> Headers:
-    """What an application gives as headers, as frames have them: its names may be in any case."""
-    return [(bytes(name).lower(), bytes(value)) for name, value in given]
+def as_headers(raw: Any) -> Headers:
+    """Convert an application's headers to those of frames, with lower-case names."""
+    return [(bytes(name).lower(), bytes(value)) for name, value in raw]
 
 
 _ASGI: Final = {"version": "3.0", "spec_version": "2.4"}
@@ -109,7 +109,7 @@ _NO_STATE: Final[Mapping[str, Any]] = {}
 
 
 def http_scope(head: RequestHead, state: Mapping[str, Any] = _NO_STATE) -> Scope:
-    """ASGI's scope of an HTTP request; ``state`` is what the lifespan left."""
+    """ASGI's scope of an HTTP request; ``state`` is that of the lifespan."""
     scope = _scope("http", head, state)
     scope["method"] = head.method
     return scope
@@ -134,7 +134,7 @@ def _scope(kind: str, head: RequestHead, state: Mapping[str, Any]) -> dict[str, 
         "scheme": head.scheme,
         "path": unquote(path) if "%" in path else path,
         "raw_path": path.encode("latin-1", "replace"),
-        # By ASGI the path is the whole one, and root_path the part of it that routing has used up.
+        # In ASGI the path is the complete one, and root_path the prefix consumed by routing.
         "root_path": "" if head.route == "/" else head.route,
         "query_string": head.query.encode("latin-1", "replace"),
         "headers": head.headers,
@@ -150,7 +150,7 @@ def _address(text: str) -> tuple[str, int] | None:
 
 
 def _server(head: RequestHead) -> tuple[str, int] | None:
-    """Who the client believes to talk to: the proxy's own address says nothing to user code."""
+    """Host and port to which the client connected; the proxy's own address is of no use to user code."""
     for name, value in head.headers:
         if name == b"host":
             text = value.decode("latin-1")
@@ -160,25 +160,25 @@ def _server(head: RequestHead) -> tuple[str, int] | None:
 
 
 class LazyRequest(Request):
-    """A Starlette `Request` that is made when something of it is looked at: many handlers look at nothing."""
+    """A Starlette `Request` that is initialized on first access, because many handlers ignore it."""
 
     def __init__(self, head: RequestHead, receive: Receive) -> None:
-        """As `Request` of `http_scope`."""
-        self._made_of = (head, receive)
+        """Like `Request(http_scope(head), receive)`."""
+        self._arguments = (head, receive)
 
     def __getattr__(self, name: str) -> Any:
-        # Comes only for what is not there (yet).
+        # Called only for missing attributes.
         if "scope" in self.__dict__:
             raise AttributeError(name)
-        head, receive = self._made_of
+        head, receive = self._arguments
         super().__init__(http_scope(head), receive)
         return getattr(self, name)
 
 
 MESSAGE_BYTES_MAX: Final = 16 * 1024 * 1024
-"""Of one message of a client."""
+"""Maximum size of a client's message."""
 LEAVE_S: Final = 5.0
-"""How long an application may go on after its client has left."""
+"""Seconds that an application may continue after its client is gone."""
 _CREDIT_EVERY: Final = WINDOW_MESSAGES // CREDIT_PARTS
 _NORMAL: Final = 1000
 _TOO_BIG: Final = 1009
@@ -188,14 +188,14 @@ _FORBIDDEN: Final = 403
 
 @final
 class AsgiSocket:
-    """One WebSocket; all methods run on the user loop. `receive` and `send` are ASGI's."""
+    """One WebSocket; all methods run on the user loop. `receive` and `send` implement ASGI."""
 
     def __init__(self, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> None:
         self._exchange = exchange
-        exchange.pieces = deque()  # `room` is told of what leaves only when someone waits for it
+        exchange.pieces = deque()  # the writer is notified of sent bytes only while it waits in `room`
         self._to_bus = to_bus
-        self._came: deque[tuple[Message, int]] = deque([({"type": "websocket.connect"}, 0)])
-        self._goodbye: Message | None = None
+        self._received: deque[tuple[Message, int]] = deque([({"type": "websocket.connect"}, 0)])
+        self._disconnect_message: Message | None = None
         self._changed = asyncio.Event()
         self._partial: list[bytes] = []
         self._partial_bytes = 0
@@ -203,38 +203,38 @@ class AsgiSocket:
         self._written_bytes = 0
         self._is_accepted = False
         self._is_ended = False
-        """Nothing can be said any more."""
+        """True when nothing can be sent any more."""
         self._denial: HttpSender | None = None
 
     # -- from the bus side ----------------------------------------------------------------------------------------
 
-    def hear(self, heard: SocketReceived) -> None:
-        """A message, or a piece of one, came."""
-        if self._goodbye is not None:
+    def hear(self, received: SocketReceived) -> None:
+        """Process a message, or a part of one."""
+        if self._disconnect_message is not None:
             return
-        self._partial.append(heard.data)
-        self._partial_bytes += len(heard.data)
+        self._partial.append(received.data)
+        self._partial_bytes += len(received.data)
         if self._partial_bytes > MESSAGE_BYTES_MAX:
             self._close(_TOO_BIG, f"a message may have {MESSAGE_BYTES_MAX} bytes")
             self.leave(_TOO_BIG, "")
-        elif heard.last:
-            data = b"".join(self._partial) if len(self._partial) > 1 else heard.data
+        elif received.last:
+            data = b"".join(self._partial) if len(self._partial) > 1 else received.data
             self._partial.clear()
             self._partial_bytes = 0
-            self._add(data, is_text=heard.is_text)
+            self._add(data, is_text=received.is_text)
         else:
             self._give_credit(1)
 
     def leave(self, close_code: int, reason: str) -> None:
-        """The client is gone; what it said before can still be read."""
-        if self._goodbye is None:
-            self._goodbye = {"type": "websocket.disconnect", "code": close_code, "reason": reason}
+        """The client is gone; messages received before can still be read."""
+        if self._disconnect_message is None:
+            self._disconnect_message = {"type": "websocket.disconnect", "code": close_code, "reason": reason}
             self._is_ended = True
             self._changed.set()
 
     def _add(self, data: bytes, *, is_text: bool) -> None:
         if not is_text:
-            self._came.append(({"type": "websocket.receive", "bytes": data}, 1))
+            self._received.append(({"type": "websocket.receive", "bytes": data}, 1))
         else:
             try:
                 text = data.decode()
@@ -242,30 +242,30 @@ class AsgiSocket:
                 self._close(1007, "a text message is not UTF-8")
                 self.leave(1007, "")
                 return
-            self._came.append(({"type": "websocket.receive", "text": text}, 1))
+            self._received.append(({"type": "websocket.receive", "text": text}, 1))
         self._changed.set()
 
     # -- ASGI -----------------------------------------------------------------------------------------------------
 
     async def receive(self) -> Message:
-        """The next message; ``websocket.disconnect`` at the end, however often it is asked for."""
-        while not self._came:
-            if self._goodbye is not None:
-                return self._goodbye
+        """The next message; at the end ``websocket.disconnect``, repeatedly."""
+        while not self._received:
+            if self._disconnect_message is not None:
+                return self._disconnect_message
             self._changed.clear()
             await self._changed.wait()
-        message, frames = self._came.popleft()
+        message, frames = self._received.popleft()
         if frames:
             self._give_credit(frames)
         return message
 
     async def send(self, message: Message) -> None:
-        """Raises `CallerGone` when the client is gone, RuntimeError for what ASGI does not allow now."""
+        """Process a message. Raises `CallerGone` when the client is gone, RuntimeError if ASGI forbids it now."""
         kind = message["type"]
         if kind.startswith("websocket.http.response."):
             await self._deny(message)
         elif self._is_ended:
-            if self._goodbye is not None or self._exchange.is_dropped:
+            if self._disconnect_message is not None or self._exchange.is_dropped:
                 raise CallerGone("the client is gone")
             raise RuntimeError(f"{kind} after the close of the WebSocket")
         elif kind == "websocket.accept" and not self._is_accepted:
@@ -273,12 +273,12 @@ class AsgiSocket:
         elif kind == "websocket.close":
             self._close(message.get("code") or _NORMAL, message.get("reason") or "")
         elif kind == "websocket.send" and self._is_accepted:
-            await self._say(message)
+            await self._send_message(message)
         else:
             raise RuntimeError(f"{kind} is not allowed now")
 
     def end(self, *, has_raised: bool) -> ToBus | None:
-        """The application has returned; None when it leaves a WebSocket that nobody has answered."""
+        """The outcome after the application has returned; None if it has not answered the handshake."""
         if self._denial is not None:
             return self._denial.outcome()
         if self._is_ended:
@@ -297,7 +297,7 @@ class AsgiSocket:
         answer_begun()
         self._to_bus(Opened(self._exchange, STATUS_SWITCHING, headers))
 
-    async def _say(self, message: Message) -> None:
+    async def _send_message(self, message: Message) -> None:
         text = message.get("text")
         data: bytes = bytes(message["bytes"]) if text is None else text.encode()
         self._written_bytes += len(data) + MESSAGE_COST_BYTES
@@ -313,12 +313,12 @@ class AsgiSocket:
             self._to_bus(Closed(self._exchange, code, reason))
         else:
             self._to_bus(Answered(self._exchange, _FORBIDDEN, [], b""))
-        if self._goodbye is None:
-            self._goodbye = {"type": "websocket.disconnect", "code": code, "reason": reason}
+        if self._disconnect_message is None:
+            self._disconnect_message = {"type": "websocket.disconnect", "code": code, "reason": reason}
             self._changed.set()
 
     async def _deny(self, message: Message) -> None:
-        """An answer as of HTTP in place of an accept."""
+        """Send an HTTP response instead of an accept."""
         if self._is_accepted or (self._is_ended and self._denial is None):
             raise RuntimeError(f"{message['type']} is not allowed now")
         if self._denial is None:

@@ -1,4 +1,4 @@
-"""The user's class, function or ASGI application: found, constructed, called, started up and shut down."""
+"""Imports, constructs, calls, starts and stops the user's class, function or ASGI application."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from serve_replica_host.replica.user.threads import PlainThreads
 
 
 class UserCodeUnusable(Exception):
-    """What the import path names cannot be served; the message says why."""
+    """The object at the import path cannot be served; the message has the reason."""
 
 
 def import_named(import_path: str, app_dir: str) -> Any:
-    """What ``module:attribute`` names, with ``app_dir`` put first on ``sys.path``; empty for none.
+    """Import ``module:attribute``, with ``app_dir`` first on ``sys.path``; empty for none.
 
-    Raises `UserCodeUnusable` and whatever importing raises.
+    Raises `UserCodeUnusable`, and any exception of the import.
     """
     if app_dir:
         if not Path(app_dir).is_dir():
@@ -56,59 +56,59 @@ def _origin(module_name: str) -> str:
 _log = structlog.get_logger(__name__)
 
 _END_TIMEOUT_S: Final = 5.0
-"""For a lifespan that has said that it is done to really end."""
+"""Seconds in which a lifespan must return after its last message."""
 
 
 @final
 class Lifespan:
-    """One application; all methods run on the user loop."""
+    """The lifespan of an ASGI application; all methods run on the user loop."""
 
     def __init__(self, application: ASGIApp) -> None:
         self.application = application
         self.state: dict[str, Any] = {}
-        """What the start-up left for requests; each gets a copy."""
+        """State set by the start-up; each request gets a copy."""
         self._is_supported = True
         self._events: asyncio.Queue[Message] = asyncio.Queue()
-        self._said: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
         self._failure: BaseException | None = None
         self._tasks = TaskOwner("lifespan")
 
     async def start(self) -> None:
-        """Returns when the application has started. Raises what its start-up raises, or `UserCodeUnusable`."""
+        """Run the start-up. Raises its exception, or `UserCodeUnusable`."""
         self._tasks.start(self._run(), "run")
         self._events.put_nowait({"type": "lifespan.startup"})
-        said = await self._said.get()
-        if said is None:
-            # As every ASGI server has it: who raises before a word about lifespan does not know the protocol.
+        message = await self._messages.get()
+        if message is None:
+            # As in all ASGI servers: an application that raises before any lifespan message does not support it.
             self._is_supported = False
             if self._failure is not None and not isinstance(self._failure, Exception):
-                raise self._failure  # that says no more than that it wants to end
+                raise self._failure  # such as SystemExit: not a lack of support
             if self._failure is not None:
                 _log.info("lifespan_unsupported", error=error_line(self._failure))
-        elif said["type"] == "lifespan.startup.failed":
-            await self._ended()
+        elif message["type"] == "lifespan.startup.failed":
+            await self._wait_ended()
             if self._failure is not None:
                 raise self._failure
-            raise UserCodeUnusable(f"the application's start-up failed: {said.get('message', '')}")
+            raise UserCodeUnusable(f"the application's start-up failed: {message.get('message', '')}")
 
     async def stop(self) -> None:
-        """Run the shutdown, if the application has one; what it raises is logged."""
+        """Run the shutdown, if the application has one; exceptions are logged."""
         if not self._is_supported:
             return
         self._is_supported = False
         self._events.put_nowait({"type": "lifespan.shutdown"})
-        said = await self._said.get()
-        if said is not None:
-            await self._ended()
-        if said is None or said["type"] != "lifespan.shutdown.complete":
-            told = "" if self._failure is None else user_traceback(self._failure)
-            _log.error("shutdown_failed", error=(said or {}).get("message", ""), traceback=told)
+        message = await self._messages.get()
+        if message is not None:
+            await self._wait_ended()
+        if message is None or message["type"] != "lifespan.shutdown.complete":
+            error_text = "" if self._failure is None else user_traceback(self._failure)
+            _log.error("shutdown_failed", error=(message or {}).get("message", ""), traceback=error_text)
 
-    async def _ended(self) -> None:
-        """After its last word an application may still raise what it was about."""
+    async def _wait_ended(self) -> None:
+        """Wait for the application's end: it may still raise after its last message."""
         try:
             async with asyncio.timeout(_END_TIMEOUT_S):
-                await self._said.get()
+                await self._messages.get()
         except TimeoutError:
             _log.warning("lifespan_did_not_end", timeout_s=_END_TIMEOUT_S)
         await self._tasks.close(_END_TIMEOUT_S)
@@ -116,13 +116,13 @@ class Lifespan:
     async def _run(self) -> None:
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": self.state}
         try:
-            await self.application(scope, self._events.get, self._said.put)
+            await self.application(scope, self._events.get, self._messages.put)
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and cancellations():
                 raise
             self._failure = error
         finally:
-            self._said.put_nowait(None)
+            self._messages.put_nowait(None)
 
 
 _ASGI_ARGUMENTS: Final = ["scope", "receive", "send"]
@@ -130,32 +130,32 @@ _ASGI_ARGUMENTS: Final = ["scope", "receive", "send"]
 
 @final
 class Method:
-    """A callable, and how to call it."""
+    """A callable and its calling convention."""
 
     __slots__ = ("blocks", "function", "is_async", "takes_argument")
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 - it is the method that is asked about
+        called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004 - the method itself is inspected
         self.function = function
         self.is_async = any(map(inspect.iscoroutinefunction, (function, called)))
-        """Calling it gives a coroutine."""
+        """True when calling it returns a coroutine."""
         is_generator = any(
             inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, called)
         )
         self.blocks = not self.is_async and not is_generator
-        """It runs when it is called, for as long as it likes; so it needs a thread."""
+        """True when it may block while it is called, so it needs a thread."""
         self.takes_argument = _takes_argument(function)
 
 
 def is_asgi(target: Any) -> bool:
-    """Whether ``target`` is an ASGI application: called with scope, receive and send."""
+    """True when ``target`` is an ASGI application: called with scope, receive and send."""
     if not callable(target) or inspect.isclass(target):
         return False
     return list(_parameters(target) or ())[:3] == _ASGI_ARGUMENTS
 
 
 def takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether ``function`` has no parameters at all."""
+    """True when ``function`` has no parameters."""
     return _parameters(function) == []
 
 
@@ -177,13 +177,13 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
         try:
             signature.bind()
         except TypeError:
-            return True  # let the call itself say what is wrong
+            return True  # the call itself raises the error
         return False
     return True
 
 
 THREADS_MAX: Final = 100
-"""Of one replica for plain functions; what exceeds it waits for a thread."""
+"""Maximum threads of one replica for plain functions; further calls are queued."""
 ASGI_ATTRIBUTE: Final = "__muster_asgi__"
 
 
@@ -198,10 +198,10 @@ class UserCode:
         max_concurrent_queries: int,
         asgi: Lifespan | None = None,
     ) -> None:
-        """Use `construct`. ``handler`` takes what comes without a method's name; None when nothing does."""
+        """Use `construct`. ``handler`` gets requests without a method name; None if there is none."""
         self.target = target
         self.asgi = asgi
-        """The ASGI application that answers HTTP and WebSockets; None when ``handler`` does."""
+        """The ASGI application that handles HTTP and WebSockets; None when ``handler`` does."""
         self._methods = {} if handler is None else {"": Method(handler)}
         self._threads = _threads(max_concurrent_queries)
 
@@ -212,13 +212,13 @@ class UserCode:
         """Import and construct, run an ASGI application's start-up, then reconfigure when there is a user_config.
 
         ``on_constructed`` is called with the object as soon as its constructor has returned.
-        Raises `UserCodeUnusable` and whatever the user's code raises.
+        Raises `UserCodeUnusable`, and any exception of the user's code.
         """
         config = goal.replica_config
         named = import_named(config.import_path, app_dir)
         target = named
         if inspect.isclass(named):
-            # On the loop's thread, as everything that is not a plain handler: it may make futures, sessions, tasks.
+            # On the loop's thread, as everything but plain handlers: it may create futures, sessions, tasks.
             target = named(*config.init_args, **config.init_kwargs)
         elif config.init_args or config.init_kwargs:
             raise UserCodeUnusable(
@@ -241,19 +241,19 @@ class UserCode:
 
     @property
     def streams_bodies(self) -> bool:
-        """Whether HTTP requests may begin before their bodies are whole; plain functions cannot wait for the rest."""
+        """True when HTTP requests may start with incomplete bodies; plain functions cannot wait for the rest."""
         handler = self._methods.get("")
         return self.asgi is not None or (handler is not None and not handler.blocks)
 
     def method(self, name: str) -> Method:
-        """The method of the user's object with that name; empty is what takes requests. Raises `BadField`."""
+        """The method of the user's object named ``name``; empty for the request handler. Raises `BadField`."""
         found = self._methods.get(name)
         return self._find(name) if found is None else found
 
     async def call(self, *args: Any, method_name: str = "", **kwargs: Any) -> Any:
-        """What the named method, or what takes requests, returns; raises what it raises, and `BadField`.
+        """Call the named method, or the request handler. Raises its exceptions, and `BadField`.
 
-        One argument is left out where the code takes none.
+        A single argument is omitted if the code takes none.
         """
         method = self.method(method_name)
         if len(args) == 1 and not kwargs and not method.takes_argument:
@@ -265,39 +265,39 @@ class UserCode:
         return await self.run_plain(method.function, *args, **kwargs)
 
     async def run_plain(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns, called in a thread with the context of this request.
+        """Call ``function`` in a thread with the context of this request.
 
-        Cancelling cannot stop a thread: then this ends when the function does, so that the request keeps its slot as
-        long as it really uses the machine.
+        A thread cannot be cancelled: after a cancellation this still waits for the function, so that the request keeps
+        its slot as long as it uses the machine.
         """
         result = await self._threads.run(function, *args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Apply ``user_config``; raises `UserCodeUnusable` when the code cannot be reconfigured."""
+        """Apply ``user_config``. Raises `UserCodeUnusable` when the code cannot be reconfigured."""
         method = getattr(self.target, "reconfigure", None)
         if method is None:
             raise UserCodeUnusable("user_config is set, but the code has no reconfigure(user_config)")
-        await _finished(method(user_config))
+        await _await_result(method(user_config))
 
     async def check_health(self) -> None:
-        """Raises what the user's ``check_health`` raises; without one, that this runs is the check."""
+        """Run the user's ``check_health``, and raise what it raises; without one, only the loop is checked."""
         method = getattr(self.target, "check_health", None)
         if method is not None:
-            await _finished(method())
+            await _await_result(method())
 
     def resize(self, max_concurrent_queries: int) -> None:
-        """Use as many threads from now on; what runs in the old ones finishes there."""
+        """Resize the thread pool; calls that run in the old one finish there."""
         old, self._threads = self._threads, _threads(max_concurrent_queries)
         old.close()
 
     async def stop(self) -> None:
-        """Run an ASGI application's shutdown; what it raises is logged."""
+        """Run an ASGI application's shutdown; exceptions are logged."""
         if self.asgi is not None:
             await self.asgi.stop()
 
     def discard(self) -> None:
-        """Let go of the user's object, so that its ``__del__`` runs before the process ends."""
+        """Release the user's object, so that its ``__del__`` runs before the process exits."""
         self.target = _discarded
         self.asgi = None
         self._methods = {"": Method(_discarded)}
@@ -336,6 +336,6 @@ def _threads(max_concurrent_queries: int) -> PlainThreads:
     return PlainThreads(min(max_concurrent_queries, THREADS_MAX))
 
 
-async def _finished(result: Any) -> None:
+async def _await_result(result: Any) -> None:
     if inspect.isawaitable(result):
         await result

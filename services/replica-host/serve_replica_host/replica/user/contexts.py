@@ -1,6 +1,6 @@
-"""What user code may know of the request that it works on, set for each one.
+"""The request context and the trace of user code, set for each request.
 
-Why the deadline is taken back when an answer begins: it bounds the time until then, and a stream may go on for hours.
+Why the deadline is removed when a response starts: it bounds the time until then, and a stream may last for hours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_CALL = CallHead()
 
 
 def enter_request(exchange: ReplicaRequest) -> None:
-    """The running task works on ``exchange`` from now on."""
+    """Set the context of the running task to the request of ``exchange``."""
     head = exchange.head
     call = head.call or _NO_CALL
     request_context.set(
@@ -42,7 +42,7 @@ def enter_request(exchange: ReplicaRequest) -> None:
 
 
 def enter_trace(exchange: ReplicaRequest, traces: Traces) -> None:
-    """If ``exchange`` is traced, its spans begin, and the running task, which has entered it, works below them."""
+    """Start the spans of ``exchange`` if it is traced, and make them current in the running task."""
     head, tracer = exchange.head, traces.tracer
     traceparent = head.traceparent
     if traceparent and not may_be_sampled(traceparent) and tracer.sampler.respects_parent:
@@ -70,7 +70,7 @@ def enter_trace(exchange: ReplicaRequest, traces: Traces) -> None:
     span = trace.user_code
     _change_context(traceparent=span.traceparent, tracestate=span.tracestate)
     if head.kind is RequestKind.HTTP or head.kind is RequestKind.WEBSOCKET:
-        # What instruments applications looks there; the client's own would leave out all spans between.
+        # Instrumentation of applications reads this header; the client's own would omit all spans between.
         head.headers[:] = [header for header in head.headers if header[0] != b"traceparent"]
         head.headers.append((b"traceparent", span.traceparent.encode()))
     tracer.enter(span)
@@ -89,7 +89,7 @@ def _change_context(**changes: str) -> None:
 
 
 def answer_begun() -> None:
-    """The answer of the request that the running task works on has begun: no deadline holds any more."""
+    """Remove the deadline of the running task's request, because its response has started."""
     context = request_context.get()
     if context is not None and context.deadline is not None:
         request_context.set(msgspec.structs.replace(context, deadline=None))

@@ -1,4 +1,4 @@
-"""The user side of a replica: a task for each request, on a loop where user code may do what it likes."""
+"""The user side of a replica: runs each request in a task, on a loop that user code may block."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _log = structlog.get_logger(__name__)
 
 
 def is_passed_on(error: ServeError) -> bool:
-    """Whether the caller is told of ``error`` as of a failure of its own request.
+    """True when ``error`` is reported to the caller as a failure of its own request.
 
-    A missing deployment, or arguments that do not fit, are for whoever wrote the code.
+    A missing deployment, or invalid arguments, are errors of the user's code instead.
     """
     return error.is_of_call and isinstance(error, RequestFailed | LimitReached | TransientError)
 
 
 def failed_by(exchange: ReplicaRequest, error: ServeError, body: bytes = b"") -> Failed:
-    """What ends a request by an error that `is_passed_on`; ``body`` as in `Failed`."""
+    """Log an error that `is_passed_on`, and build its outcome; ``body`` as in `Failed`."""
     _log.warning(
         "call_failed",
         request_id=exchange.head.request_id,
@@ -70,24 +70,24 @@ _TASK_NAME: Final = "request"
 
 @final
 class RequestTasks:
-    """Holds the tasks that are not done, reports those that die of an exception. For one loop, on its thread."""
+    """Owns running tasks, and logs those that fail with an exception. For one loop, on its thread."""
 
     def __init__(self) -> None:
-        self._held: set[asyncio.Task[None]] = set()
+        self._running_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._first_step: tuple[Callable[..., object], Context | None] | None = None
 
     def start(self, coro: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Run ``coro`` until it first waits; None when it has ended by then."""
+        """Run ``coro`` until it first waits; returns None if it has ended by then."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()
         if asyncio.current_task(loop) is not None:
             # A task cannot step inside another one's step.
             task = asyncio.Task(coro, loop=loop, name=_TASK_NAME)
-            return self._hold(task)
-        # A new task hands its first step to `call_soon`; here it is taken and made.
-        loop.__dict__["call_soon"] = self._catch
+            return self._track(task)
+        # A new task passes its first step to `call_soon`; here it is intercepted and run at once.
+        loop.__dict__["call_soon"] = self._capture_first_step
         try:
             task = asyncio.Task(coro, loop=loop, name=_TASK_NAME)
         finally:
@@ -102,29 +102,31 @@ class RequestTasks:
         if task.done():
             self._report(task)
             return None
-        return self._hold(task)
+        return self._track(task)
 
     async def close(self, timeout_s: float) -> None:
-        """Cancel all tasks and wait at most ``timeout_s`` until they ended; what outlives it is logged."""
-        held = list(self._held)
-        for task in held:
+        """Cancel all tasks, and wait for them at most ``timeout_s``; remaining ones are logged."""
+        tasks = list(self._running_tasks)
+        for task in tasks:
             task.cancel()
-        if not held:
+        if not tasks:
             return
-        _, running = await asyncio.wait(held, timeout=timeout_s)
+        _, running = await asyncio.wait(tasks, timeout=timeout_s)
         if running:
             _log.error("requests_did_not_stop", count=len(running), timeout_s=timeout_s)
 
-    def _catch(self, step: Callable[..., object], *_: Any, context: Context | None = None) -> None:
+    def _capture_first_step(
+        self, step: Callable[..., object], *_: Any, context: Context | None = None
+    ) -> None:
         self._first_step = (step, context)
 
-    def _hold(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._held.add(task)
+    def _track(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._running_tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._held.discard(task)
+        self._running_tasks.discard(task)
         self._report(task)
 
     def _report(self, task: asyncio.Task[None]) -> None:
@@ -149,20 +151,20 @@ class UserExecutor:
         direct: DirectResponses | None = None,
         traces: Traces | None = None,
     ) -> None:
-        """``direct``: whole answers leave by it, instead of ``to_bus``. ``traces`` is None where nothing is traced."""
+        """``direct`` sends complete responses, instead of ``to_bus``. ``traces`` is None if tracing is off."""
         self._traces = traces
         self._to_bus = to_bus
         self._direct = direct
         self._kinds = RequestKinds(code, to_bus)
         self._tasks = RequestTasks()
-        self._at_work = 0
+        self._running = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     def take(self, item: ToUser) -> None:
-        """Something from the bus side."""
+        """Process an item of the bus side."""
         if type(item) is ReplicaRequest:
-            self._begin(item)
+            self._start(item)
         elif type(item) is BodyPiece:
             make_reader(item.exchange, self._to_bus).add(item.data, last=item.last)
         elif type(item) is SocketReceived:
@@ -175,20 +177,22 @@ class UserExecutor:
             self._drop(item)
 
     async def wait_idle(self) -> None:
-        """Wait until no user code runs for a request, not even after its answer has left."""
+        """Wait until no user code runs for any request, not even after its response was sent."""
         await self._idle.wait()
         if self._direct is not None:
             self._direct.flush()
 
     async def close(self) -> None:
-        """Cancel what still runs."""
+        """Cancel running requests."""
         await self._tasks.close(_CLOSE_TIMEOUT_S)
 
-    def _begin(self, exchange: ReplicaRequest) -> None:
-        if not self._at_work:
+    def _start(self, exchange: ReplicaRequest) -> None:
+        if not self._running:
             self._idle.clear()
-        self._at_work += 1
-        if exchange.is_dropped:  # its caller is gone, or its time is over: it never reaches the user's code
+        self._running += 1
+        if (
+            exchange.is_dropped
+        ):  # the caller is gone, or the deadline has passed: the user's code is not called
             self._end(Ended(exchange))
             return
         if exchange.head.kind is RequestKind.WEBSOCKET:
@@ -205,16 +209,16 @@ class UserExecutor:
         if work is None or work.done():
             return
         if isinstance(exchange.socket, AsgiSocket) and exchange.has_begun:
-            # An application hears of it as ASGI has it, and then has some time to end by itself.
+            # An application is notified as ASGI specifies, and then has some time to end by itself.
             exchange.socket.leave(drop.close_code, drop.reason)
             asyncio.get_running_loop().call_later(LEAVE_S, _cancel, exchange.reply, work)
             return
         _cancel(exchange.reply, work)
-        if not exchange.has_begun:  # then `_serve` never runs, and cannot say that it ended
+        if not exchange.has_begun:  # then `_serve` never runs, and cannot report its end
             self._end(Ended(exchange))
 
     async def _serve(self, exchange: ReplicaRequest) -> None:
-        """Exactly one outcome that ends the work reaches the bus side, whatever happens."""
+        """Run the user's code; sends exactly one outcome that ends the work to the bus side."""
         exchange.has_begun = True
         outcome: ToBus = Ended(exchange)
         try:
@@ -242,8 +246,8 @@ class UserExecutor:
             self._end(outcome)
 
     def _end(self, outcome: ToBus) -> None:
-        self._at_work -= 1
-        if not self._at_work:
+        self._running -= 1
+        if not self._running:
             self._idle.set()
         if type(outcome) is Answered and self._direct is not None:
             self._direct.send(outcome)
@@ -256,7 +260,7 @@ def _raised(exchange: ReplicaRequest, error: BaseException) -> Failed:
 
 
 def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
-    """The status of an answer, 0 for none yet; and of a failure its code and text, empty where there is no more."""
+    """The status, 0 if unknown; and the error code and message of a failure, else empty."""
     if isinstance(outcome, Answered):
         return outcome.status, "", ""
     if isinstance(outcome, Failed):
@@ -265,7 +269,7 @@ def _failure_of(outcome: ToBus) -> tuple[int, str, str]:
 
 
 def _cancel(key: bytes, work: asyncio.Task[Any]) -> None:
-    """End the work on a request: its task, and what its threads wait for."""
+    """Cancel the task of a request, and the handle calls that its threads wait for."""
     if not work.done():
         departures.leave(key)
         work.cancel()

@@ -1,4 +1,4 @@
-"""Calls from deployment handles: pickled arguments in, a pickled value or a stream of them out."""
+"""Calls from deployment handles: pickled arguments, and a pickled result or a stream of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from serve_replica_host.replica.user.contexts import answer_begun
 from serve_replica_host.replica.user.executor import failed_by, is_passed_on
 
 LENGTH_BYTES: Final = 4
-_CHARSET: Final = "utf-8"  # asked for by the writer, which here gets bytes only
+_CHARSET: Final = "utf-8"  # required by the writer, which gets only bytes here
 
 Encode = Callable[[Any], bytes]
 
@@ -29,10 +29,10 @@ Encode = Callable[[Any], bytes]
 async def send_items(
     code: UserCode, result: Any, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object], encode: Encode
 ) -> ToBus:
-    """Send all items of a generator, async or plain; returned is what ends the exchange.
+    """Send all items of an async or plain generator; returns the outcome that ends the exchange.
 
-    A plain one may block, so it runs in a thread. Raises what the generator or ``encode`` raises, TypeError for what is
-    no generator.
+    A plain one may block, so it runs in a thread. Raises what the generator or ``encode`` raises, TypeError if it is
+    not a generator.
     """
     is_async = inspect.isasyncgen(result)
     if not is_async and not inspect.isgenerator(result):
@@ -40,7 +40,7 @@ async def send_items(
             f"a stream was asked for, but a {type(result).__name__} was returned and no generator"
         )
     stream = ResponseStream(exchange, to_bus)
-    # Its head leaves with the first item: until then a failure is the whole answer, and the deadline holds.
+    # The head is sent with the first item: until then a failure is the complete response, and the deadline applies.
     stream.open(200, [], soon=False)
     if is_async:
         items = _items(result, encode)
@@ -83,22 +83,22 @@ def _plain_items(generator: Generator[Any, None, None], encode: Encode) -> Itera
 _log = structlog.get_logger(__name__)
 
 ANSWER_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of one value; as much as a request's body may have."""
+"""Maximum size of one value; the same as for a request's body."""
 _RAISED_BYTES_MAX: Final = FRAME_BODY_BYTES_MAX // 2
-"""Of a pickled exception: with its traceback it travels in one frame."""
+"""Maximum size of a pickled exception: with its traceback it must fit one frame."""
 _PLAIN_CALL: Final = CallHead()
-_KEPT: Final = ("status", "retry_after_s")
-"""Of an error whose own kind cannot travel: how callers are told."""
+_RETAINED_ATTRIBUTES: Final = ("status", "retry_after_s")
+"""Attributes kept of an error that is replaced by its base class."""
 _SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
-"""Where cloudpickle could do no better than pickle, which is several times faster."""
+"""Types for which pickle suffices, which is several times faster than cloudpickle."""
 
 
 class AnswerUnfit(TypeError):
-    """What the user's code returned cannot be sent to the handle; the message says why."""
+    """The value returned by the user's code cannot be sent to the handle; the message has the reason."""
 
 
 async def answer_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> ToBus:
-    """Call the user's code for a request of kind PYTHON, and return what ends the exchange.
+    """Call the user's code for a request of kind PYTHON; returns the outcome that ends the exchange.
 
     Streams are sent through ``to_bus`` first. Raises only `asyncio.CancelledError`.
     """
@@ -121,7 +121,7 @@ async def answer_call(code: UserCode, exchange: ReplicaRequest, to_bus: Callable
 
 
 def _arguments(body: bytes, head: CallHead) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and named arguments. Raises `BadField`."""
+    """Decode positional and named arguments. Raises `BadField`."""
     if not head.is_pickled:
         try:
             named: tuple[tuple[Any, ...], dict[str, Any]] = msgspec.msgpack.decode(
@@ -147,7 +147,7 @@ def _encoded(result: Any, head: CallHead) -> bytes:
 
 
 def _encode(value: Any, head: CallHead) -> bytes:
-    """Raises `AnswerUnfit`."""
+    """Encode a result. Raises `AnswerUnfit`."""
     try:
         if not head.is_pickled:
             data = _msgpack.encode(value)
@@ -168,9 +168,9 @@ def _encode(value: Any, head: CallHead) -> bytes:
 def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> Failed:
     is_ours = isinstance(error, AnswerUnfit)
     line = str(error) if is_ours else error_line(error)
-    told = user_traceback(error)
+    traceback_text = user_traceback(error)
     pickled = _pickled(error) if head.is_pickled and not is_ours else b""
-    body = msgspec.msgpack.encode(Raised(pickled, told))
+    body = msgspec.msgpack.encode(Raised(pickled, traceback_text))
     if exchange.trace is not None:
         exchange.trace.code_raised(error, line)
     if isinstance(error, ServeError) and is_passed_on(error):
@@ -180,31 +180,31 @@ def _raised(exchange: ReplicaRequest, head: CallHead, error: BaseException) -> F
         request_id=exchange.head.request_id,
         method=head.method_name,
         error=line,
-        traceback=told,
+        traceback=traceback_text,
     )
     return Failed(exchange, UserCodeRaised.error_code, UserCodeRaised.status_hint, line, body)
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Empty when it cannot be brought back: many exceptions can be pickled and then not be made of what was kept."""
+    """Pickle an exception; empty when it cannot be restored: many can be pickled but not unpickled."""
     try:
         data: bytes = cloudpickle.dumps(error)
         restored = pickle.loads(data)  # noqa: S301 - our own bytes
     except BaseException as failure:  # noqa: BLE001 - the exception's own code; its text still travels
         if isinstance(error, ServeError):
-            return pickle.dumps(_plainer(error))
+            return pickle.dumps(_as_base_error(error))
         _log.warning("exception_not_pickled", exception=type(error).__name__, reason=error_line(failure))
         return b""
     return data if isinstance(restored, type(error)) and len(data) <= _RAISED_BYTES_MAX else b""
 
 
-def _plainer(error: ServeError) -> ServeError:
-    """The same as the nearest of its kinds that is made of a message alone: a caller may still tell what it was."""
+def _as_base_error(error: ServeError) -> ServeError:
+    """The error as its nearest base class that takes only a message, so that callers can still handle it."""
     kinds = (kind for kind in type(error).__mro__ if issubclass(kind, ServeError))
-    plainer = next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
-    kept = {name: value for name, value in vars(error).items() if name in _KEPT}
-    vars(plainer).update(kept)
-    return plainer
+    base_error = next(kind for kind in kinds if kind.__init__ is ServeError.__init__)(str(error))
+    retained = {name: value for name, value in vars(error).items() if name in _RETAINED_ATTRIBUTES}
+    vars(base_error).update(retained)
+    return base_error
 
 
 def _as_plain(value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Gets the answer of each kind of request from the user's code.
+"""Calls the user's code for each kind of request.
 
-Why apart from `UserExecutor`: that one begins and ends requests, whatever they are; this one knows what they are.
+Why apart from `UserExecutor`: that one starts and ends requests of any kind; this one handles each kind.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _log = structlog.get_logger(__name__)
 
 _FORBIDDEN: Final = 403
 _SERVER_ERROR: Final = (500, [(b"content-type", b"text/plain; charset=utf-8")], b"Internal Server Error")
-"""What ASGI servers say for an application that says nothing."""
-_GONE: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
-"""What frameworks raise when the caller has left."""
+"""The response of ASGI servers when an application fails without one."""
+_CALLER_GONE_ERRORS: Final = (CallerGone, ClientDisconnect, WebSocketDisconnect)
+"""Exceptions of frameworks when the caller is gone."""
 
 
 @final
@@ -63,7 +63,7 @@ class RequestKinds:
         self._to_bus = to_bus
 
     async def answer(self, exchange: ReplicaRequest) -> ToBus:
-        """What ends the work; raises what the user's code raises, and `BadField`."""
+        """Run the request; returns the outcome that ends it. Raises what the user's code raises, and `BadField`."""
         code = self._code
         kind = exchange.head.kind
         if kind is RequestKind.HTTP:
@@ -129,7 +129,7 @@ class RequestKinds:
         except BaseException as error:
             if is_cancellation(exchange, error):
                 raise
-            if _has_left(exchange, error):
+            if _is_caller_gone(exchange, error):
                 return Ended(exchange)
             log_raised(exchange, error)
             if not sender.has_begun:
@@ -150,7 +150,7 @@ class RequestKinds:
             if is_cancellation(exchange, error):
                 raise
             has_raised = True
-            if not _has_left(exchange, error):
+            if not _is_caller_gone(exchange, error):
                 log_raised(exchange, error)
         ended: ToBus | None = socket.end(has_raised=has_raised)
         return Answered(exchange, *_SERVER_ERROR) if ended is None else ended
@@ -167,7 +167,7 @@ class RequestKinds:
 
 
 def log_raised(exchange: ReplicaRequest, error: BaseException) -> None:
-    """Say what the user's code raised, to whoever looks after it."""
+    """Log an exception of the user's code, and record it in the trace."""
     if exchange.trace is not None:
         exchange.trace.code_raised(error, error_line(error))
     _log.error(
@@ -180,15 +180,15 @@ def log_raised(exchange: ReplicaRequest, error: BaseException) -> None:
     )
 
 
-def _has_left(exchange: ReplicaRequest, error: BaseException) -> bool:
-    """Whether ``error`` says no more than that the caller has left, which is nobody's fault."""
+def _is_caller_gone(exchange: ReplicaRequest, error: BaseException) -> bool:
+    """True when ``error`` only means that the caller is gone, which is not a failure."""
     has_ended = exchange.is_dropped or exchange.head.kind is RequestKind.WEBSOCKET
-    return has_ended and isinstance(error, _GONE)
+    return has_ended and isinstance(error, _CALLER_GONE_ERRORS)
 
 
 @final
 class _Receive:
-    """ASGI's ``receive``, of a reader that is made when it is first used."""
+    """ASGI's ``receive``, by a reader that is created on first use."""
 
     __slots__ = ("_exchange", "_to_bus")
 
@@ -201,7 +201,7 @@ class _Receive:
 
 
 def make_reader(exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> BodyReader:
-    """The reader of the request's body; the same one each time."""
+    """The reader of the request's body, created on first use."""
     reader = exchange.reader
     if reader is None:
         if exchange.is_body_streamed:
@@ -213,7 +213,7 @@ def make_reader(exchange: ReplicaRequest, to_bus: Callable[[ToBus], object]) -> 
 
 
 def _streams_plainly(answer: Response) -> bool:
-    """Whether sending ``answer`` is nothing but sending what its iterator gives."""
+    """True when ``answer`` is sent by sending the items of its iterator, without overridden methods."""
     kind: Any = type(answer)
     return kind is StreamingResponse or (
         isinstance(answer, StreamingResponse)
@@ -223,7 +223,7 @@ def _streams_plainly(answer: Response) -> bool:
 
 
 def _argument(exchange: ReplicaRequest) -> Any:
-    """The argument of a plain call: None for an empty body, bytes where it says so. Raises `BadField`."""
+    """The argument of a plain call: None if empty, bytes unless the content type is JSON. Raises `BadField`."""
     body = exchange.body
     if not body:
         return None

@@ -1,8 +1,8 @@
-"""Threads for the user's plain functions.
+"""A thread pool for the user's plain functions.
 
-Why not `concurrent.futures`: its future, its locks and the way back to the loop cost more than everything else in a
-quick request, and its threads hold up the end of the process. Here the loop's thread alone counts, and results of many
-threads come back in bursts.
+Why not `concurrent.futures`: its futures, locks and wake-ups of the loop cost more than everything else in a quick
+request, and its threads delay the exit of the process. Here only the loop's thread does the accounting, and results of
+many threads are returned in bursts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve_common.runtime.threads import Mailbox
 
 @final
 class _Job:
-    """One call."""
+    """One call of a function."""
 
     __slots__ = ("args", "context", "ended", "error", "function", "future", "is_finished", "kwargs", "result")
 
@@ -43,7 +43,7 @@ class _Job:
 
 @final
 class PlainThreads:
-    """Up to so many threads, started when they are needed. All methods run on one loop's thread."""
+    """A pool of up to ``threads_max`` threads, started on demand. All methods run on one loop's thread."""
 
     def __init__(self, threads_max: int) -> None:
         self._threads_max = threads_max
@@ -54,10 +54,10 @@ class PlainThreads:
         self._done: Mailbox[_Job] | None = None
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ``function`` returns, called in a thread with the context of the caller; raises what it raises.
+        """Call ``function`` in a thread with the context of the caller. Raises what it raises.
 
-        Cancelling cannot stop a thread: then this ends when the function does, which `departures` make happen soon
-        where it waits for a call by handle. Raises RuntimeError after `close`.
+        A thread cannot be cancelled: after a cancellation this still waits for the function, which `departures` end
+        soon if it waits for a call by handle. Raises RuntimeError after `close`.
         """
         if self._is_closed:
             raise RuntimeError("the replica has stopped")
@@ -76,13 +76,13 @@ class PlainThreads:
             raise
 
     def close(self) -> None:
-        """End the threads when they have done what was begun; what waits for one is done as well."""
+        """Stop the threads after all started and queued calls."""
         self._is_closed = True
-        self._let_go()
+        self._close_if_idle()
         for _ in range(self._threads):
             self._jobs.put(None)
 
-    def _let_go(self) -> None:
+    def _close_if_idle(self) -> None:
         if self._is_closed and not self._unfinished and self._done is not None:
             self._done.close()
             self._done = None
@@ -97,22 +97,22 @@ class PlainThreads:
     def _finish(self, job: _Job) -> None:
         self._unfinished -= 1
         job.is_finished = True
-        self._let_go()
+        self._close_if_idle()
         if job.ended is not None:
             job.ended.set()
         future = job.future
         if future.done():
-            return  # nobody waits for it any more
+            return  # it was cancelled
         if job.error is None:
             future.set_result(job.result)
-        elif isinstance(job.error, StopIteration):  # which no future takes
+        elif isinstance(job.error, StopIteration):  # which futures do not accept
             future.set_exception(RuntimeError(f"StopIteration was raised: {job.error}"))
         else:
             future.set_exception(job.error)
 
 
 async def _until_ended(job: _Job) -> None:
-    """Wait for the thread, also when cancelled again."""
+    """Wait for the thread, ignoring further cancellations."""
     if job.is_finished:
         return
     job.ended = asyncio.Event()
@@ -127,7 +127,7 @@ def _work(jobs: SimpleQueue[_Job | None], done: Mailbox[_Job]) -> None:
     while (job := jobs.get()) is not None:
         try:
             job.result = job.context.run(job.function, *job.args, **job.kwargs)
-        except BaseException as error:  # noqa: BLE001 - it is the user's code that raised it; who waits gets it
+        except BaseException as error:  # noqa: BLE001 - raised by the user's code; passed to the waiting task
             job.error = error
         done.put(job)
-        del job  # what it holds must not live until the next one
+        del job  # its references must not live until the next call
