@@ -1,7 +1,7 @@
-"""Muster for those who use it: ``import muster as serve`` is the line that Ray Serve's users change.
+"""The user API of Muster: ``import muster as serve`` is the line that Ray Serve's users change.
 
-Why everything is imported when it is first used: ``import muster`` is in every replica and in the command line, and
-must cost nothing there.
+Why everything is imported lazily: every replica and the command line run ``import muster``, and it must cost nothing
+there.
 """
 
 from __future__ import annotations
@@ -87,20 +87,20 @@ _HOMES: Final = {
     ),
     "muster.multiplexing": ("multiplexed",),
 }
-"""No module of this package may have the name of something in here: imported, it would take its place."""
+"""Public names by module. No module of this package may have one of these names: its import would shadow it."""
 _MODULES: Final = ("metrics",)
-"""To be used as ``serve.metrics.Counter``, as in Ray Serve."""
+"""Modules that are used as attributes, as in ``serve.metrics.Counter`` of Ray Serve."""
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")  # which puts it here
+        return importlib.import_module(f"{__name__}.{name}")  # sets the attribute of this module
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'muster' has no attribute {name!r}")
     found = getattr(importlib.import_module(home), name)
-    globals()[name] = found  # from now on it costs nothing
+    globals()[name] = found  # later accesses skip __getattr__
     return found
 
 

@@ -1,4 +1,4 @@
-"""Web applications in replicas: FastAPI, Starlette or any other ASGI application as the face of a class."""
+"""Web applications in replicas: FastAPI, Starlette or any other ASGI application as the HTTP interface of a class."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def instance_of(connection: HTTPConnection) -> Any:
 
 
 _OWNER: Final = "_muster_owner"
-"""Attribute of a route that was bound already: the class whose method it is."""
+"""Attribute of a bound route: the class whose method it is."""
 
 Endpoint = Callable[..., Any]
 
 
 def bind_routes(app: Any, cls: type[Any]) -> None:
-    """Give all routes of ``app`` that are methods of ``cls`` or its bases their ``self``.
+    """Bind all routes of ``app`` that are methods of ``cls`` or its bases to the instance as their ``self``.
 
     Does nothing for an application whose routes are not Starlette's. Raises ValueError for a method without ``self``.
     """
@@ -65,14 +65,14 @@ def bind_routes(app: Any, cls: type[Any]) -> None:
             continue
         bind = _with_dependency if hasattr(route, "dependant") else _with_instance
         endpoint = bind(route.endpoint)
-        # In its place, for other routers and the documentation of the API know this very object.
+        # Updated in place: other routers and the documentation of the API refer to this very object.
         vars(route).update(vars(_made_anew(route, endpoint, router)))
         setattr(route, _OWNER, owner)
         _answer_only_for(route, owner)
 
 
 def _walk(router: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """All routes with an endpoint, with the router that they are in."""
+    """Yield all routes with an endpoint, each with its router."""
     if id(router) in seen:
         return
     seen.add(id(router))
@@ -87,9 +87,9 @@ def _walk(router: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def _owner_of(endpoint: Any, cls: type[Any]) -> type[Any] | None:
-    """The class among ``cls`` and its bases in whose body the function was written, unless it takes no ``self``.
+    """The class among ``cls`` and its bases whose body defines the function, unless it takes no ``self``.
 
-    By its name, for a later method may have taken its place in the class.
+    Found by name, because a later method may have replaced it in the class.
     """
     module, name = getattr(endpoint, "__module__", None), getattr(endpoint, "__qualname__", "")
     for base in cls.__mro__:
@@ -98,21 +98,21 @@ def _owner_of(endpoint: Any, cls: type[Any]) -> type[Any] | None:
             continue
         own_name = name.removeprefix(prefix)
         if "." in own_name:
-            continue  # of an inner class, or made within a method
+            continue  # defined in an inner class or within a method
         return None if isinstance(vars(base).get(own_name), staticmethod) else base
     return None
 
 
 def _with_dependency(method: Endpoint) -> Endpoint:
-    """``method`` with ``self`` as a dependency: the same code with another signature, so whatever it is (plain, async,
-    a generator) it stays."""
+    """``method`` with ``self`` as a dependency: the same code with another signature, so it stays plain, async or a
+    generator."""
     from fastapi import Depends  # noqa: PLC0415 - only applications of FastAPI have dependencies
 
     signature = inspect.signature(method)
     first, *others = _parameters(method, signature)
     keyword = inspect.Parameter.KEYWORD_ONLY
     own = first.replace(kind=keyword, default=Depends(current_instance), annotation=inspect.Parameter.empty)
-    # FastAPI passes all by name; without an order, one with a default may come before one without.
+    # FastAPI passes all by name; keyword-only parameters with a default may come before ones without.
     others = [p.replace(kind=keyword) if p.kind is not p.VAR_KEYWORD else p for p in others]
     endpoint: Any
     if isinstance(method, types.FunctionType):
@@ -160,7 +160,7 @@ def _parameters(method: Endpoint, signature: inspect.Signature) -> list[inspect.
 
 
 def _made_anew(route: Any, endpoint: Endpoint, router: Any) -> Any:
-    """A route that differs from ``route`` only in its endpoint, made of what a route tells about itself."""
+    """A route that differs from ``route`` only in its endpoint, built from the attributes of ``route``."""
     made: dict[str, Any] = {}
     for name in inspect.signature(type(route).__init__).parameters:
         if hasattr(route, name):
@@ -174,7 +174,7 @@ def _made_anew(route: Any, endpoint: Endpoint, router: Any) -> Any:
 
 
 def _answer_only_for(route: BaseRoute, owner: type[Any]) -> None:
-    """Let ``route`` match nothing for instances of other classes that share the application."""
+    """Restrict ``route`` to instances of ``owner``, for applications that several classes share."""
     matches = route.matches
 
     def matches_for_owner(scope: Scope) -> tuple[Match, Scope]:
@@ -193,7 +193,7 @@ _BUILT: Final = "_muster_built_application"
 
 
 class IngressDecorator(Protocol):
-    """What `ingress` returns: for a class, or for none, which makes one that has only the application."""
+    """Return type of `ingress`: decorates a class, or without one creates a class that only has the application."""
 
     @overload
     def __call__(self, cls: type[T], /) -> type[T]: ...
@@ -255,7 +255,7 @@ def ingress(app: Any = None) -> IngressDecorator:
 
 
 def _take_anything(self: Any, *args: Any, **kwargs: Any) -> None:
-    """What a deployment was bound with is there for the application's routes."""
+    """Constructor of a created class: stores the arguments for the application's routes."""
     self.args = args
     self.kwargs = kwargs
 
@@ -276,7 +276,7 @@ def _builder_method(cls: type[Any]) -> str | None:
 
 @final
 class _Application:
-    """The attribute ``__muster_asgi__``: of an instance, its application."""
+    """Descriptor ``__muster_asgi__``: the bound application of an instance."""
 
     def __init__(self, app: Any, *, is_builder: bool) -> None:
         self._app = app
@@ -296,7 +296,7 @@ class _Application:
         try:
             built = build()
         except AttributeError as error:
-            # As it is, it would say that there is no such attribute as this one.
+            # Raised unchanged, it would read as if this attribute itself were missing.
             raise RuntimeError(
                 f"the application of {owner.__qualname__} could not be built: {error}"
             ) from error
@@ -305,7 +305,7 @@ class _Application:
                 f"the application that was built for {owner.__qualname__} is {built!r}, no ASGI application"
             )
         bind_routes(built, owner)
-        with contextlib.suppress(AttributeError):  # an instance with slots builds anew
+        with contextlib.suppress(AttributeError):  # an instance with slots builds it again each time
             object.__setattr__(instance, _BUILT, built)
         return built
 

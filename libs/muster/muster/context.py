@@ -1,7 +1,7 @@
-"""Where the running user code is: in which replica, and working on which request.
+"""The context of running user code: its replica, and the request that it works on.
 
-Why functions and no globals: the same code runs in a replica, in a test and in a person's shell, and must be told
-clearly where it has nothing to ask.
+Why functions and no globals: the same code runs in a replica, in a test and in a shell, and must get a clear error
+where there is no context.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 batch_contexts: Final[ContextVar[Sequence[RequestContext | None]]] = ContextVar("muster_batch", default=())
-"""Of the batch that is being worked on; empty outside of batches."""
+"""Request contexts of the running batch; empty outside of batches."""
 
 before_requests: Final[Context] = copy_context()
-"""As it was when the user's code was imported: it has the ids that all logs bear, and nothing of any request. To be
-copied, for what works for several requests."""
+"""Context variables as of the import of user code: the ids that all logs carry, and nothing of any request. Copied for
+tasks that serve several requests."""
 
 
 class NotInReplica(RuntimeError):
-    """Something was asked for that only a replica's process has."""
+    """The function is only available in a replica's process."""
 
 
 class ReplicaContext(msgspec.Struct, frozen=True, kw_only=True):

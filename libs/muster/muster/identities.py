@@ -1,7 +1,7 @@
-"""The operator, accounts and keys of one stack: one secret file, from which every other file of identities follows.
+"""The operator, accounts and keys of one stack: one secret file, from which every other identity file is derived.
 
-Why one: whoever has it can make all others again, equal to the byte, so that making them is safe to repeat; and it is
-the only one that no service needs, so it can be kept elsewhere.
+Why one: all others can be generated again from it, byte for byte, so that generating is idempotent; and it is the only
+one that no service needs, so it can be stored elsewhere.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from serve_common.identities.roles import ACCOUNT_LIMITS, AccountName, Role, cro
 
 OPERATOR_FILE: Final = "nats_operator.json"
 SERVER_FILE: Final = "nats_identities.conf"
-"""What nats.conf includes as ``identities.conf``. Holds public keys and signed tokens, no secret."""
+"""The file that nats.conf includes as ``identities.conf``. Holds public keys and signed tokens, no secret."""
 CREDENTIALS: Final = {
     role: f"{role.value}.creds" for role in (Role.CONTROLLER, Role.ADMIN, Role.CLIENT, Role.SYSTEM)
 }
-"""Files in NATS' own format, for those who are one user."""
+"""Credentials files in NATS' own format, for roles that are one user."""
 KEYS: Final = {Role.HOST: ("host.keys", (Role.HOST, Role.REPLICA)), Role.PROXY: ("proxy.keys", (Role.PROXY,))}
-"""Files of signing keys, for those who make users; and of which roles."""
+"""Files of signing keys, for services that create users, with the roles whose keys they hold."""
 FILES: Final = (SERVER_FILE, *CREDENTIALS.values(), *(name for name, _ in KEYS.values()))
-"""All that `derive_files` gives."""
+"""All files that `derive_files` returns."""
 
 
 class OperatorUnusable(PermanentError):
-    """The file of the operator is none, or another program's; the message shows nothing of it."""
+    """The operator's file is not valid; the message shows none of its content."""
 
     error_code = "operator_unusable"
 
 
 class OperatorKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The seeds from which all else follows."""
+    """The seeds from which all other files are derived."""
 
     subject_prefix: str
     created_at: int
-    """Seconds since 1970; of all tokens, so that equal keys give equal files."""
+    """Issue time of all tokens, in seconds since 1970; fixed, so that equal keys give equal files."""
     operator: str
     accounts: dict[AccountName, str]
     signing_keys: dict[Role, str]
     users: dict[Role, str]
-    """Of the roles in `CREDENTIALS`."""
+    """Seeds of the users of the roles in `CREDENTIALS`."""
 
     def __repr__(self) -> str:
         return f"OperatorKeys(subject_prefix={self.subject_prefix!r}, …)"
 
 
 def make_operator(subject_prefix: str, *, now: float, random_bytes: Callable[[int], bytes]) -> OperatorKeys:
-    """Everything new."""
+    """Generate all keys of a new stack."""
 
     def seed(kind: KeyKind) -> str:
         return NatsKey(kind, random_bytes(SEED_BYTES)).seed
@@ -79,7 +79,7 @@ def make_operator(subject_prefix: str, *, now: float, random_bytes: Callable[[in
 
 
 def rotate_role(keys: OperatorKeys, role: Role, *, random_bytes: Callable[[int], bytes]) -> OperatorKeys:
-    """The same with a new signing key of ``role``: NATS then refuses every user that the former one made."""
+    """Replace the signing key of ``role``: NATS then refuses every user that the old key signed."""
     fresh = NatsKey(KeyKind.ACCOUNT, random_bytes(SEED_BYTES)).seed
     users = keys.users
     if role in users:
@@ -93,7 +93,7 @@ def encode_operator_keys(keys: OperatorKeys) -> str:
 
 
 def decode_operator_keys(text: str) -> OperatorKeys:
-    """What `encode_operator_keys` wrote. Raises `OperatorUnusable`."""
+    """Decode what `encode_operator_keys` returned. Raises `OperatorUnusable`."""
     try:
         keys = msgspec.json.decode(text, type=OperatorKeys)
         derive_files(keys)

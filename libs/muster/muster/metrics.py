@@ -14,7 +14,7 @@ from serve_common.telemetry.catalogue import OWN_PREFIX, SECONDS_BUCKETS, Export
 from serve_common.telemetry.metrics import Aggregate, measures
 
 METRICS_MAX: Final = 200
-"""Of one process."""
+"""Most metrics that one process may define."""
 TAGS_MAX: Final = 16
 BOUNDARIES_MAX: Final = 100
 NAME_LENGTH_MAX: Final = 128
@@ -26,7 +26,7 @@ _TAKEN_PREFIXES: Final = ("__", "process_", "python_")
 
 
 class MetricRefused(ValueError):
-    """A metric that cannot be; the message says why."""
+    """A metric's definition is invalid; the message gives the reason."""
 
 
 def define(
@@ -36,7 +36,7 @@ def define(
     tag_keys: Iterable[str] | None,
     boundaries: Iterable[float] | None = None,
 ) -> MetricSpec:
-    """The metric's specification. Raises `MetricRefused`, or TypeError for what is of a wrong type."""
+    """Build a metric's specification. Raises `MetricRefused`, or TypeError for a value of a wrong type."""
     _check_name(name)
     if not isinstance(description, str):
         raise TypeError(f"the description of metric {name!r} must be a text, not {description!r}")
@@ -109,7 +109,7 @@ _made: Final[set[str]] = set()
 
 
 class Metric:
-    """What the three kinds have in common."""
+    """Base of the three kinds of metrics."""
 
     def __init__(self, spec: MetricSpec) -> None:
         self._spec: Final = spec
@@ -127,13 +127,13 @@ class Metric:
         }
 
     def set_default_tags(self, default_tags: Tags) -> Self:
-        """Values for tags that a call does not give; returns the metric itself. Raises ValueError or TypeError."""
+        """Set values for tags that a call omits; returns the metric itself. Raises ValueError or TypeError."""
         self._check_tags(default_tags)
         self._default_tags = dict(default_tags)
         return self
 
     def _values(self, tags: Tags | None) -> tuple[str, ...]:
-        """The tags' values in the order of the keys."""
+        """Values of the tags in the order of the keys."""
         keys = self._keys
         if not keys and not tags:
             return _NO_TAGS
@@ -162,26 +162,26 @@ class Metric:
 
 
 class Counter(Metric):
-    """Counts what only ever rises: ``Counter("cache_hits", "…", tag_keys=("model",)).inc(tags={"model": "a"})``.
+    """A count that only rises: ``Counter("cache_hits", "…", tag_keys=("model",)).inc(tags={"model": "a"})``.
 
-    It is scraped as ``<name>_total``, with the further label ``backend_tag``, and added up over the replicas.
+    It is scraped as ``<name>_total``, with the additional label ``backend_tag``, summed over the replicas.
     """
 
     def __init__(self, name: str, description: str = "", tag_keys: Iterable[str] | None = None) -> None:
-        """Raises `MetricRefused` (a ValueError) for a name, tags or a number of metrics that cannot be."""
+        """Raises `MetricRefused` (a ValueError) for an invalid name or tags, or for too many metrics."""
         super().__init__(_admitted(define(MetricKind.COUNTER, name, description, tag_keys)))
         self._measure = measures.total(self._spec)
         if not self._keys:
             self._measure.add(0.0)
 
     def inc(self, value: float = 1.0, tags: Tags | None = None) -> None:
-        """Count ``value`` more. Raises ValueError below 0 and for tags that are missing or unknown."""
+        """Add ``value``. Raises ValueError below 0 and for missing or unknown tags."""
         if not 0 <= value < math.inf:
             raise ValueError(f"metric {self._spec.name!r}: a counter cannot be changed by {value!r}")
         self._measure.add(float(value), self._values(tags))
 
     def record(self, value: float, tags: Tags | None = None) -> None:
-        """As `inc`."""
+        """Same as `inc`."""
         self.inc(value, tags)
 
     def __reduce__(self) -> Any:
@@ -189,10 +189,10 @@ class Counter(Metric):
 
 
 class Gauge(Metric):
-    """Shows a value that may rise and fall, such as a cache's size; each replica sets its own.
+    """A value that may rise and fall, such as a cache's size; each replica sets its own.
 
-    ``aggregate`` says what becomes of the replicas' values: ``"sum"`` of those that live (the default), ``"max"``,
-    ``"min"``, or ``"latest"`` for the one that was set last.
+    ``aggregate`` combines the values of the replicas: ``"sum"`` of the live ones (the default), ``"max"``, ``"min"``,
+    or ``"latest"`` for the one that was set last.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Gauge(Metric):
         *,
         aggregate: str = "sum",
     ) -> None:
-        """As `Counter`."""
+        """Raises `MetricRefused` as `Counter` does, and for an unknown ``aggregate``."""
         try:
             how = Aggregate(aggregate)
         except ValueError:
@@ -215,11 +215,11 @@ class Gauge(Metric):
         self._measure = measures.level(self._spec, aggregate=how)
 
     def set(self, value: float, tags: Tags | None = None) -> None:
-        """It is ``value`` from now on."""
+        """Set the value."""
         self._measure.set(float(value), self._values(tags))
 
     def record(self, value: float, tags: Tags | None = None) -> None:
-        """As `set`."""
+        """Same as `set`."""
         self.set(value, tags)
 
     def __reduce__(self) -> Any:
@@ -229,9 +229,9 @@ class Gauge(Metric):
 
 
 class Histogram(Metric):
-    """Counts values by size, such as the tokens of an answer; ``boundaries`` are the upper bounds of its buckets.
+    """A distribution of values, such as the tokens of a response; ``boundaries`` are the upper bounds of its buckets.
 
-    Without boundaries they are those of Muster's own latencies, from 1 ms to 60 s.
+    The default boundaries are those of Muster's own latencies, from 1 ms to 60 s.
     """
 
     def __init__(
@@ -241,18 +241,18 @@ class Histogram(Metric):
         boundaries: Iterable[float] | None = None,
         tag_keys: Iterable[str] | None = None,
     ) -> None:
-        """As `Counter`."""
+        """Raises `MetricRefused` as `Counter` does, and for invalid ``boundaries``."""
         super().__init__(_admitted(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
         self._measure = measures.distribution(self._spec)
 
     def observe(self, value: float, tags: Tags | None = None) -> None:
-        """One more value. Raises ValueError for one that is no number."""
+        """Record a value. Raises ValueError unless it is a finite number."""
         if not math.isfinite(value):
             raise ValueError(f"metric {self._spec.name!r}: {value!r} cannot be observed")
         self._measure.observe(float(value), self._values(tags))
 
     def record(self, value: float, tags: Tags | None = None) -> None:
-        """As `observe`."""
+        """Same as `observe`."""
         self.observe(value, tags)
 
     def __reduce__(self) -> Any:
@@ -261,12 +261,12 @@ class Histogram(Metric):
 
 
 def _again(make: Callable[..., Metric], arguments: tuple[Any, ...], default_tags: dict[str, str]) -> Metric:
-    """What was pickled, in another process perhaps."""
+    """Recreate an unpickled metric, perhaps in another process."""
     return make(*arguments).set_default_tags(default_tags)
 
 
 def _admitted(spec: MetricSpec) -> MetricSpec:
-    """``spec``, unless there are too many already."""
+    """Return ``spec`` and count it. Raises `MetricRefused` when the process has too many metrics."""
     with _making:
         if spec.name not in _made and len(_made) >= METRICS_MAX:
             raise MetricRefused(f"metric {spec.name!r}: a process may define at most {METRICS_MAX} metrics")

@@ -1,9 +1,9 @@
-"""Something that each instance of a user's class has for itself, though one decorated function serves them all.
+"""State per instance of a user's class, for a decorated function that all instances share.
 
-Why not an attribute of the instance: it may have slots, be pickled or compared, and none of that may see this. It
-lives as long as the instance, and a pickled function takes none of it along.
+Why not an attribute of the instance: it may have slots, be pickled or compared, and none of that may see this state.
+The state lives as long as the instance, and is not pickled with the function.
 
-What is kept belongs to one event loop; a closed loop (as after each test) takes it along.
+It belongs to one event loop, and is dropped with a closed loop (as after each test).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar, final
 
 
 def is_method(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> bool:
-    """Whether calls of ``function`` bring an instance. A decorator sees a plain function, so its form must tell."""
+    """Whether ``function`` is called with an instance. A decorator sees a plain function, so its signature decides."""
     if not parameters:
         return False
     if parameters[0].name == "self":
@@ -26,10 +26,10 @@ def is_method(function: Callable[..., Any], parameters: Sequence[inspect.Paramet
 
 
 class OnLoop(Protocol):
-    """What is kept."""
+    """State that belongs to an event loop."""
 
     loop: asyncio.AbstractEventLoop
-    """The one that it may be used on."""
+    """The only loop that the state may be used on."""
 
 
 V = TypeVar("V", bound=OnLoop)
@@ -44,7 +44,7 @@ _NOBODY = _Nobody()
 
 @final
 class PerInstance(Generic[V]):
-    """Makes a value for each instance when it is first asked for."""
+    """Creates a value for each instance on first use."""
 
     def __init__(self, make: Callable[[], V]) -> None:
         """``make`` is called on the running event loop."""
@@ -52,7 +52,7 @@ class PerInstance(Generic[V]):
         self._values: dict[int, tuple[weakref.ref[Any], V]] = {}
 
     def of(self, instance: Any) -> V:
-        """The value of ``instance``; None has one too.
+        """The value of ``instance``; None stands for a plain function.
 
         Raises TypeError for an instance that cannot be referenced weakly, and RuntimeError when it belongs to another
         event loop that still runs.
@@ -78,7 +78,7 @@ class PerInstance(Generic[V]):
         return value
 
     def all(self) -> list[V]:
-        """The values of all instances that still are."""
+        """The values of all live instances."""
         return [value for _, value in list(self._values.values()) if not value.loop.is_closed()]
 
     def _forget(self, key: int, gone: weakref.ref[Any]) -> None:

@@ -5,9 +5,9 @@ in an environment that ``docker inspect`` or ``ps`` shows.
 
 Modes. The directory is 0700. Its files are 0600, or 0644 with ``for_containers``: compose mounts each file by itself
 and keeps its owner and mode, and the processes in the containers run as other users; on this machine the
-directory's 0700 still keeps everybody else out. Those of the replica host (`READ_AS_ROOT`) stay 0600: it reads them as
-root before it becomes another user, for user code runs in its container. So do the operator's keys, which no container
-needs.
+directory's 0700 still keeps all other users out. Those of the replica host (`READ_AS_ROOT`) stay 0600: it reads them
+as root before it becomes another user, because user code runs in its container. So do the operator's keys, which no
+container needs.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from serve_common.runtime.clock import SystemClock
 NATS_ROLES: Final = tuple(role.value for role in Role)
 """The plain users of deploy/nats/plain.conf; the file ``nats_<role>`` holds the password of each."""
 NATS_INCLUDE: Final = "nats_passwords.conf"
-"""Made of the others: what plain.conf includes under the name ``passwords.conf``."""
+"""File made of the others, which plain.conf includes under the name ``passwords.conf``."""
 PLAIN_NAMES: Final = tuple(f"nats_{role}" for role in NATS_ROLES)
 """Passwords that only a NATS with plain users needs."""
 NAMES: Final = ("postgres_password", "postgres_superuser_password", "grafana_admin_password")
 """Passwords that every stack needs."""
 FILES: Final = (*NAMES, identities.OPERATOR_FILE, *identities.FILES)
-"""All that `generate` makes for a stack that is not plain."""
+"""All files that `generate` makes for a stack with identities."""
 
 READ_AS_ROOT: Final = (identities.KEYS[Role.HOST][0], "nats_host", "nats_replica")
-"""What a container reads that starts as root."""
+"""Files read by containers that start as root."""
 
 _ENTROPY_BYTES: Final = 24
 _SAFE: Final = re.compile(r"[A-Za-z0-9_-]{8,128}")
-"""What needs no quoting in nats.conf, a URL or SQL; what we generate always fits."""
+"""Passwords that need no quoting in nats.conf, a URL or SQL; generated ones always match."""
 
 
 class SecretUnusable(PermanentError):
-    """A secret's file cannot be read or written, or holds something that it may not."""
+    """A secret's file cannot be read or written, or has invalid content."""
 
     error_code = "secret_unusable"
 
 
 class Secrets(msgspec.Struct, frozen=True):
-    """Where the secrets of one stack lie. Holds no value, so it can be shown and logged."""
+    """Paths of the secrets of one stack. Holds no value, so it can be shown and logged."""
 
     directory: Path
 
     def path(self, name: str) -> Path:
-        """The file of one of `FILES` and `PLAIN_NAMES`, or `NATS_INCLUDE`."""
+        """The path of a name in `FILES` or `PLAIN_NAMES`, or of `NATS_INCLUDE`; raises ValueError for others."""
         if name not in (*FILES, *PLAIN_NAMES, NATS_INCLUDE):
             raise ValueError(f"there is no secret named {name!r}")
         return self.directory / name
@@ -87,10 +87,10 @@ def generate(
     subject_prefix: str = "serve",
     rotate: Role | None = None,
 ) -> Secrets:
-    """Make what is missing in ``directory``, keep what is there, and set the modes; safe to call again and again.
+    """Generate missing files in ``directory``, keep existing ones, and set the modes; idempotent.
 
-    With ``plain`` passwords for NATS' own users are made instead of identities. ``rotate`` replaces what proves that
-    role. Raises `BadField` and, when a file cannot be read or written or holds an unfit value, `SecretUnusable`.
+    With ``plain``, passwords for NATS' own users are generated instead of identities. ``rotate`` replaces the keys of
+    that role. Raises `BadField`, and `SecretUnusable` when a file cannot be read or written or has an invalid value.
     """
     check_name(subject_prefix, "subject_prefix")
     mode = 0o644 if for_containers else 0o600
@@ -138,7 +138,7 @@ def _nats_include(made: Secrets) -> str:
 
 
 def _keep(path: Path, text: str, mode: int) -> None:
-    """Left alone when nothing changed: a container mounts this very file, not its name."""
+    """Write the file unless it is unchanged: a container mounts the inode, not the name."""
     if not path.exists() or path.read_bytes() != text.encode():
         _write(path, text)
     path.chmod(mode)
@@ -157,7 +157,7 @@ def _read(path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write so that a reader sees either the old file or the whole new one, and nobody else sees either."""
+    """Replace the file atomically; it is readable by its owner only."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

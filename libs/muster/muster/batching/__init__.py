@@ -1,10 +1,10 @@
-"""Batching in the replica: calls with one item each, worked on by a function that takes many.
+"""Batching in the replica: calls with one item each, processed by a function that takes a list of items.
 
-Why it is here and not in a proxy: only the user's code knows which of its steps gains by working on many items at
-once, and a batch must never mix what different routers think of it.
+Why here and not in a proxy: only the user's code knows which of its steps gains by processing many items at once, and
+a batch must not depend on which router a call came through.
 
-`queue` decides, `batcher` carries out on the event loop, `running` is one batch at work, `decorator` is what users
-import.
+`queue` decides which calls make a batch, `batches` runs batches on the event loop, `calls` is one call from its
+caller's side, `decorator` is what users import.
 """
 
 from __future__ import annotations

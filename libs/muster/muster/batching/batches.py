@@ -1,4 +1,4 @@
-"""Runs the batches of one function and one instance: carries out the queue's decisions and deals out responses."""
+"""Runs the batches of one function and one instance: executes the queue's decisions and distributes results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from serve_common.telemetry.tracer import process_tracer
 
 
 def begin_batch(function_name: str, contexts: Sequence[RequestContext | None]) -> Span | None:
-    """A span for the batch of these requests, which the running task works below; None when none is traced."""
+    """Start a span for the batch of these requests and enter it in the running task; None when none is traced."""
     tracer = process_tracer()
     if tracer is None:
         return None
@@ -55,14 +55,14 @@ def begin_batch(function_name: str, contexts: Sequence[RequestContext | None]) -
 
 
 def below(span: Span, context: RequestContext | None) -> RequestContext | None:
-    """``context`` for what the batch calls."""
+    """``context`` with ``span`` as the parent of calls that the batch makes."""
     if context is None:
         return None
     return msgspec.structs.replace(context, traceparent=span.traceparent, tracestate=span.tracestate)
 
 
 def end_batch(span: Span, failure: BaseException | None) -> None:
-    """The batch has ended, by ``failure`` if there is one."""
+    """End the span of a batch, with ``failure`` as its error if there is one."""
     tracer = process_tracer()
     if tracer is None:
         return
@@ -76,7 +76,7 @@ _log = structlog.get_logger(__name__)
 
 @final
 class RunningBatch:
-    """Calls that are worked on together."""
+    """Calls that are processed together."""
 
     __slots__ = (
         "_arguments",
@@ -108,16 +108,16 @@ class RunningBatch:
         self._task: OwnedTask | None = None
         self._has_begun = self._is_unwanted = False
         self.began_at: float | None = None
-        """When the function was called, by `time.monotonic`; None before, and for ever when nobody wanted it."""
+        """When the function was called, by `time.monotonic`; None before, and when all callers left first."""
 
     def start(self, tasks: TaskOwner) -> None:
-        """Begin, as a task of ``tasks``; ``on_end`` is called when the function has ended."""
+        """Start as a task of ``tasks``; ``on_end`` is called when the function has ended."""
         for call in self._calls:
             call.running = self
         self._task = tasks.start(self._run(), "run")
 
     def left_by(self, call: BatchedCall) -> None:
-        """``call`` wants no answer any more; when nobody does, the function is cancelled."""
+        """Remove ``call``, whose caller left; the function is cancelled once all callers have left."""
         self._wanted.discard(call)
         self.has_room()
         if self._wanted or self._is_unwanted or self._task is None:
@@ -127,7 +127,7 @@ class RunningBatch:
             self._task.cancel()
 
     def has_room(self) -> None:
-        """Somebody who was behind has taken a step, or is gone."""
+        """Wake the batch: a slow caller has taken a step, or left."""
         if self._room is not None:
             self._room.set()
 
@@ -136,21 +136,21 @@ class RunningBatch:
         failure: BaseException | None = None
         span: Span | None = None
         try:
-            if not self._is_unwanted:  # all may have gone between the decision and now
+            if not self._is_unwanted:  # all callers may have left since the decision
                 self.began_at = time.monotonic()
                 wanted = [call for call in self._calls if call in self._wanted]
                 span = begin_batch(self._function.__qualname__, [call.context for call in wanted])
                 await self._work(wanted, span)
         except asyncio.CancelledError as error:
             if self._is_unwanted:
-                return  # nobody waits, and that is why
+                return  # cancelled because no caller is left
             if not cancellations():
                 failure = error  # the function's own
                 return
             failure = BatchCancelled(f"{self._function.__qualname__} was cancelled")
             failure.__cause__ = error
-            raise  # by whoever closes the event loop
-        except BaseException as error:  # noqa: BLE001 - also a SystemExit is for the callers, not for the event loop
+            raise  # cancelled by the closing of the event loop
+        except BaseException as error:  # noqa: BLE001 - even SystemExit is for the callers, not for the event loop
             if not self._wanted:
                 _log.warning("unwanted_batch_failed", function=self._function.__qualname__, error=repr(error))
             failure = error
@@ -203,7 +203,7 @@ class RunningBatch:
                 stream.end()
 
     def _checked(self, results: Any, wanted: int, verb: str) -> Sequence[Any]:
-        """``results`` when there is one for each call. Raises `WrongBatchResult`."""
+        """Return ``results`` when there is one for each call; otherwise raise `WrongBatchResult`."""
         name = self._function.__qualname__
         if isinstance(results, str | bytes | Mapping | AbstractSet) or not hasattr(results, "__len__"):
             kind = type(results).__name__
@@ -217,10 +217,10 @@ class RunningBatch:
 
 
 def shared_context(contexts: Sequence[RequestContext | None]) -> RequestContext | None:
-    """What a batch passes on to whatever it calls: of a single request everything.
+    """The request context for calls that a batch makes: for a single request its own.
 
-    Of several what they have in common, the trace of the first, and the latest deadline, for until then somebody wants
-    the answer.
+    For several: what they have in common, the trace of the first, and the latest deadline, because until then a caller
+    waits.
     """
     known = [context for context in contexts if context is not None]
     if not known:
@@ -249,10 +249,10 @@ def _common(values: set[str]) -> str:
 
 
 WAITING_MAX: Final = 10_000
-"""Calls that may wait in one queue. A replica's limit of concurrent requests is far below it."""
+"""Most calls that may wait in one queue. A replica's limit of concurrent requests is far below it."""
 MISFIT_INTERVAL_S: Final = 60.0
 _FUNCTIONS_MAX: Final = 100
-"""That are measured one by one."""
+"""Most functions with metrics of their own."""
 
 _SIZE: Final = measures.distribution(BATCH_SIZE, _FUNCTIONS_MAX)
 _WAIT: Final = measures.distribution(BATCH_WAIT_SECONDS, _FUNCTIONS_MAX)
@@ -261,7 +261,7 @@ _SECONDS: Final = measures.distribution(BATCH_SECONDS, _FUNCTIONS_MAX)
 
 @final
 class Batcher:
-    """All methods run on the event loop that it was made on, except `look_soon`."""
+    """Queues calls and runs batches. Methods run on the event loop it was created on, except `rules_changed`."""
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, rules: BatchRules) -> None:
         self.loop = asyncio.get_running_loop()
@@ -284,7 +284,7 @@ class Batcher:
         instance: Any,
         arguments: Bound,
     ) -> Any:
-        """A call that waits from now on. Raises `LimitReached`."""
+        """Queue a call and return it. Raises `LimitReached` when too many wait."""
         if len(self._queue) >= WAITING_MAX:
             raise LimitReached(f"{WAITING_MAX} calls wait for a batch of {self._function.__qualname__}")
         call = kind(
@@ -300,16 +300,16 @@ class Batcher:
         return call
 
     def leave(self, call: BatchedCall) -> None:
-        """The caller of ``call`` is gone, or has all that it wants."""
+        """Remove ``call``: its caller left, or has its whole result."""
         call.leave()
         if call.running is not None:
             call.running.left_by(call)
         else:
             self._queue.withdraw(call)
-            self._look_later()  # the next one may be first now, or a timer may be for nothing
+            self._look_later()  # another call may be first now, or a timer may be obsolete
 
     def rules_changed(self) -> None:
-        """Go by the rules as they are now; may be called in any thread."""
+        """Apply changed rules; may be called from any thread."""
         self.loop.call_soon_threadsafe(self._apply_rules, context=self._nobodys_context)
 
     def _apply_rules(self) -> None:
@@ -317,7 +317,7 @@ class Batcher:
         self._look_later()
 
     def _look_later(self) -> None:
-        """Look when everybody who is about to call has done so: what comes together is batched together."""
+        """Evaluate the queue in the next loop iteration, so that calls of the same iteration are batched together."""
         if not self._will_look:
             self._will_look = True
             self.loop.call_soon(self._look, context=self._nobodys_context)

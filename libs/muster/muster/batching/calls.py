@@ -1,4 +1,4 @@
-"""One call of a batch function from its caller's side: its arguments among others', its response, its errors."""
+"""One call of a batch function from its caller's side: merging its arguments, its result and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Bound = tuple[Any, ...] | dict[str, Any]
 
 @final
 class Arguments:
-    """How the calls of one batch function are put together."""
+    """Binds and merges the arguments of one batch function's calls."""
 
     __slots__ = ("_bind", "_first", "_function_name", "_parameters", "_takes_one", "has_instance")
 
@@ -29,7 +29,7 @@ class Arguments:
         self._function_name = function.__qualname__
         parameters = list(inspect.signature(function).parameters.values())
         self.has_instance = is_method(function, parameters)
-        """True when calls bring the instance as their first argument."""
+        """True when the first argument of calls is the instance."""
         if self.has_instance:
             parameters = parameters[1:]
         if not parameters:
@@ -48,7 +48,7 @@ class Arguments:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """The arguments of one call, without the instance; raises TypeError as the function itself would."""
+        """Bind the arguments of one call, without the instance; raises TypeError as the function itself would."""
         if self._takes_one and len(args) == 1 and not kwargs:
             return args
         try:
@@ -57,14 +57,14 @@ class Arguments:
             raise TypeError(f"{self._function_name}() {error}") from None
 
     def item(self, bound: Bound) -> Any:
-        """What ``batch_size_fn`` is given for a call: its first argument."""
+        """The item of a call, passed to ``batch_size_fn``: its first argument."""
         return bound[0] if isinstance(bound, tuple) else bound.get(self._first)
 
     def merge(self, calls: Sequence[Bound]) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and named arguments of the batch function: one list per parameter.
+        """Merge calls into positional and named arguments of the batch function: one list per parameter.
 
-        A parameter that no call gives is left to its default; for one that only some give, the others' place in the
-        list has the default.
+        A parameter that no call passes keeps its default; if only some pass it, the lists have the default for the
+        others.
         """
         single = [bound[0] for bound in calls if isinstance(bound, tuple)]
         if len(single) == len(calls):
@@ -84,7 +84,7 @@ class Arguments:
 
 
 STEPS_AHEAD_MAX: Final = 64
-"""How many steps of a stream may wait for their caller; then the whole batch waits for it."""
+"""Steps of a stream that may wait for their caller; beyond that the whole batch waits."""
 
 _STREAM_ENDS: Final = (StopIteration, StopAsyncIteration)
 
@@ -93,14 +93,14 @@ class Running(Protocol):
     """The batch that a call is in."""
 
     def left_by(self, call: BatchedCall) -> None:
-        """``call`` wants no answer any more."""
+        """The caller of ``call`` left."""
 
     def has_room(self) -> None:
-        """A caller that was behind has taken a step."""
+        """A slow caller has taken a step."""
 
 
 class BatchedCall(WaitingCall):
-    """A call with all that its batch needs to know."""
+    """A waiting call with its arguments, request context and batch."""
 
     __slots__ = ("arguments", "context", "instance", "running")
 
@@ -115,7 +115,7 @@ class BatchedCall(WaitingCall):
     ) -> None:
         deadline = None if context is None else context.deadline
         if deadline is None or deadline <= arrived_at:
-            # What calls after its deadline is an answer that has begun and goes on, as streams and WebSockets may.
+            # Calls after the request's deadline come from a response that goes on, such as a stream or WebSocket.
             deadline = NO_DEADLINE
         group = "" if context is None else context.model_id
         super().__init__(item=item, group=group, arrived_at=arrived_at, deadline=deadline)
@@ -123,25 +123,25 @@ class BatchedCall(WaitingCall):
         self.arguments = arguments
         self.context = context
         self.running: Running | None = None
-        """Set when its batch starts."""
+        """The batch that the call is in; set when it starts."""
 
     @property
     def is_settled(self) -> bool:
-        """True when it has its whole answer, or wants none."""
+        """True when the whole result is delivered, or its caller left."""
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
-        """Let its caller have ``error``; does nothing when it is settled."""
+        """Raise ``error`` at the caller; does nothing when the call is settled."""
         raise NotImplementedError
 
     def leave(self) -> None:
-        """Its caller is gone."""
+        """The caller left."""
         raise NotImplementedError
 
 
 @final
 class SingleCall(BatchedCall):
-    """A call with one answer."""
+    """A call with one result."""
 
     __slots__ = ("answer",)
 
@@ -151,31 +151,31 @@ class SingleCall(BatchedCall):
 
     @property
     def is_settled(self) -> bool:
-        """True when it has its answer, or its caller was cancelled."""
+        """True when it has its result, or its caller was cancelled."""
         return self.answer.done()
 
     def succeed(self, result: Any) -> None:
-        """Let its caller have ``result``; an exception among results is raised there."""
+        """Return ``result`` to the caller; an exception as a result is raised there."""
         if isinstance(result, BaseException):
             self.fail(result)
         elif not self.answer.done():
             self.answer.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` at its caller."""
+        """Raise ``error`` at the caller."""
         if not self.answer.done():
             self.answer.set_exception(storable(error))
 
     def leave(self) -> None:
-        """Nobody waits for the answer any more."""
+        """The caller no longer waits for the result."""
         if not self.answer.cancel() and not self.answer.cancelled():
-            # It came in the moment in which the caller was cancelled; asyncio would report it as never looked at.
+            # Set at the moment the caller was cancelled; asyncio would report the exception as never retrieved.
             self.answer.exception()
 
 
 @final
 class StreamedCall(BatchedCall):
-    """A call with an answer in steps."""
+    """A call with a streamed result."""
 
     __slots__ = ("_error", "_is_ended", "_is_left", "_loop", "_steps", "_waiter")
 
@@ -189,16 +189,16 @@ class StreamedCall(BatchedCall):
 
     @property
     def is_settled(self) -> bool:
-        """True when no step will come any more, or nobody wants one."""
+        """True when the stream has ended, or its caller left."""
         return self._is_ended or self._is_left
 
     @property
     def is_behind(self) -> bool:
-        """True when its caller must take a step before there may be another one."""
+        """True when the caller must take a step before another one may be added."""
         return not self.is_settled and len(self._steps) >= STEPS_AHEAD_MAX
 
     def give(self, step: Any) -> None:
-        """One more step; StopIteration and StopAsyncIteration end the stream, another exception fails it."""
+        """Add a step; StopIteration and StopAsyncIteration end the stream, another exception fails it."""
         if self.is_settled:
             return
         if isinstance(step, _STREAM_ENDS) or (isinstance(step, type) and issubclass(step, _STREAM_ENDS)):
@@ -210,23 +210,23 @@ class StreamedCall(BatchedCall):
             self._wake()
 
     def end(self) -> None:
-        """No more steps."""
+        """End the stream."""
         self._is_ended = True
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` after the steps that are there."""
+        """Raise ``error`` at the caller after the steps already added."""
         if not self.is_settled:
             self._error = storable(error)
             self.end()
 
     def leave(self) -> None:
-        """Nobody wants more steps."""
+        """The caller wants no more steps."""
         self._is_left = True
         self._steps.clear()
 
     async def next_step(self) -> Any:
-        """Raises StopAsyncIteration at the end, or what the stream failed with."""
+        """Wait for the next step. Raises StopAsyncIteration at the end, or what the stream failed with."""
         while not self._steps:
             if self._is_ended:
                 raise StopAsyncIteration if self._error is None else self._error
@@ -247,7 +247,7 @@ class StreamedCall(BatchedCall):
 
 
 def storable(error: BaseException) -> BaseException:
-    """``error``, or for what a coroutine must not raise something that says the same."""
+    """``error``, or an equivalent RuntimeError for exceptions that a coroutine must not raise."""
     if isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit | asyncio.CancelledError):
         stand_in = RuntimeError(f"the batch function failed with {type(error).__name__}: {error}")
         stand_in.__cause__ = error
@@ -256,7 +256,7 @@ def storable(error: BaseException) -> BaseException:
 
 
 class WrongBatchResult(RuntimeError):
-    """The batch function returned or yielded something that cannot be dealt out to its callers."""
+    """The batch function returned or yielded something that cannot be distributed to its callers."""
 
 
 class BatchCancelled(RuntimeError):

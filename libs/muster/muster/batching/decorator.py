@@ -1,7 +1,6 @@
-"""The decorator `batch`, with the names and defaults of Ray Serve's.
+"""The decorator `batch`, with Ray Serve's names and defaults.
 
-Why the result is a plain function: everything that asks whether a handler is async, and every other decorator, works
-with it.
+Why the result is a plain function: checks whether a handler is async, and other decorators, work with it.
 """
 
 from __future__ import annotations
@@ -27,33 +26,33 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class BatchSettings(Protocol):
-    """What a batched function can be told while it runs; it holds for all instances of its class at once."""
+    """Settings of a batched function that may change while it runs, for all instances of its class at once."""
 
     def set_max_batch_size(self, new_max_batch_size: int) -> None:
-        """Raises ValueError below 1."""
+        """Set the largest batch size. Raises ValueError below 1."""
 
     def set_batch_wait_timeout_s(self, new_batch_wait_timeout_s: float) -> None:
-        """Raises ValueError below 0."""
+        """Set the seconds that the first item of a batch may wait. Raises ValueError below 0."""
 
     def get_max_batch_size(self) -> int:
-        """As it is now."""
+        """The current largest batch size."""
 
     def get_batch_wait_timeout_s(self) -> float:
-        """As it is now."""
+        """The current number of seconds that the first item of a batch may wait."""
 
 
 class BatchedFunction(BatchSettings, Protocol[T_contra, R_co]):
-    """Takes one item; the batch function took a list of them."""
+    """A batched function, which takes one item where the batch function takes a list."""
 
     def __call__(self, item: T_contra, /) -> R_co:
-        """The answer for one item: awaitable, or an async generator when the batch function is one."""
+        """The result for one item: awaitable, or an async generator when the batch function is one."""
 
 
 class BatchedMethod(BatchSettings, Protocol[S_contra, T_contra, R_co]):
-    """The same as a method."""
+    """A batched method."""
 
     def __call__(self, instance: S_contra, item: T_contra, /) -> R_co:
-        """The answer for one item."""
+        """The result for one item."""
 
     def __get__(self, instance: Any, owner: Any = None, /) -> BatchedFunction[T_contra, R_co]:
         """The method of one instance; each instance has a queue of its own."""
@@ -63,7 +62,7 @@ class BatchedAny(BatchSettings, Protocol):
     """A batched function of several arguments."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer for one item."""
+        """The result for one item."""
 
     def __get__(self, instance: Any, owner: Any = None, /) -> BatchedAny:
         """The method of one instance."""
@@ -138,11 +137,10 @@ def batch(
     max_concurrent_batches: int = 1,
     batch_size_fn: BatchSizeFn | None = None,
 ) -> Any:
-    """Make a function that works on a list of items callable with one item; calls are put together to batches.
+    """Make a function of a list of items callable with one item; concurrent calls are combined into batches.
 
-    The function or method is ``async def``, takes a list and returns a list of the same length; whoever calls it
-    passes one item and gets its own result. With several arguments each becomes a list. Each instance has its own
-    queue::
+    The function or method is ``async def``, takes a list and returns a list of the same length; a caller passes one
+    item and gets its own result. With several arguments each becomes a list. Each instance has its own queue::
 
         class Model:
             @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.005)
@@ -153,14 +151,14 @@ def batch(
                 return await self.predict(await read_image(request))
 
     A batch runs when it has ``max_batch_size`` items, or when its first item has waited for ``batch_wait_timeout_s``
-    seconds (0: whatever has come together), and at most ``max_concurrent_batches`` run at the same time; what comes
-    meanwhile makes the next batch, in the order of arrival. ``batch_size_fn(items)`` may count something else than
-    items, such as tokens; it is given the first argument of each call. An item that is larger than ``max_batch_size``
-    all by itself goes alone. When ``batch_size_fn`` raises for an item, only that item's caller gets the exception;
-    when it raises for items together, they are not batched together.
+    seconds (0: items that arrive together), and at most ``max_concurrent_batches`` run at the same time; later items
+    make the next batch, in the order of arrival. ``batch_size_fn(items)`` may count something other than items, such
+    as tokens; it gets the first argument of each call. An item that alone exceeds ``max_batch_size`` makes a batch of
+    its own. When ``batch_size_fn`` raises for an item, only that item's caller gets the exception; when it raises for
+    items together, they are not batched together.
 
-    One item may fail alone: return an exception as its result, and it is raised at that caller only. What the function
-    raises is raised at all callers. A list of another length, or no list, is `WrongBatchResult` for all.
+    One item may fail alone: an exception as its result is raised at that caller only. An exception that the function
+    raises is raised at all callers. A list of another length, or no list, raises `WrongBatchResult` at all.
 
     A caller that is cancelled leaves its batch: while waiting, its item never reaches the function; when all callers
     of a running batch are gone, the function is cancelled. An item whose request's deadline passes while it waits
@@ -168,18 +166,18 @@ def batch(
 
     An ``async def`` with ``yield`` makes streams: it yields lists with one value per item, and each caller iterates
     over its own values with ``async for``. ``StopIteration`` (or ``StopAsyncIteration``) as a value ends one caller's
-    stream, an exception as a value fails it; what later lists hold in that place is ignored. A caller who is too slow
-    holds up the batch, so that memory stays bounded.
+    stream, an exception as a value fails it; later values in its place are ignored. A slow caller holds up the batch,
+    so that memory stays bounded.
 
-    Inside the function `get_request_context` has what all items have in common (of a batch of one: everything; else
+    Inside the function `get_request_context` has what all items have in common (for a batch of one: everything; else
     the latest deadline and the trace of the first), `get_batch_request_contexts` the contexts of all items in order,
-    and `get_multiplexed_model_id` the model, for items for different models are never in one batch. Other context
-    variables of callers are not visible.
+    and `get_multiplexed_model_id` the model, because a batch never mixes models. Other context variables of callers
+    are not visible.
 
-    ``set_max_batch_size``, ``set_batch_wait_timeout_s`` and the getters of the decorated function change and tell
-    these for all instances.
+    ``set_max_batch_size``, ``set_batch_wait_timeout_s`` and the getters of the decorated function change and return
+    these settings for all instances.
 
-    Raises TypeError for what cannot be batched, ValueError for a limit that makes no sense.
+    Raises TypeError for a function that cannot be batched, ValueError for an invalid limit.
     """
     rules = BatchRules(
         max_batch_size=_whole("max_batch_size", max_batch_size),

@@ -1,6 +1,7 @@
-"""Which waiting calls make the next batch, and when: decided without a clock, a task or a timer.
+"""Decides which waiting calls make the next batch, and when, without a clock, a task or a timer.
 
-Why apart: that no batch is too large, that nobody is overtaken, lost or kept waiting is proved on this file alone.
+Why a module of its own: that no batch is too large, and no call overtaken, lost or delayed, is proved on this file
+alone.
 
 The rules, in order:
 
@@ -9,8 +10,8 @@ The rules, in order:
 - A batch is *closed* when the next call does not fit or nothing more can: its size has reached ``max_batch_size``. Its
   size is the number of its calls, or what ``batch_size_fn`` says of their items. A call that is larger than the
   maximum all by itself makes a batch of its own.
-- A batch goes when it is closed, or when its first call has waited for ``batch_wait_timeout_s``, as soon as fewer than
-  ``max_concurrent_batches`` run. Of several the one whose first call came first goes first.
+- A batch starts when it is closed, or when its first call has waited for ``batch_wait_timeout_s``, as soon as fewer
+  than ``max_concurrent_batches`` run. Of several the one whose first call arrived first starts first.
 - A call that has been withdrawn, or whose deadline has passed, is in no batch.
 """
 
@@ -30,7 +31,7 @@ BatchSizeFn = Callable[[list[Any]], float]
 
 
 class BatchRules(msgspec.Struct, kw_only=True):
-    """What a queue goes by; may change at any time, after which `BatchQueue.rules_changed` is to be called."""
+    """Settings of a queue; may change at any time, after which `BatchQueue.rules_changed` must be called."""
 
     max_batch_size: int
     batch_wait_timeout_s: float
@@ -39,40 +40,40 @@ class BatchRules(msgspec.Struct, kw_only=True):
 
 
 class WaitingCall:
-    """One call that waits to be in a batch."""
+    """One call that waits for a batch."""
 
     __slots__ = ("arrived_at", "deadline", "group", "item", "size_error")
 
     def __init__(self, *, item: Any, group: str, arrived_at: float, deadline: float = NO_DEADLINE) -> None:
         self.item = item
-        """What `BatchRules.batch_size_fn` is given for it."""
+        """Argument of `BatchRules.batch_size_fn` for this call."""
         self.group = group
         self.arrived_at = arrived_at
         self.deadline = deadline
-        """By the same clock as ``arrived_at``."""
+        """Latest time to start, by the clock of ``arrived_at``."""
         self.size_error: BaseException | None = None
-        """Why it has no size; then it is in no batch."""
+        """Why its size cannot be computed; then it is in no batch."""
 
 
 C = TypeVar("C", bound=WaitingCall)
 
 
 class Decision(NamedTuple, Generic[C]):
-    """What is to be done now."""
+    """What to do now."""
 
     batch: list[C] | None
-    """Runs now; ask again at once, for there may be another one."""
+    """Calls of a batch to start now; decide again at once, as there may be another one. None: no batch."""
     expired: list[C]
-    """Are past their deadline."""
+    """Calls past their deadline."""
     unsized: list[C]
-    """`WaitingCall.size_error` says why."""
+    """Calls without a size; `WaitingCall.size_error` is the reason."""
     look_again_at: float | None
-    """When there will be a batch if nothing else happens; None when only something else can bring one."""
+    """When a batch will be due if nothing else happens; None when only another event can make one due."""
 
 
 @final
 class _Line(Generic[C]):
-    """The calls of one group: those that will be in the next batch, and those behind them."""
+    """The calls of one group: those of the next batch, and those behind them."""
 
     __slots__ = ("behind", "is_closed", "next_batch")
 
@@ -82,7 +83,7 @@ class _Line(Generic[C]):
         self.is_closed = False
 
     def reopen(self) -> None:
-        """Measure the next batch from its beginning."""
+        """Return the calls of the next batch to the queue, to fill it again."""
         for call in reversed(self.next_batch):
             self.behind[call] = None
             self.behind.move_to_end(call, last=False)
@@ -92,22 +93,22 @@ class _Line(Generic[C]):
 
 @final
 class BatchQueue(Generic[C]):
-    """The calls that wait, of one function and one instance."""
+    """The waiting calls of one function and one instance."""
 
     def __init__(self, rules: BatchRules) -> None:
         self.last_misfit_error: BaseException | None = None
-        """What ``batch_size_fn`` raised for items together that it could size alone; they are then batched apart."""
+        """What ``batch_size_fn`` raised for items that it could size one by one; they are then batched apart."""
         self._rules = rules
         self._lines: dict[str, _Line[C]] = {}
         self._unsized: list[C] = []
         self._length = 0
 
     def __len__(self) -> int:
-        """How many calls wait."""
+        """The number of waiting calls."""
         return self._length
 
     def add(self, call: C) -> bool:
-        """Take ``call`` into the queue; True when it is time to `decide`, for something has come that may go."""
+        """Add ``call`` to the queue; True when `decide` should run, as a batch or its due time may have changed."""
         line = self._lines.get(call.group)
         if line is None:
             line = self._lines[call.group] = _Line()
@@ -120,7 +121,7 @@ class BatchQueue(Generic[C]):
         return was_empty or line.is_closed or bool(self._unsized)
 
     def withdraw(self, call: C) -> None:
-        """Forget ``call``; nothing happens when it does not wait (any more)."""
+        """Remove ``call``; does nothing when it is not waiting."""
         line = self._lines.get(call.group)
         if line is None:
             return
@@ -140,14 +141,14 @@ class BatchQueue(Generic[C]):
         self._drop_if_empty(call.group, line)
 
     def rules_changed(self) -> None:
-        """Measure all batches by the rules as they are now."""
+        """Form all batches again by the current rules."""
         for group, line in list(self._lines.items()):
             line.reopen()
             self._fill(line)
             self._drop_if_empty(group, line)
 
     def decide(self, now: float, *, running: int) -> Decision[C]:
-        """What is to be done at ``now``, while ``running`` batches run."""
+        """Decide what to do at ``now``, while ``running`` batches run."""
         expired: list[C] = []
         while True:
             batch: list[C] | None = None
@@ -157,12 +158,12 @@ class BatchQueue(Generic[C]):
                 if group is not None:
                     batch = self._take(group, now, expired)
                     if batch is None:
-                        continue  # some of it had expired, so it is another one now
+                        continue  # some of its calls had expired, so the batch has changed
             unsized, self._unsized = self._unsized, []
             return Decision(batch, expired, unsized, look_again_at)
 
     def _ready(self, now: float) -> tuple[str | None, float | None]:
-        """The group whose batch goes now, or when the next one will."""
+        """The group whose batch is due now, and when the next one of another group is."""
         found: str | None = None
         found_arrived = look_again_at = math.inf
         for group, line in self._lines.items():
@@ -194,7 +195,7 @@ class BatchQueue(Generic[C]):
         return batch
 
     def _fill(self, line: _Line[C]) -> None:
-        """Move calls into the next batch until it is closed or nobody is left."""
+        """Move calls into the next batch until it is closed or no call is left."""
         rules = self._rules
         while line.behind and not line.is_closed:
             call = next(iter(line.behind))
@@ -203,7 +204,7 @@ class BatchQueue(Generic[C]):
             else:
                 try:
                     size = measure(rules.batch_size_fn, (*line.next_batch, call))
-                except BaseException as error:  # noqa: BLE001 - it is the user's function, and the caller is told
+                except BaseException as error:  # noqa: BLE001 - the user's function; its error is raised at the caller
                     if line.next_batch:
                         self.last_misfit_error = error
                         line.is_closed = True
@@ -224,7 +225,7 @@ class BatchQueue(Generic[C]):
 
 
 def measure(size_fn: BatchSizeFn, calls: Iterable[WaitingCall]) -> float:
-    """The size of ``calls`` together; raises what the function raises, and ValueError for what is no size."""
+    """The combined size of ``calls``; raises what the function raises, and ValueError for an invalid size."""
     size = size_fn([call.item for call in calls])
     try:
         number = float(size)

@@ -39,7 +39,7 @@ _WORDS: Final = {
 
 
 def read_application(file: str, directory: Path) -> tuple[DeployApplication, list[str]]:
-    """What ``file`` (``-``: standard input) says, with directories as hosts shall see them, and notes for people.
+    """Read ``file`` (``-``: standard input); returns the command, with directories as hosts see them, and notes.
 
     Raises `BadField` with the file and the path in it.
     """
@@ -107,7 +107,7 @@ def _field_of(text: str) -> BadField:
     return BadField(at, f"must be {_WORDS.get(wanted, wanted)}, not {got}{quotes}")
 
 
-app = group("Several deployments as one: deploy, delete, list.")
+app = group("Applications, several deployments as one: deploy, delete, list.")
 
 
 @changing(timeout_s=600.0)
@@ -115,10 +115,16 @@ def deploy(
     session: Session,
     *,
     file: Annotated[
-        str, typer.Option("-f", "--file", metavar="FILE", help="YAML or JSON; '-' reads standard input.")
+        str,
+        typer.Option(
+            "-f",
+            "--file",
+            metavar="FILE",
+            help="File in YAML or JSON that describes the application; '-' reads standard input.",
+        ),
     ],
 ) -> ChangeRequest:
-    """Make an application be as in a file, and wait until it serves.
+    """Create or update an application from a file, and wait until it serves.
 
     Example:
       muster app deploy -f shop.yaml
@@ -135,9 +141,9 @@ def deploy(
           replica_config: {import_path: "shop:Model", app_dir: .}
           backend_config: {num_replicas: 2}
 
-    All of it or nothing; deployments that are left out go away. app_dir
-    is relative to the file. Other fields are as the options of
-    'muster deploy' without their dashes.
+    The change is all or nothing; deployments that are left out are
+    deleted. app_dir is relative to the file. Other fields are named like
+    the options of 'muster deploy', without their dashes.
     """
     request, notes = read_application(file, session.directory)
     for note in notes:
@@ -151,7 +157,7 @@ def deploy(
 def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Annotated[str, typer.Argument(metavar="APP", help="Its name.")],
+    name: Annotated[str, typer.Argument(metavar="APP", help="Name of the application.")],
 ) -> ChangeRequest:
     """Delete an application with all its deployments.
 

@@ -25,9 +25,9 @@ from serve_common.api.queries import GetBackendConfig
 from serve_common.api.views import BackendConfigView, BackendView
 from serve_common.names import deployment_tag
 
-Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Its tag; of a deployment its name.")]
+Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Tag of the backend, or name of a deployment.")]
 
-app = group("Code and its replicas: create, update, delete, config, list.")
+app = group("Backends, code with its replicas: create, update, delete, config, list.")
 
 
 @changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
@@ -35,16 +35,17 @@ def create(
     session: Session,
     *,
     tag: Tag,
-    import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
+    import_path: Annotated[str, typer.Argument(help="Class or function to serve, as module:attribute.")],
     given: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Make a backend be as given, and wait until its replicas run.
+    """Create or update a backend, and wait until its replicas run.
 
     Example:
       muster backend create v2 digits:Digits --app-dir examples/digits
 
-    What is not given gets its default. No request reaches it until an
-    endpoint sends some: 'muster endpoint create', 'muster traffic set'.
+    Options that are left out get their defaults. No request reaches the
+    backend until an endpoint sends to it: 'muster endpoint create',
+    'muster traffic set'.
     """
     return _intent(
         CreateBackend(
@@ -64,17 +65,19 @@ def update(
     tag: Tag,
     config: Annotated[
         str | None,
-        typer.Option("--config", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
+        typer.Option(
+            "--config", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
+        ),
     ] = None,
     given: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Change some of a backend's configuration, also of a deployment's.
+    """Change fields of the configuration of a backend or deployment.
 
     Examples:
       muster backend update digits --num-replicas 3
       muster backend update digits --config '{"max_replicas_per_host": null}'
 
-    What is not given stays as it is. No replica is replaced.
+    Fields that are not given stay as they are. No replica is replaced.
     """
     return _intent(
         UpdateBackendConfig(
@@ -92,7 +95,7 @@ def delete(
     *,
     tag: Tag,
     force_kill: Annotated[
-        bool, typer.Option("--force-kill", help="Do not let replicas finish what is in flight.")
+        bool, typer.Option("--force-kill", help="Kill replicas without finishing requests in flight.")
     ] = False,
 ) -> ChangeRequest:
     """Delete a backend and wait until its replicas are gone.
@@ -100,7 +103,7 @@ def delete(
     Example:
       muster backend delete v1
 
-    Refused while an endpoint sends or copies traffic to it.
+    The command is refused while an endpoint sends or copies traffic to it.
     """
     request = DeleteBackend(backend_tag=deployment_tag(tag, "BACKEND"), force_kill=force_kill)
     return _intent(request, tag, "is deleted", "does not exist")

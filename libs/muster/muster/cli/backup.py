@@ -1,4 +1,4 @@
-"""`muster backup`, `muster restore`, `muster secrets`: files that a stack is made again from."""
+"""`muster backup`, `muster restore`, `muster secrets`: files from which a stack is rebuilt."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ Answer = TypeVar("Answer")
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """A backup that was written."""
+    """Result of `muster backup`."""
 
     file: str
     size_bytes: int
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a restore, as far as was waited for."""
+    """Result of `muster restore`, as far as the command waited for it."""
 
     backup: str
     goal_ids: list[GoalId]
@@ -61,19 +61,19 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
 def backup(
     session: Session,
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; made for the owner alone.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, readable by its owner only.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> Question[Written]:
     """Write everything that is deployed into a file.
 
     Example:
       muster backup monday.muster
 
-    Applications, deployments, backends, endpoints with their traffic, what
-    rollback can go to, and the HTTP options, all as they are at one moment,
-    while the stack runs. It holds no password of the stack; what deployments
-    were given (runtime_env, init_args) is in it. Not in it: models' files,
-    the audit log, finished goals, drained hosts.
+    Contains applications, deployments, backends, endpoints with their
+    traffic, revisions for rollback, and the HTTP options, all at one moment
+    while the stack runs. It holds no password of the stack; values given to
+    deployments (runtime_env, init_args) are included. Models' files, the
+    audit log, finished goals and drained hosts are not.
     """
     path = session.directory / file
     if path.exists() and not force:
@@ -88,7 +88,7 @@ def backup(
 
 
 def _write(path: Path, data: bytes) -> None:
-    """All of it or nothing."""
+    """Write the whole file or none of it."""
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
@@ -107,18 +107,18 @@ def _write(path: Path, data: bytes) -> None:
 def _restore(
     session: Session,
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Which 'muster backup' wrote.")],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'muster backup' wrote.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Make everything be deployed as a backup says.
+    """Restore everything that is deployed from a backup.
 
     Example:
       muster restore monday.muster
 
-    The file is checked before anything is changed. Then it is one change: what
-    the backup does not have is deleted, what is the same is left alone, and
-    what serves goes on until that which replaces it serves. Into a stack that
-    lost everything: start it first. Asks first.
+    The file is checked before anything is changed. The restore is one change:
+    what the backup lacks is deleted, what is the same is left alone, and what
+    serves goes on until its replacement serves. A stack that lost everything
+    must be started first. Asks for confirmation.
     """
 
 
@@ -214,7 +214,7 @@ def secrets(
     context: typer.Context,
     *,
     directory: Annotated[
-        Path, typer.Option("--directory", metavar="DIR", help="Where; made when it is not there.")
+        Path, typer.Option("--directory", metavar="DIR", help="Directory of the files; created if missing.")
     ] = Path("secrets"),
     rotate: Annotated[
         Role | None,
@@ -227,12 +227,12 @@ def secrets(
     subject_prefix: Annotated[
         str,
         typer.Option(
-            "--subject-prefix", metavar="NAME", help="First token of all subjects of this instance."
+            "--subject-prefix", metavar="NAME", help="First token of all NATS subjects of this instance."
         ),
     ] = "serve",
     plain: Annotated[
         bool,
-        typer.Option("--plain", help="Make passwords for a NATS with plain users instead of identities."),
+        typer.Option("--plain", help="Generate passwords for a NATS with plain users instead of identities."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -241,7 +241,7 @@ def secrets(
     Example:
       muster secrets --directory secrets
 
-    Files that are there are kept. Secrets are never printed. When
+    Existing files are kept. Secrets are never printed. When
     nats_identities.conf has changed, restart NATS; after --rotate, restart the
     processes of that role too.
     """
@@ -271,7 +271,7 @@ def secrets(
 
 
 def _files(place: Path) -> dict[str, tuple[int, int]]:
-    """What tells whether a file was written meanwhile."""
+    """Inode and modification time of each file, to detect which files were written."""
     expected = {*stack_secrets.FILES, *stack_secrets.PLAIN_NAMES, stack_secrets.NATS_INCLUDE}
     found = {}
     for name in expected:

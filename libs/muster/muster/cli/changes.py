@@ -1,4 +1,4 @@
-"""Commands that change something: sent, waited for, reported; with --dry-run, told only."""
+"""Commands that change state: send, wait, report; with --dry-run only the plan is shown."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ from serve_common.names import GoalId
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A command and the words in which its end is told."""
+    """A command and the texts of its report."""
 
     command: Change | Shutdown
     what: str
-    """What it is about, such as ``endpoint digits``."""
+    """Subject of the report, such as ``endpoint digits``."""
     done: str
-    """What then is true of it, such as ``is created``."""
+    """Predicate after success, such as ``is created``."""
     already: str = "is already as given"
-    """What is true of it when there is nothing to do."""
+    """Predicate when there was nothing to do."""
     look: str = "muster status"
-    """The command that shows how it goes."""
+    """The command that shows progress."""
     deployment: str | None = None
-    """The deployment whose replicas tell how it went."""
+    """The deployment whose replicas are reported at the end; None for none."""
     question: str = ""
-    """Asked before anything is sent; empty for none."""
+    """Confirmation prompt before anything is sent; empty for none."""
 
     @property
     def route(self) -> str | None:
-        """Where HTTP reaches what it makes."""
+        """HTTP path prefix of what the command creates; None without a route."""
         match self.command:
             case Deploy() | DeployApplication():
                 return self.command.route_prefix
@@ -74,7 +74,7 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def methods(self) -> list[str]:
-        """By which HTTP reaches it; empty for what has no route."""
+        """Accepted HTTP methods of what the command creates; empty when it creates no route."""
         match self.command:
             case Deploy() | DeployApplication() | CreateEndpoint():
                 return self.command.methods
@@ -83,7 +83,7 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeResult(Enum):
-    """How a change ended, as far as we waited."""
+    """How a change ended, as far as the command waited."""
 
     UNCHANGED = "unchanged"
     ACCEPTED = "accepted"
@@ -92,7 +92,7 @@ class ChangeResult(Enum):
     FAILED = "failed"
     SUPERSEDED = "superseded"
     PENDING = "pending"
-    """The time to wait is over."""
+    """The timeout passed first."""
 
 
 EXIT_CODES = {
@@ -112,26 +112,26 @@ RESULT_OF = {
 
 
 class ChangeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known at the end of a change; with ``--json`` this is what is printed."""
+    """Result of a change command; printed with ``--json``."""
 
     result: ChangeResult
     goal_id: GoalId | None
-    """The last one waited for; None: there was nothing to do and never had been."""
+    """The last goal waited for; None: there was nothing to do and never had been."""
     goal_ids: list[GoalId] = []
-    """All of them; only a shutdown has several."""
+    """All goals; only a shutdown has several."""
     error: str = ""
-    """Of a failed one the user's traceback or the reason; of a superseded one what replaced it; of an unchanged one
-    how the older change ended that made it so, if that failed."""
+    """FAILED: the user's traceback or the reason. SUPERSEDED: the goal that replaced it. UNCHANGED: the error of the
+    earlier change that produced the current state, if that failed."""
     message: str = ""
-    """Of a pending one: what it waits for."""
+    """PENDING: what the goal waits for."""
     took_s: float
     deployment: DeploymentView | None = None
     urls: list[str] = []
-    """Where HTTP reaches it, when proxies told their addresses."""
+    """URLs of the route, if live proxies reported their addresses."""
 
     @property
     def exit_code(self) -> ExitCode:
-        """For the end of the program."""
+        """Exit code of the program for this result."""
         return EXIT_CODES[self.result]
 
 
@@ -147,7 +147,7 @@ async def perform(
     host: str,
     progress: Progress,
 ) -> ChangeOutcome:
-    """Change and wait. ``host`` stands for a proxy that listens on every address. Raises what the controller raises."""
+    """Send the change and wait. ``host`` replaces wildcard addresses of proxies. Raises what the controller raises."""
     loop = asyncio.get_running_loop()
     begun = loop.time()
     goal_ids, updating = await _send(admin, intent)
@@ -160,7 +160,7 @@ async def perform(
         result = ChangeResult.ACCEPTED if updating else ChangeResult.UNCHANGED
         return ChangeOutcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=passed_s())
     if not updating:
-        # The goal of an older change: only one that is not over yet matters to whoever asks for the same.
+        # The goal belongs to an earlier change: it matters here only while it is still pending.
         older = await _ended(admin, goal_ids)
         if older is None or older.status is not GoalStatus.PENDING:
             deployment = await _deployment(admin, intent)
@@ -195,7 +195,7 @@ async def perform(
 
 
 def show_progress(goal: GoalView, progress: Progress) -> None:
-    """What a pending goal waits for."""
+    """Show what a pending goal waits for."""
     if goal.status is GoalStatus.PENDING:
         progress.say(goal.message)
 
@@ -214,7 +214,7 @@ async def _ended(admin: AdminPort, goal_ids: Sequence[GoalId]) -> GoalView | Non
         try:
             return await admin.wait_for_goal(goal_id, deadline_s=0.0, on_progress=lambda _goal: None)
         except NotFound:
-            return None  # ended so long ago that it is forgotten
+            return None  # ended so long ago that it is no longer retained
     return None
 
 
@@ -233,12 +233,12 @@ async def _urls(admin: AdminPort, intent: ChangeRequest, host: str) -> list[str]
     try:
         proxies = await admin.get_http_proxies()
     except ServeError:
-        return []  # only a convenience: what was asked for is done
+        return []  # only a convenience: the change itself is done
     return [f"{base}{intent.route}" for base in proxy_urls(proxies, host)]
 
 
 def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
-    """The base URLs of the live proxies; ``host`` stands for those that listen on every address."""
+    """The base URLs of the live proxies; ``host`` replaces wildcard addresses."""
     urls = []
     for proxy in proxies:
         split = urlsplit(f"//{proxy.address}")
@@ -251,7 +251,7 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
 
 
 def show_plan(view: PlanView, intent: ChangeRequest) -> None:
-    """Which replicas would start, stop or be reconfigured, and why."""
+    """Print which replicas would start, stop or be reconfigured, and why."""
     if not view.updating:
         say(f"nothing to do: {intent.what} {intent.already}")
     elif view.replicas:
@@ -278,7 +278,7 @@ _SERVING = frozenset({"running", "updating"})
 
 
 def describe(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
-    """What happened, and what to do next where that is known."""
+    """Lines that report the outcome and, where known, what to do next."""
     what, deployment = intent.what, outcome.deployment
     match outcome.result:
         case ChangeResult.UNCHANGED:
@@ -355,15 +355,16 @@ def _curl(url: str, intent: ChangeRequest) -> str:
 
 
 DRY_RUN = "dry_run"
-"""By this parameter a changing command is known."""
+"""Parameter that every changing command has, and no other command."""
 
 
 def changing(
     *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
 ) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
-    """Make a command of a function that turns ``(session, *, arguments)`` into an `ChangeRequest`.
+    """Turn a function from ``(session, *, arguments)`` to `ChangeRequest` into a command.
 
-    ``options`` are added to its own; those that were given reach it as the keyword argument ``given``, by name.
+    ``options`` are added to its own parameters; those set on the command line are passed as the keyword argument
+    ``given``, by name.
     """
     names = [each.name for each in options]
     shared = (
@@ -427,7 +428,7 @@ async def _perform(
 
 
 def confirm(question: str) -> None:
-    """Ask a person; whoever says no ends the program. Raises `BadField` where nobody answers."""
+    """Ask for confirmation; a refusal exits with `ExitCode.FAILED`. Raises `BadField` without an interactive input."""
     try:
         is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:

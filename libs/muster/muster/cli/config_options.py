@@ -34,28 +34,32 @@ _GROUP: Final = "NAME=VALUE,..."
 
 
 def _dashed(kind: type[Enum]) -> Any:
-    """The same choice as options are spelled."""
+    """The same enumeration with values as the command line spells them."""
     return Enum(kind.__name__, {each.name: each.value.replace("_", "-") for each in kind})
 
 
 CODE_OPTIONS: Final = (
-    option("app_dir", str, "Directory where replicas find the module.", panel=_CODE),
-    option("init_args", str, "Array for the constructor.", panel=_CODE, metavar="JSON"),
-    option("init_kwargs", str, "Object for the constructor.", panel=_CODE, metavar="JSON"),
-    option("num_cpus", float, "CPUs that one replica reserves. Default: 1.", panel=_SIZE, metavar="N"),
-    option("num_gpus", float, "GPUs that one replica reserves.", panel=_SIZE, metavar="N"),
+    option("app_dir", str, "Directory that replicas import the module from.", panel=_CODE),
+    option(
+        "init_args", str, "Positional arguments of the constructor, an array.", panel=_CODE, metavar="JSON"
+    ),
+    option(
+        "init_kwargs", str, "Keyword arguments of the constructor, an object.", panel=_CODE, metavar="JSON"
+    ),
+    option("num_cpus", float, "CPUs reserved for each replica. Default: 1.", panel=_SIZE, metavar="N"),
+    option("num_gpus", float, "GPUs reserved for each replica. Default: 0.", panel=_SIZE, metavar="N"),
     option(
         "ray_actor_options",
         str,
-        "num_cpus, num_gpus, memory, resources, runtime_env.",
+        "Ray options of each replica: num_cpus, num_gpus, memory, resources, runtime_env.",
         panel=_SIZE,
         metavar="JSON",
     ),
 )
-"""Of `ReplicaConfig`, its import path excepted."""
+"""Options for the fields of `ReplicaConfig`, except its import path."""
 
 _FIELDS: Final = (
-    ("user_config", str, "For reconfigure(); @file.json or @file.yaml.", _CODE, "JSON|@FILE"),
+    ("user_config", str, "Value passed to reconfigure(); @file.json or @file.yaml.", _CODE, "JSON|@FILE"),
     (
         "may_call",
         str,
@@ -63,35 +67,77 @@ _FIELDS: Final = (
         _CODE,
         "NAME,...",
     ),
-    ("num_replicas", int, "How many run.", _SIZE, "N"),
+    ("num_replicas", int, "Number of replicas to run.", _SIZE, "N"),
     (
         "autoscaling_config",
         str,
-        "Let num_replicas follow the load, as in min_replicas=1,max_replicas=8; 'off' ends it.",
+        "Let num_replicas follow the load, as in min_replicas=1,max_replicas=8; 'off' disables it.",
         _SIZE,
         _GROUP,
     ),
-    ("max_concurrent_queries", int, "Requests at once in one replica.", _SIZE, "N"),
-    ("max_queued_requests", int, "Requests that wait in one proxy; -1 is no limit.", _SIZE, "N"),
-    ("placement", Placement, "Over many hosts, or few.", _SIZE, None),
-    ("max_replicas_per_host", int, "No more of them on one host.", _SIZE, "N"),
-    ("on_failure", _dashed(OnFailure), "Whether new replicas that serve stay.", _UPDATES, None),
-    ("max_surge_percent", float, "Replicas more than wanted meanwhile.", _UPDATES, "N"),
-    ("max_unavailable_percent", float, "Replicas fewer, where no room is for more.", _UPDATES, "N"),
-    ("max_constructor_retry_count", int, "Failed starts before an update fails.", _LIFE, "N"),
-    ("start_timeout_s", float, "Time for import and constructor.", _LIFE, "S"),
-    ("graceful_shutdown_timeout_s", float, "Time to finish what is in flight.", _LIFE, "S"),
-    ("health_check_period_s", float, "Between two checks.", _LIFE, "S"),
-    ("health_check_timeout_s", float, "Of one check.", _LIFE, "S"),
-    ("health_check_failure_threshold", int, "Checks in a row that fail.", _LIFE, "N"),
-    ("replica_policy", _dashed(ReplicaPolicyName), "Which free replica is taken.", _GUARD, None),
-    ("packing_num", int, "Requests in a row, for fixed-packing.", _GUARD, "N"),
-    ("backpressure_config", str, "How a full queue refuses.", _GUARD, _GROUP),
-    ("outlier_ejection", str, "When a failing replica is left out.", _GUARD, _GROUP),
-    ("retry_budget_percent", float, "Of requests that may be sent a second time.", _GUARD, "N"),
-    ("circuit_breaker", str, "When nothing is sent for a while.", _GUARD, _GROUP),
+    ("max_concurrent_queries", int, "Requests that one replica works on at once.", _SIZE, "N"),
+    ("max_queued_requests", int, "Requests that may wait in one proxy; -1 means no limit.", _SIZE, "N"),
+    ("placement", Placement, "spread: across hosts; pack: fill hosts first.", _SIZE, None),
+    ("max_replicas_per_host", int, "Most replicas on one host; unlimited when unset.", _SIZE, "N"),
+    (
+        "on_failure",
+        _dashed(OnFailure),
+        "After a failed update, keep: new replicas that serve stay; go-back: the old version replaces them.",
+        _UPDATES,
+        None,
+    ),
+    (
+        "max_surge_percent",
+        float,
+        "Extra replicas allowed during an update, in % of num-replicas.",
+        _UPDATES,
+        "N",
+    ),
+    (
+        "max_unavailable_percent",
+        float,
+        "Replicas that may be missing during an update when capacity is short, in % of num-replicas.",
+        _UPDATES,
+        "N",
+    ),
+    ("max_constructor_retry_count", int, "Failed starts of a version before its update fails.", _LIFE, "N"),
+    ("start_timeout_s", float, "Seconds for import and constructor before a replica is stuck.", _LIFE, "S"),
+    (
+        "graceful_shutdown_timeout_s",
+        float,
+        "Seconds for a stopped replica to finish requests in flight before it is killed.",
+        _LIFE,
+        "S",
+    ),
+    ("health_check_period_s", float, "Seconds between health checks.", _LIFE, "S"),
+    ("health_check_timeout_s", float, "Seconds before a check counts as failed.", _LIFE, "S"),
+    (
+        "health_check_failure_threshold",
+        int,
+        "Consecutive failed checks before a replica is replaced.",
+        _LIFE,
+        "N",
+    ),
+    (
+        "replica_policy",
+        _dashed(ReplicaPolicyName),
+        "How a router chooses among replicas with a free slot.",
+        _GUARD,
+        None,
+    ),
+    ("packing_num", int, "Consecutive requests to one replica, with fixed-packing.", _GUARD, "N"),
+    ("backpressure_config", str, "Response to requests that a full queue refuses.", _GUARD, _GROUP),
+    ("outlier_ejection", str, "When a router leaves out a replica that keeps failing.", _GUARD, _GROUP),
+    (
+        "retry_budget_percent",
+        float,
+        "Requests that may be sent a second time after a loss, in % of all requests.",
+        _GUARD,
+        "N",
+    ),
+    ("circuit_breaker", str, "When a router stops sending to a failing backend.", _GUARD, _GROUP),
 )
-"""Of `BackendConfig`, field by field: name, type, text, panel, metavar."""
+"""Options for the fields of `BackendConfig`: name, type, help text, panel, metavar."""
 
 
 _CHOICES: Final[Mapping[str, type[Enum]]] = {"on_failure": OnFailure, "replica_policy": ReplicaPolicyName}
@@ -124,18 +170,18 @@ BACKEND_OPTIONS: Final = tuple(
     option(name, kind, _text_with_default(name, text), panel=panel, metavar=metavar)
     for name, kind, text, panel, metavar in _FIELDS
 )
-"""Of a whole `BackendConfig`."""
+"""Options for a complete `BackendConfig`; help texts end with the default."""
 BACKEND_CHANGES: Final = tuple(
     option(name, kind, _text_with_names(name, text), panel=panel, metavar=metavar)
     for name, kind, text, panel, metavar in _FIELDS
 )
-"""Of some fields of a `BackendConfig`: what is not given stays."""
+"""Options for a partial `BackendConfig`: fields that are not given stay as they are."""
 
 _BACKEND_FIELDS: Final = frozenset(name for name, *_rest in _FIELDS)
 
 
 def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfig:
-    """What was given, and defaults for the rest. Raises `BadField` naming the option."""
+    """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option."""
     try:
         return check_backend_config(merged(BackendConfig(), _fields(given, directory), "backend_config"))
     except BadField as error:
@@ -143,7 +189,7 @@ def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfi
 
 
 def partial_backend_config(given: Mapping[str, Any], config: str | None, directory: Path) -> dict[str, Any]:
-    """Only what was given: the fields of the JSON object ``config``, and options over them. Raises `BadField`."""
+    """Collect the given fields: those of the JSON object ``config``, overridden by options. Raises `BadField`."""
     partial = dict(values_given.read_object(config, directory, "--config"))
     for name, value in _fields(given, directory).items():
         known = partial.get(name)
@@ -158,7 +204,10 @@ def partial_backend_config(given: Mapping[str, Any], config: str | None, directo
 
 
 def replica_config_of(import_path: str, given: Mapping[str, Any], directory: Path) -> ReplicaConfig:
-    """What was given, and defaults for the rest; says when a directory is one of the hosts. Raises `BadField`."""
+    """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option.
+
+    Prints a note when the directory exists only on the replica hosts.
+    """
     app_dir, note = values_given.place_app_dir(given.get("app_dir"), directory)
     if note:
         complain(note)
@@ -177,7 +226,7 @@ def replica_config_of(import_path: str, given: Mapping[str, Any], directory: Pat
 
 
 def named_by_option(error: BadField, prefix: str) -> BadField:
-    """The same error with the option that sets the field, where it is the field of ``prefix``."""
+    """The same error naming the option that sets the field, if the field is one of ``prefix``."""
     name = error.field.removeprefix(f"{prefix}.")
     if name == error.field:
         return error
@@ -216,11 +265,21 @@ def _actor_options(given: Mapping[str, Any]) -> RayActorOptions:
 
 _ENDPOINT_PANEL: Final = "Requests"
 _ENDPOINT_FIELDS: Final = (
-    ("shard_key_header", str, "Same value of this header, same replica; '' is none.", "HEADER"),
+    (
+        "shard_key_header",
+        str,
+        "Request header whose value pins requests to one replica; empty disables it.",
+        "HEADER",
+    ),
     ("backend_header", str, "Request header that selects a backend; empty disables it.", "HEADER"),
-    ("relative_slo_ms", float, "Deadline of requests that bear none, from arrival.", "MS"),
+    (
+        "relative_slo_ms",
+        float,
+        "Milliseconds from arrival to the deadline of requests without one; else the request timeout.",
+        "MS",
+    ),
 )
-"""Field by field: name, type, text, metavar."""
+"""Options for the fields of `EndpointOptions`: name, type, help text, metavar."""
 
 
 def _endpoint_text(name: str, text: str) -> str:
@@ -232,24 +291,24 @@ ENDPOINT_OPTIONS: Final = tuple(
     option(name, kind, _endpoint_text(name, text), panel=_ENDPOINT_PANEL, metavar=metavar)
     for name, kind, text, metavar in _ENDPOINT_FIELDS
 )
-"""Of whole `EndpointOptions`."""
+"""Options for complete `EndpointOptions`; help texts end with the default."""
 ENDPOINT_CHANGES: Final = tuple(
     option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _ENDPOINT_FIELDS
 )
-"""Of some fields: what is not given stays."""
+"""Options for partial `EndpointOptions`: fields that are not given stay as they are."""
 
 _ENDPOINT_NAMES: Final = frozenset(name for name, *_rest in _ENDPOINT_FIELDS)
 
 
 def endpoint_options_of(given: Mapping[str, Any]) -> EndpointOptions:
-    """What was given, and defaults for the rest. Raises `BadField` naming the option."""
+    """Build complete options: given fields, defaults for the rest. Raises `BadField` naming the option."""
     return _checked({name: value for name, value in given.items() if name in _ENDPOINT_NAMES})
 
 
 def partial_endpoint_options(
     given: Mapping[str, Any], options: str | None, directory: Path
 ) -> dict[str, Any]:
-    """Only what was given: the fields of the JSON object ``options``, and options over them. Raises `BadField`."""
+    """Collect the given fields: those of the JSON object ``options``, overridden by options. Raises `BadField`."""
     partial = {**values_given.read_object(options, directory, "--options"), **given}
     if not partial:
         raise BadField("options", "nothing is given; --help shows them")

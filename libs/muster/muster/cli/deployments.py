@@ -46,28 +46,35 @@ from serve_common.names import GoalId, check_route, deployment_tag
 def deploy(
     session: Session,
     *,
-    import_path: Annotated[str, typer.Argument(help="module:attribute of a class or function.")],
-    name: Annotated[str, typer.Option("--name", help="Its name.")],
-    app: Annotated[str | None, typer.Option("--app", help="Its application; 'default' unless given.")] = None,
+    import_path: Annotated[str, typer.Argument(help="Class or function to serve, as module:attribute.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the deployment.")],
+    app: Annotated[
+        str | None, typer.Option("--app", help="Application of the deployment. Default: default.")
+    ] = None,
     route_prefix: Annotated[
-        str | None, typer.Option("--route-prefix", help="Where HTTP reaches it, such as /digits.")
+        str | None,
+        typer.Option(
+            "--route-prefix", help="HTTP path prefix, such as /digits. Default: no route, NATS only."
+        ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; all unless given."),
+        typer.Option("--methods", metavar="GET,POST", help="Accepted HTTP methods. Default: all."),
     ] = None,
     version: Annotated[
         str | None,
         typer.Option(
-            "--version", help="Of the code. The same again keeps replicas; none given replaces them."
+            "--version",
+            help="Code version. Reusing it keeps running replicas; omitting it always replaces them.",
         ),
     ] = None,
     prev_version: Annotated[
-        str | None, typer.Option("--prev-version", help="Refuse unless this is the version deployed now.")
+        str | None,
+        typer.Option("--prev-version", help="Refuse the change unless this version is deployed now."),
     ] = None,
     given: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Make a deployment be as given, and wait until it serves.
+    """Create or update a deployment, and wait until it serves.
 
     Examples:
       muster deploy digits:Digits --name digits --route-prefix /digits \\
@@ -77,8 +84,9 @@ def deploy(
         --app-dir examples/digits --num-replicas 3 --version 2 \\
         --user-config '{"threshold": 0.9}'
 
-    What is not given gets its default again: a deploy says everything.
-    When the new version cannot start, the one before it keeps serving.
+    A deploy is complete: options that are left out get their defaults
+    again. When the new version cannot start, the previous one keeps
+    serving.
     """
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
@@ -95,14 +103,16 @@ def deploy(
 
 
 def intent_to_deploy(request: Deploy) -> ChangeRequest:
-    """A deploy and its words."""
+    """Build the change request of a deploy, with the texts of its report."""
     what = short_name(request.name)
     return ChangeRequest(
         command=request, what=what, done="is deployed", look=f"muster status {what}", deployment=request.name
     )
 
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the deployment, as deployment or app/deployment.")
+]
 
 
 @changing()
@@ -110,15 +120,15 @@ def scale(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-    num_replicas: Annotated[int, typer.Argument(metavar="N", help="How many replicas shall run.")],
+    num_replicas: Annotated[int, typer.Argument(metavar="N", help="Number of replicas to run.")],
 ) -> ChangeRequest:
-    """Run another number of replicas, and wait until they do.
+    """Change the number of replicas, and wait until they run.
 
     Example:
       muster scale digits 3
 
-    No replica that stays is touched. It holds until the next deploy.
-    Where there is autoscaling, it pauses, and the number stays until
+    Replicas that stay are not touched. The number holds until the next
+    deploy. Autoscaling, if configured, is paused until
     'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
@@ -139,20 +149,24 @@ def rollback(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-    to: Annotated[str | None, typer.Option("--to", metavar="VERSION", help="The version's name.")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="VERSION", help="Version to return to, by its name.")
+    ] = None,
     to_revision: Annotated[
         int | None,
-        typer.Option("--to-revision", min=1, help="The revision's number; see 'muster revisions'."),
+        typer.Option(
+            "--to-revision", min=1, help="Revision to return to, by its number in 'muster revisions'."
+        ),
     ] = None,
 ) -> ChangeRequest:
-    """Make a deployment be again what it was, and wait until it serves.
+    """Return a deployment to an earlier revision, and wait until it serves.
 
     Examples:
       muster rollback digits
       muster rollback digits --to v1
       muster rollback digits --to-revision 3
 
-    Without --to it is what last succeeded before the present.
+    By default the revision that last succeeded before the current one.
     """
     tag = deployment_tag(name)
     if to is not None and to_revision is not None:
@@ -181,8 +195,8 @@ def delete(
     Example:
       muster delete digits
 
-    Requests in flight finish first. Deleting what does not exist is a
-    success.
+    Requests in flight finish first. Deleting a deployment that does not
+    exist succeeds.
     """
     tag = deployment_tag(name)
     what = short_name(tag)
@@ -195,14 +209,14 @@ def delete(
     )
 
 
-app = group("Changes that were begun: wait.")
+app = group("Wait for a change to finish: wait.")
 
 
 @app.command()
 def wait(
     context: typer.Context,
     *,
-    goal_id: Annotated[str, typer.Argument(metavar="GOAL", help="As --no-wait printed it.")],
+    goal_id: Annotated[str, typer.Argument(metavar="GOAL", help="Goal id, as --no-wait printed it.")],
     timeout_s: TimeoutOption = 600.0,
     as_json: JsonOption = False,
     nats: NatsOption = None,
@@ -210,12 +224,12 @@ def wait(
     user: UserOption = None,
     password_file: PasswordFileOption = None,
 ) -> None:
-    """Wait until a change is done, and tell how it ended.
+    """Wait until a change is done, and print how it ended.
 
     Example:
       muster goal wait goal-7 --timeout-s 60
 
-    With --timeout-s 0 it only tells how things stand.
+    With --timeout-s 0 it only prints the current state.
     """
     session = session_of(context)
     with session.reporting(as_json=as_json, interrupted="stopped waiting; the change goes on"):
@@ -254,7 +268,7 @@ ANY_ARGUMENTS = {
     "help_option_names": ["-h", "--help"],
     "allow_extra_args": True,
     "ignore_unknown_options": True,
-    # Options behind the first word belong to the command that is planned.
+    # Options after the first word belong to the planned command.
     "allow_interspersed_args": False,
 }
 
@@ -268,7 +282,7 @@ def plan(context: typer.Context) -> None:
       muster plan traffic set digits v2
 
     Shows which replicas would start, stop or be reconfigured, and why.
-    The same as the command with --dry-run.
+    Equivalent to the command with --dry-run.
     """
     session = session_of(context)
     root = context.find_root()
@@ -289,7 +303,7 @@ def plan(context: typer.Context) -> None:
 
 
 def _named(root: Any, arguments: list[str]) -> tuple[list[str], Any, list[str]]:
-    """The words that name a command, the command, and its own arguments. Raises typer's error for unknown words."""
+    """Split arguments into the command's words, the command, and its arguments. Raises typer's error if unknown."""
     words: list[str] = []
     command: Any = root.command
     rest = list(arguments)
@@ -304,14 +318,15 @@ def _named(root: Any, arguments: list[str]) -> tuple[list[str], Any, list[str]]:
 def shutdown(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> ChangeRequest:
     """Delete every application, deployment, endpoint and backend.
 
     Example:
       muster shutdown --dry-run
 
-    Asks first. Requests in flight finish. The stack itself stays up.
+    Asks for confirmation. Requests in flight finish. The stack itself
+    stays up.
     """
     return ChangeRequest(
         command=Shutdown(confirm="everything"),
@@ -325,16 +340,19 @@ def shutdown(
 def call(
     context: typer.Context,
     *,
-    name: Annotated[str, typer.Argument(help="deployment or app/deployment.")],
+    name: Annotated[str, typer.Argument(help="Name of the deployment, as deployment or app/deployment.")],
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="TEXT|@FILE|-", help="The body; '-' reads standard input."),
+        typer.Option(
+            "--data", metavar="TEXT|@FILE|-", help="Request body; '-' reads standard input. Default: empty."
+        ),
     ] = None,
     header: Annotated[
-        list[str] | None, typer.Option("--header", metavar="'Name: value'", help="May be given again.")
+        list[str] | None,
+        typer.Option("--header", metavar="'Name: value'", help="Request header; may be repeated."),
     ] = None,
     timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=0.1, max=3600.0, help="How long to wait, in seconds.")
+        float, typer.Option("--timeout-s", min=0.1, max=3600.0, help="Seconds to wait for the response.")
     ] = 60.0,
     as_json: JsonOption = False,
     nats: NatsOption = None,
@@ -342,13 +360,13 @@ def call(
     user: UserOption = None,
     password_file: PasswordFileOption = None,
 ) -> None:
-    """Call a deployment and print its answer; byte for byte into a pipe.
+    """Call a deployment and print its response, byte for byte into a pipe.
 
     Example:
       muster call digits --data @examples/digits/sample.png
 
-    It goes over NATS, as any NATS client can call, and so reaches a
-    deployment without a route too.
+    The call goes over NATS, as from any NATS client, and so also reaches a
+    deployment without a route.
     """
     session = session_of(context)
     with session.reporting(as_json=as_json):

@@ -1,4 +1,4 @@
-"""`muster endpoint …`, `muster traffic …`, `muster http …`: how requests come in."""
+"""`muster endpoint …`, `muster traffic …`, `muster http …`: endpoints, traffic split and HTTP options."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ from serve_common.config.endpoint import EndpointOptions, HttpOptions, check_htt
 from serve_common.errors import BadField
 from serve_common.names import check_route, deployment_tag
 
-Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name; of a deployment the deployment's.")]
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint, or of its deployment.")]
 Weights = Annotated[
     list[str],
-    typer.Argument(metavar="BACKEND=WEIGHT...", help="The weights' sum must be 1; BACKEND alone is all."),
+    typer.Argument(
+        metavar="BACKEND=WEIGHT...",
+        help="Share of the requests for each backend, summing to 1; BACKEND alone has weight 1.",
+    ),
 ]
 
-endpoint_app = group("Names and routes that requests go to: create, options, delete, list.")
+endpoint_app = group("Endpoints with routes and options: create, options, delete, list.")
 
 
 @changing(options=ENDPOINT_OPTIONS)
@@ -52,15 +55,15 @@ def create_endpoint(
     weights: Weights,
     route: Annotated[
         str | None,
-        typer.Option("--route", help="Where HTTP reaches it, such as /digits; over NATS only unless given."),
+        typer.Option("--route", help="HTTP path prefix, such as /digits. Default: no route, NATS only."),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option("--methods", metavar="GET,POST", help="HTTP methods; GET,POST unless given."),
+        typer.Option("--methods", metavar="GET,POST", help="Accepted HTTP methods. Default: GET,POST."),
     ] = None,
     given: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Make an endpoint, and wait until every proxy knows it.
+    """Create an endpoint, and wait until every proxy routes it.
 
     Example:
       muster endpoint create digits v1=0.9 v2=0.1 --route /digits
@@ -86,18 +89,20 @@ def endpoint_options(
     name: Name,
     options: Annotated[
         str | None,
-        typer.Option("--options", metavar="JSON|@FILE", help="Fields as an object; options go over them."),
+        typer.Option(
+            "--options", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
+        ),
     ] = None,
     given: Mapping[str, Any],
 ) -> ChangeRequest:
-    """Change how an endpoint tells its requests apart, while it serves.
+    """Change the options of an endpoint while it serves.
 
     Examples:
       muster endpoint options digits --shard-key-header X-User
       muster endpoint options digits --options '{"relative_slo_ms": null}'
 
-    What is not given stays as it is. Of a deployment, its next deploy
-    says them anew. No replica is touched.
+    Options that are not given stay as they are. The next deploy of a
+    deployment sets them anew. No replica is touched.
     """
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
@@ -122,7 +127,7 @@ def delete_endpoint(
     Example:
       muster endpoint delete digits
 
-    Deleting what does not exist is a success.
+    Deleting an endpoint that does not exist succeeds.
     """
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
@@ -155,7 +160,7 @@ def _show_endpoints(views: Sequence[EndpointView]) -> None:
 
 
 def _options(options: EndpointOptions) -> str:
-    """Those that are not the default."""
+    """The options that differ from their defaults, as text."""
     default, given = EndpointOptions(), msgspec.structs.asdict(options)
     return (
         ", ".join(f"{name}={value}" for name, value in given.items() if value != getattr(default, name))
@@ -169,7 +174,7 @@ endpoint_app.command("delete")(delete_endpoint)
 endpoint_app.command("list")(list_endpoints)
 
 
-traffic_app = group("Which backends get an endpoint's requests: set, shadow.")
+traffic_app = group("Traffic split of an endpoint over its backends: set, shadow.")
 
 
 @changing()
@@ -179,13 +184,13 @@ def set_traffic(
     name: Name,
     weights: Weights,
 ) -> ChangeRequest:
-    """Divide an endpoint's requests, and wait until every proxy does so.
+    """Set the traffic split of an endpoint, and wait for every proxy.
 
     Examples:
       muster traffic set digits v1=0.9 v2=0.1
       muster traffic set digits v2
 
-    All weights are given anew; those left out get none.
+    The weights replace all earlier ones; backends left out get no requests.
     """
     tag = deployment_tag(name, "ENDPOINT")
     read = values_given.read_shares(weights, "BACKEND=WEIGHT")
@@ -202,18 +207,22 @@ def shadow_traffic(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-    backend: Annotated[str, typer.Argument(metavar="BACKEND", help="Gets copies; its answers are dropped.")],
+    backend: Annotated[
+        str,
+        typer.Argument(metavar="BACKEND", help="Backend that gets the copies; its responses are dropped."),
+    ],
     proportion: Annotated[
-        float, typer.Argument(metavar="PROPORTION", help="Of the requests, 0 to 1; 0 ends it.")
+        float,
+        typer.Argument(metavar="PROPORTION", help="Share of requests to copy, 0 to 1; 0 ends copying."),
     ],
 ) -> ChangeRequest:
-    """Copy some of an endpoint's requests to a backend on trial.
+    """Copy a share of an endpoint's requests to a shadow backend.
 
     Examples:
       muster traffic shadow digits v2 0.1
       muster traffic shadow digits v2 0
 
-    Callers never notice: its answers and errors are dropped.
+    Callers are not affected: its responses and errors are dropped.
     """
     tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
     share = values_given.read_share(proportion, "PROPORTION")
@@ -229,7 +238,7 @@ traffic_app.command("set")(set_traffic)
 traffic_app.command("shadow")(shadow_traffic)
 
 
-http_app = group("What all proxies apply to every request: show, set.")
+http_app = group("HTTP options of all proxies: show, set.")
 
 
 @asking
@@ -239,20 +248,20 @@ def show_http_options(session: Session) -> Question[HttpOptions]:  # noqa: ARG00
 
 
 _FIELDS: Final = (
-    ("request_timeout_s", float, "From a request's arrival to the beginning of its answer.", "S"),
-    ("body_bytes_max", int, "Larger bodies are refused.", "N"),
-    ("header_timeout_s", float, "Time for the head of a request.", "S"),
-    ("body_rate_min", int, "Bytes a second that a client must send or take; 0 is any.", "N"),
-    ("keep_alive_timeout_s", float, "How long a connection may be idle.", "S"),
+    ("request_timeout_s", float, "Seconds from a request's arrival to the start of its response.", "S"),
+    ("body_bytes_max", int, "Largest accepted request body, in bytes.", "N"),
+    ("header_timeout_s", float, "Seconds for a client to send the head of a request.", "S"),
+    ("body_rate_min", int, "Bytes per second that a client must send or receive; 0 disables it.", "N"),
+    ("keep_alive_timeout_s", float, "Seconds that a connection may be idle between requests.", "S"),
     (
         "middlewares",
         list[str],
-        "May be given again, the outermost first; '' alone is none.",
+        "Middleware; may be repeated, the outermost first; '' alone removes all.",
         "MODULE:ATTRIBUTE",
     ),
-    ("access_log", bool, "A line of log for each request.", None),
+    ("access_log", bool, "Log one line for each HTTP request.", None),
 )
-"""Field by field: name, type, text, metavar."""
+"""Options for the fields of `HttpOptions`: name, type, help text, metavar."""
 HTTP_CHANGES: Final = tuple(
     option(name, kind, text, metavar=metavar) for name, kind, text, metavar in _FIELDS
 )
@@ -269,7 +278,7 @@ def set_http_options(
     Example:
       muster http set --request-timeout-s 30
 
-    What is not given stays as it is.
+    Options that are not given stay as they are.
     """
     partial = {name: value for name, value in given.items() if value != []}
     if partial.get("middlewares") == [""]:

@@ -46,23 +46,26 @@ async def events(
     subject: Annotated[
         str | None,
         typer.Argument(
-            metavar="SUBJECT", help="Only about this deployment, backend, endpoint, host, proxy or goal."
+            metavar="SUBJECT",
+            help="Deployment, backend, endpoint, host, proxy or goal to show events of. Default: all.",
         ),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="The newest so many.")] = 100,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=1000, help="Number of events to show, the newest ones.")
+    ] = 100,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then show what happens, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Continue with new events until Ctrl-C.")
     ] = False,
     as_json: bool = False,
 ) -> None:
-    """Show what happened lately, the newest last.
+    """Show recent events, the newest last.
 
     Examples:
       muster events digits --limit 20
       muster events --follow
 
-    Of everything unless a subject is given. With --follow and --json, a
-    line of JSON for each.
+    Shows events of all subjects unless one is given. With --follow and
+    --json, prints a line of JSON for each.
     """
     query = GetEvents(limit=limit, subject=subject)
     if not follow:
@@ -74,7 +77,7 @@ async def events(
         return
     subjects = Subjects(address.subject_prefix)
     matching, clock = Matching(subject), SystemClock()
-    # Listening comes first: what happens between the two is told twice rather than never.
+    # Subscribe first: an event between the two is received twice rather than never.
     async with session.listen(address, [subjects.events]) as feed:
         shown = await _ask(session, address, query)
         matching.learn(shown)
@@ -87,10 +90,10 @@ async def events(
 
 
 class Matching:
-    """Which events are about something; as the controller answers `GetEvents`, as far as that is known here."""
+    """Filters events by subject, like the controller's `GetEvents`, as far as the client can."""
 
     def __init__(self, subject: str | None) -> None:
-        """None: all of them are."""
+        """``subject``: a name, tag or id; None matches all events."""
         self._subject = subject
         self._names: set[str] = set()
         self._goals: set[str] = set()
@@ -102,11 +105,11 @@ class Matching:
                 self._goals.add(subject)  # a replica's tag or a goal's id, say
 
     def learn(self, events: Iterable[EventView]) -> None:
-        """Events that are meant: goals that they name are meant too."""
+        """Also match the goals of these events, which matched."""
         self._goals |= {event.goal_id for event in events if event.goal_id}
 
     def is_meant(self, event: EventView) -> bool:
-        """Whether it is about the subject."""
+        """Whether the event is about the subject."""
         if self._subject is None:
             return True
         is_meant = (
@@ -120,7 +123,7 @@ class Matching:
 
 
 def read_event(heard: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
-    """The event in a message; None for one that this version cannot read."""
+    """Decode the event in a message; None for one that this version cannot read."""
     try:
         if not heard.subject.startswith(subjects.event(_GOAL, "")):
             return msgspec.json.decode(heard.payload, type=EventView)
@@ -176,11 +179,15 @@ def history(
     *,
     subject: Annotated[
         str | None,
-        typer.Argument(metavar="SUBJECT", help="Only about this deployment, backend, endpoint or host."),
+        typer.Argument(
+            metavar="SUBJECT", help="Deployment, backend, endpoint or host to show changes of. Default: all."
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=500, help="The newest so many.")] = 50,
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=500, help="Number of entries to show, the newest ones.")
+    ] = 50,
     before: Annotated[
-        int | None, typer.Option("--before", min=1, help="Only older than the entry with this id.")
+        int | None, typer.Option("--before", min=1, help="Show only entries older than the one with this id.")
     ] = None,
 ) -> Question[list[HistoryView]]:
     """Show what was changed, and who claimed to do it, the newest first.
@@ -189,8 +196,8 @@ def history(
       muster history digits
       muster history --json
 
-    With --json each entry has the command, and what was before and after.
-    Who it was is what the client says of itself; nobody has verified it.
+    With --json each entry has the command, and the state before and after.
+    The name is what the client claims; it is not verified.
     """
     query = GetHistory(limit=limit, subject=subject, before=before)
 
@@ -206,14 +213,14 @@ def history(
 def revisions(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a deployment or backend.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment or backend.")],
 ) -> Question[list[RevisionView]]:
-    """Show what a deployment was, the newest first: where rollback can go.
+    """Show the revisions of a deployment that rollback can return to.
 
     Example:
       muster revisions digits
 
-    Failed ones are there too, and say so.
+    The newest comes first. Failed ones are listed too, marked as such.
     """
     tag = deployment_tag(name)
 

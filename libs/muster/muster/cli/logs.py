@@ -1,4 +1,4 @@
-"""`muster logs`: what all processes of a stack log, their users' code included, as it is logged."""
+"""`muster logs`: live log lines of all processes of a stack, user code included."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_USERS: Final = ("log", "print")
 
 
 def show_line(console: Console, line: Mapping[str, Any]) -> None:
-    """When, how grave, who, what; then the rest of its fields, and a traceback below."""
+    """Print time, level, process and message; then the remaining fields, and a traceback below."""
     level = str(line.get("level", ""))
     style = _STYLES.get(level, "")
     text = Text()
@@ -63,7 +63,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
 
 
 def who(line: Mapping[str, Any]) -> str:
-    """Which process said it."""
+    """The process that logged the line."""
     if line.get("replica_tag"):
         return short_name(str(line["replica_tag"]))
     for name in ("proxy_id", "host_id", "controller_id"):
@@ -86,7 +86,7 @@ def _indented(text: str) -> str:
 
 
 _RECALL_S: Final = 0.7
-"""How long processes may take to send what they remember."""
+"""Seconds for processes to send their retained lines."""
 
 
 @streaming
@@ -96,26 +96,33 @@ async def logs(
     *,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="deployment or app/deployment; everything unless given."),
+        typer.Argument(
+            metavar="NAME", help="Deployment to show logs of, with its app/ if any. Default: all."
+        ),
     ] = None,
     service: Annotated[
         list[str] | None,
-        typer.Option("--service", metavar="|".join(KINDS), help="May be given again."),
+        typer.Option(
+            "--service",
+            metavar="|".join(KINDS),
+            help="Kind of process to show; may be repeated. Default: all.",
+        ),
     ] = None,
     host: Annotated[
-        str | None, typer.Option("--host", metavar="HOST", help="Only of this host and its replicas.")
+        str | None, typer.Option("--host", metavar="HOST", help="Show only this host and its replicas.")
     ] = None,
     level: Annotated[
-        str | None, typer.Option("--level", metavar="|".join(LEVELS), help="This one and graver ones.")
+        str | None,
+        typer.Option("--level", metavar="|".join(LEVELS), help="Lowest level to show. Default: all levels."),
     ] = None,
     request_id: Annotated[
-        str | None, typer.Option("--request-id", metavar="ID", help="Only what was said for this request.")
+        str | None, typer.Option("--request-id", metavar="ID", help="Show only lines of this request.")
     ] = None,
     tail: Annotated[
         int,
-        typer.Option("--tail", min=0, max=10_000, help="Begin with the newest so many that are remembered."),
+        typer.Option("--tail", min=0, max=10_000, help="Number of retained lines to start with, the newest."),
     ] = 20,
-    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Go on until Ctrl-C.")] = True,
+    follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Continue until Ctrl-C.")] = True,
     as_json: bool = False,
 ) -> None:
     """Follow the log lines of replicas and services, user code's included.
@@ -125,8 +132,9 @@ async def logs(
       muster logs --service proxy --level warning
       muster logs --request-id 5f1c… --no-follow --tail 200
 
-    Each process remembers its newest 200 lines, and hosts the newest of
-    replicas that have ended. With --json, a line of JSON for each.
+    Each process retains its newest 200 lines, and hosts retain the newest
+    of replicas that have ended. With --json, prints a line of JSON for
+    each.
     """
     wanted = LogFilter(
         kinds=_kinds(service, name),
@@ -145,7 +153,7 @@ async def logs(
 
 
 class _Following:
-    """What is wanted, and how it is shown."""
+    """Filters and prints the lines of one run of `muster logs`."""
 
     def __init__(self, wanted: LogFilter, subjects: Subjects, *, as_json: bool) -> None:
         self._wanted = wanted
@@ -156,7 +164,7 @@ class _Following:
 
     @property
     def subjects(self) -> list[str]:
-        """What to listen to."""
+        """The subjects to subscribe to."""
         recalled = self._subjects.recalled_log(self._token)
         wanted = self._wanted
         if wanted.kinds == ("replica",) and wanted.backend_tag:
@@ -164,7 +172,7 @@ class _Following:
         return [*(self._subjects.logs(kind) for kind in wanted.kinds or KINDS), recalled]
 
     async def recall(self, feed: Feed, tail: int) -> None:
-        """Show the newest lines that are remembered, and what was said while they were asked for."""
+        """Print the newest retained lines, then new lines that arrived while those were requested."""
         limit = min(tail, RECALL_LINES_MAX)
         ask = RecallLogs(token=self._token, limit=limit, filter=self._wanted)
         if limit:
@@ -184,7 +192,7 @@ class _Following:
             self._show(data, line)
 
     def show(self, heard: FeedMessage) -> None:
-        """Show the lines of a message that are wanted."""
+        """Print the lines of a message that match the filter; replies to `recall` are skipped."""
         if self._subjects.kind_of_log(heard.subject) != RECALLED:
             for data, line in self._lines(heard):
                 self._show(data, line)

@@ -1,4 +1,4 @@
-"""The program `muster`: its commands and what holds for all of them."""
+"""The program `muster`: its commands and their common options."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ app = typer.Typer(
     epilog=EXIT_CODES_HELP,
 )
 
-_RUN, _DEPLOY, _LOOK = "Run a stack", "Deploy and call", "Look"
+_RUN, _DEPLOY, _INSPECT = "Run a stack", "Deploy and call", "Inspect"
 _TRAFFIC, _OPERATE = "Backends and traffic, for more than one version at a time", "Operate"
 
 for _panel, _commands in (
     (_RUN, (up, secrets)),
     (_DEPLOY, (deploy, scale, rollback, delete, call)),
-    (_LOOK, (status, list_, info, top, logs, events, history, revisions, snapshot)),
+    (_INSPECT, (status, list_, info, top, logs, events, history, revisions, snapshot)),
 ):
     for _command in _commands:
         app.command(_command.__name__.rstrip("_"), rich_help_panel=_panel)(_command)
@@ -77,12 +77,13 @@ def root(
     user: UserOption = None,
     password_file: PasswordFileOption = None,
     version: Annotated[  # noqa: ARG001 - its callback does it
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and end.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     """Serve Python models behind HTTP: on this machine, in containers.
 
-    A whole stack on this machine, until Ctrl-C:
+    Run a whole stack on this machine, until Ctrl-C:
       muster up --deploy-example
 
     Then, in another terminal:
@@ -91,9 +92,9 @@ def root(
         --app-dir examples/digits
 
     Commands find the stack by themselves: the one that 'muster up' runs
-    from .muster here or above, or else that of compose whose 'secrets'
-    directory is here or above. Any other: --nats URL, before or after the
-    command's name.
+    from .muster here or in a parent directory, or else that of compose
+    whose 'secrets' directory is here or in a parent directory. For any
+    other, give --nats URL before or after the command's name.
     """
     session = context.obj if isinstance(context.obj, Session) else Session()
     session.options = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
@@ -101,7 +102,7 @@ def root(
 
 
 def main() -> None:
-    """The entry point."""
+    """Entry point of the program."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PlainFormatter(logging.BASIC_FORMAT))
     logging.basicConfig(handlers=[handler], level=logging.ERROR)

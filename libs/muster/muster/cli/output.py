@@ -1,4 +1,4 @@
-"""Text for people, lines for logs, JSON for programs: what goes where, and how tables, times and amounts look."""
+"""Output of commands: text and tables for people, lines for logs, JSON for programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serve_common.config.endpoint import METHODS
 from serve_common.config.replica import RayActorOptions, ReplicaConfig
 
 _PIPED_WIDTH = 200
-"""Columns for tables that no terminal limits."""
+"""Width of tables that are not written to a terminal, in columns."""
 _BRIEF_MAX = 160
 _TRACEBACK_BEGINS = "Traceback (most recent call last):"
 
@@ -36,42 +36,42 @@ _TRACEBACK_BEGINS = "Traceback (most recent call last):"
 _OBEYED: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What moves the cursor, colours, writes titles or turns text around, C1 bytes among it; also half characters, which
-cannot be written. Line breaks and tabs are none of it."""
+"""Control characters of terminals: those that move the cursor, colour, set titles or reverse text, C1 included; also
+surrogates, which cannot be encoded. Line breaks and tabs are not among them."""
 
 
 def plain(text: str) -> str:
-    """``text`` as it may be printed: what a terminal would obey is shown as �."""
+    """``text`` as it may be printed: control characters are replaced by �."""
     return _OBEYED.sub("�", text.replace("\r\n", "\n"))
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
+    """Print one JSON document, indented, on standard output."""
     typer.echo(_escaped(json.dumps(msgspec.to_builtins(value), indent=2, ensure_ascii=False)))
 
 
 def print_json_line(document: str) -> None:
-    """A JSON document, which has its final form, in a line on standard output."""
+    """Print an already encoded JSON document as one line on standard output."""
     typer.echo(_escaped(document))
 
 
 def _escaped(document: str) -> str:
-    """The same JSON without anything in it that a terminal would obey."""
+    """The same JSON with control characters escaped."""
     return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 def say(text: str) -> None:
-    """A line of the result."""
+    """Print a line of the result on standard output."""
     typer.echo(plain(text))
 
 
 def complain(text: str) -> None:
-    """A line on standard error."""
+    """Print a line on standard error."""
     typer.echo(plain(text), err=True)
 
 
 class _PlainConsole(Console):
-    """Writes texts as `plain` has them; what rich itself tells the terminal stays."""
+    """Writes texts through `plain`; rich's own control sequences stay."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         return super()._render_buffer(
@@ -80,8 +80,8 @@ class _PlainConsole(Console):
 
 
 def stderr_for_logs() -> TextIO:
-    """Standard error, which keeps it for itself when it can take nothing: a full disk must not end who logs."""
-    # It has what is used of a file.
+    """Standard error that ignores failed writes: a full disk must not end a process that logs."""
+    # It implements the part of a file that is used.
     return cast("TextIO", _Stderr())
 
 
@@ -97,12 +97,12 @@ class _Stderr:
 
 
 def get_console() -> Console:
-    """Standard output for tables."""
+    """A console on standard output for tables."""
     return _PlainConsole(width=None if sys.stdout.isatty() else _PIPED_WIDTH, highlight=False)
 
 
 def write_body(body: bytes) -> None:
-    """An answer on standard output: as it came, but for a terminal as `plain` has it."""
+    """Write a response to standard output: unchanged, but on a terminal through `plain`."""
     if sys.stdout.isatty():
         say(body.decode(errors="replace").removesuffix("\n"))
     else:
@@ -111,20 +111,20 @@ def write_body(body: bytes) -> None:
 
 
 class PlainFormatter(logging.Formatter):
-    """Log lines of libraries, which quote what others say."""
+    """Formats log lines of libraries, which may quote remote text, through `plain`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """As `logging.Formatter.format`."""
+        """Format the record and replace control characters."""
         return plain(super().format(record))
 
 
 def plain_event(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A structlog processor that does it to all fields."""
+    """A structlog processor that replaces control characters in all fields."""
     return {name: plain(value if isinstance(value, str) else repr(value)) for name, value in event.items()}
 
 
 def brief(text: str) -> str:
-    """A long text in one line: of a traceback the exception, which is its last line."""
+    """Shorten a text to one line; a traceback becomes its exception, which is its last line."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return ""
@@ -139,10 +139,10 @@ def short_name(tag: str) -> str:
 
 
 class Progress:
-    """What is waited for: a live line on a terminal, otherwise a line whenever it changes."""
+    """Shows what a command waits for: a live line on a terminal, otherwise a line whenever it changes."""
 
     def __init__(self, title: str) -> None:
-        """``title`` stands before every text."""
+        """``title`` is the prefix of every text."""
         self._title = title
         self._console = _PlainConsole(stderr=True, highlight=False)
         self._status: Status | None = None
@@ -163,13 +163,13 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """There is something to show now; what is said after this is a line."""
+        """End the live line, before results are shown; later texts are printed as lines."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
     def say(self, text: str) -> None:
-        """Show what is waited for now; the same text again is not repeated."""
+        """Show what the command waits for now; an unchanged text is not repeated."""
         text = brief(text)
         if not text or text == self._last:
             return
@@ -199,12 +199,12 @@ def table(*columns: str) -> Table:
 
 
 def styled(value: str) -> Text:
-    """A word for a state in its colour."""
+    """The name of a state in its colour."""
     return Text(value, style=_STYLES.get(value, ""))
 
 
 def print_table(title: str, rows: Table) -> None:
-    """A table under its title, or a line that there is none."""
+    """Print a table under its title, or ``title: none`` when it has no rows."""
     console = get_console()
     if rows.row_count:
         console.print(Text(title, style="bold"))
@@ -215,7 +215,7 @@ def print_table(title: str, rows: Table) -> None:
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Names and values in two columns; empty values are left out."""
+    """Print names and values in two columns; empty values are left out."""
     rows = Table(box=None, show_header=False, pad_edge=False)
     for title, value in facts.items():
         if value:
@@ -224,7 +224,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
 
 
 def print_replicas(replicas: Sequence[ReplicaView]) -> None:
-    """Each replica in a row."""
+    """Print a table with one row per replica."""
     rows = table("replica", "state", "host", "version", "message")
     for replica in replicas:
         rows.add_row(
@@ -238,28 +238,28 @@ def print_replicas(replicas: Sequence[ReplicaView]) -> None:
 
 
 def counts(replicas: Sequence[ReplicaView], config: BackendConfig) -> str:
-    """How many run, of how many."""
+    """Running replicas out of the configured number, such as ``2/3``."""
     return f"{sum(replica.state in _RUNNING for replica in replicas)}/{config.num_replicas}"
 
 
 def config_facts(backend_config: BackendConfig, replica_config: ReplicaConfig) -> dict[str, str]:
-    """Both configurations field by field, under the names that they have everywhere."""
+    """The fields of both configurations as text, by field name."""
     return {**facts_of(replica_config), **facts_of(backend_config)}
 
 
 def facts_of(fields: msgspec.Struct) -> dict[str, str]:
-    """Every field that says something, under its name."""
+    """The non-empty fields as text, by field name."""
     named = msgspec.structs.asdict(fields)
     return {name: value_text(value) for name, value in named.items() if value not in ("", [], {}, None)}
 
 
 def methods_text(methods: Sequence[str]) -> str:
-    """HTTP methods, in a word where there are all of them."""
+    """HTTP methods as a list; ``all`` when none is missing."""
     return "all" if set(methods) == set(METHODS) else ", ".join(methods)
 
 
 def value_text(value: Any) -> str:
-    """A user's value: text as it is, a group of fields as its option takes it, anything else as JSON."""
+    """Format a value: text unchanged, a group of fields as its option takes it, anything else as JSON."""
     if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
         return values_given.group_text(value)
     plain = msgspec.to_builtins(value)
@@ -267,10 +267,10 @@ def value_text(value: Any) -> str:
 
 
 def moment(at: float | None) -> str:
-    """Seconds since 1970 as a date and time in UTC, as logs have it."""
+    """Format seconds since 1970 as date and time in UTC; ``-`` for None."""
     return "-" if at is None else datetime.fromtimestamp(at, tz=UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
 def shares(amounts: Mapping[str, float]) -> str:
-    """Weights or proportions by name."""
+    """Format weights or proportions as ``name=share``, sorted by name; ``-`` for none."""
     return ", ".join(f"{short_name(name)}={amount:g}" for name, amount in sorted(amounts.items())) or "-"

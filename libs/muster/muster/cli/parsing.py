@@ -1,4 +1,4 @@
-"""What a person types turned into what the controller takes; wrong input is refused before anything is sent."""
+"""Parses command-line values into what the controller takes; wrong input is refused before anything is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILE_BYTES_MAX = 4 * 1024 * 1024
 
 
 def read_json(text: str | None, field: str, expected: type[T], what: str) -> T | None:
-    """JSON of a type; raises `BadField` saying that ``field`` must be ``what``."""
+    """Decode JSON of a type; raises `BadField` that says that ``field`` must be ``what``."""
     if text is None:
         return None
     try:
@@ -31,15 +31,15 @@ def read_json(text: str | None, field: str, expected: type[T], what: str) -> T |
 
 
 def read_user_config(text: str | None, directory: Path) -> Any:
-    """``JSON``, ``@file.json`` or ``@file.yaml``; relative files are looked for in ``directory``.
+    """Read ``JSON``, ``@file.json`` or ``@file.yaml``; relative paths are resolved in ``directory``.
 
-    Raises `BadField`; of YAML only what JSON can say is accepted.
+    YAML is limited to what JSON can represent. Raises `BadField`.
     """
     return None if text is None else _read_value(text, directory, "--user-config")
 
 
 def read_object(text: str | None, directory: Path, field: str) -> dict[str, Any]:
-    """As `read_user_config`, an object; empty when it is not given. Raises `BadField`."""
+    """Read an object as `read_user_config` does; empty when ``text`` is None. Raises `BadField`."""
     if text is None:
         return {}
     value = _read_value(text, directory, field)
@@ -58,7 +58,7 @@ def _read_value(text: str, directory: Path, field: str) -> Any:
 
 
 def yaml_value(content: str, field: str) -> Any:
-    """What YAML says, as far as JSON can say it too. Raises `BadField`."""
+    """Parse YAML that JSON can represent. Raises `BadField`."""
     try:
         return json.loads(json.dumps(yaml.safe_load(content), allow_nan=False))
     except yaml.YAMLError as error:
@@ -68,7 +68,7 @@ def yaml_value(content: str, field: str) -> Any:
 
 
 def read_group(text: str, field: str, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """``name=value,name=value`` or a JSON object: some fields of ``kind``. Raises `BadField` for a name it lacks."""
+    """Read ``name=value,...`` or a JSON object: some fields of ``kind``. Raises `BadField` for an unknown field."""
     group = _json(text, field) if text.lstrip().startswith("{") else _named_values(text, field)
     known = kind.__struct_fields__
     for name in group:
@@ -90,13 +90,13 @@ def _named_values(text: str, field: str) -> dict[str, Any]:
 
 
 def group_text(group: msgspec.Struct) -> str:
-    """The inverse of `read_group`."""
+    """Format a group of fields; the inverse of `read_group`."""
     values = msgspec.structs.asdict(group).items()
     return ",".join(f"{name}={msgspec.json.encode(value).decode()}" for name, value in values)
 
 
 def read_body(data: str | None, directory: Path, standard_input: bytes | None) -> bytes:
-    """``TEXT``, ``@file`` or ``-`` (then ``standard_input``) as bytes; None is empty."""
+    """Read ``TEXT``, ``@file`` or ``-`` (``standard_input``) as bytes; None is empty. Raises `BadField`."""
     if data is None:
         return b""
     if data == "-":
@@ -110,7 +110,7 @@ def read_body(data: str | None, directory: Path, standard_input: bytes | None) -
 
 
 def read_headers(given: Sequence[str]) -> dict[str, str]:
-    """``Name: value`` each; raises `BadField`."""
+    """Parse headers written as ``Name: value``. Raises `BadField`."""
     headers: dict[str, str] = {}
     for line in given:
         name, colon, value = line.partition(":")
@@ -121,9 +121,9 @@ def read_headers(given: Sequence[str]) -> dict[str, str]:
 
 
 def read_shares(given: Sequence[str], field: str) -> dict[str, float]:
-    """``BACKEND=WEIGHT`` each, by tag; ``BACKEND`` alone weighs 1. Raises `BadField`.
+    """Parse ``BACKEND=WEIGHT`` into weights by tag; ``BACKEND`` alone has weight 1. Raises `BadField`.
 
-    Sums are the controller's to judge.
+    The controller checks the sum.
     """
     weights: dict[str, float] = {}
     for text in given:
@@ -140,23 +140,24 @@ def read_shares(given: Sequence[str], field: str) -> dict[str, float]:
 
 
 def read_share(share: float, field: str) -> float:
-    """A part of 1. Raises `BadField`."""
+    """Return ``share`` when it is between 0 and 1; otherwise raise `BadField`."""
     if not 0 <= share <= 1:  # False for NaN too
         raise BadField(field, f"is {share:g}; it must be between 0 and 1")
     return share
 
 
 def read_methods(text: str | None) -> dict[str, Any]:
-    """``GET,POST`` as the keyword argument of a command; empty when not given, so that its default holds."""
+    """Parse ``GET,POST`` into the keyword argument ``methods``; empty for None, so that the default applies."""
     if text is None:
         return {}
     return {"methods": [method.strip().upper() for method in text.split(",") if method.strip()]}
 
 
 def place_app_dir(given: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
-    """The directory as replica hosts shall see it, and a note for people (empty when there is nothing to say).
+    """Resolve ``--app-dir`` to the path on replica hosts; returns it with a note for the user, or an empty note.
 
-    One that exists here is meant as it is here; any other is meant as the hosts see it. Raises `BadField` for a file.
+    A directory that exists locally becomes its absolute path; any other absolute path is taken as the hosts see it.
+    Raises `BadField` for a file and for a relative path that does not exist.
     """
     if given is None:
         return "", ""
@@ -174,7 +175,7 @@ def place_app_dir(given: str | None, directory: Path, field: str = "--app-dir") 
 
 
 def read_text(path: Path, field: str) -> str:
-    """A text file of bounded size. Raises `BadField`."""
+    """Read a text file of bounded size. Raises `BadField`."""
     try:
         if path.stat().st_size > _FILE_BYTES_MAX:
             raise BadField(field, f"{path} is larger than {_FILE_BYTES_MAX} bytes")

@@ -1,4 +1,4 @@
-"""What commands need of a stack, so that they are tested without one. `muster.client` is what implements it."""
+"""Interfaces that commands use to reach a stack; `muster.client` implements them, tests replace them."""
 
 from __future__ import annotations
 
@@ -45,125 +45,125 @@ from serve_common.names import GoalId
 
 
 class AdminPort(Protocol):
-    """The admin verbs as commands use them; see `muster.client.AdminClient`."""
+    """The admin verbs as commands use them; `muster.client.AdminClient` implements them."""
 
     async def change(self, request: Change) -> ChangeReply:
-        """See `AdminClient.change`."""
+        """Send a command that answers with one goal."""
         ...
 
     async def shutdown(self, request: Shutdown) -> ShutdownReply:
-        """See `AdminClient.shutdown`."""
+        """Delete every application, deployment, endpoint and backend."""
         ...
 
     async def fetch_backup(self) -> bytes:
-        """See `AdminClient.fetch_backup`."""
+        """Take a new backup and return its whole file."""
         ...
 
     async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
-        """See `AdminClient.send_backup`."""
+        """Restore from a backup's file; without ``confirm`` it is only checked. Raises `BadField` for a bad file."""
         ...
 
     async def plan(self, request: Change | Shutdown) -> PlanView:
-        """See `AdminClient.plan`."""
+        """Return what a command would do, without doing it."""
         ...
 
     async def get_deployment_info(self, request: GetDeploymentInfo) -> DeploymentView:
-        """See `AdminClient.get_deployment_info`."""
+        """Return one deployment. Raises `NotFound`."""
         ...
 
     async def get_backend_config(self, request: GetBackendConfig) -> BackendConfigView:
-        """See `AdminClient.get_backend_config`."""
+        """Return the configuration of one backend. Raises `NotFound`."""
         ...
 
     async def get_events(self, request: GetEvents) -> list[EventView]:
-        """See `AdminClient.get_events`."""
+        """Return recent events, the oldest first."""
         ...
 
     async def get_history(self, request: GetHistory) -> list[HistoryView]:
-        """See `AdminClient.get_history`."""
+        """Return entries of the audit log, the newest first."""
         ...
 
     async def get_revisions(self, request: GetRevisions) -> list[RevisionView]:
-        """See `AdminClient.get_revisions`."""
+        """Return the revisions of a deployment or backend, the newest first. Raises `NotFound`."""
         ...
 
     async def get_status(self, request: GetStatus) -> StatusView:
-        """See `AdminClient.get_status`."""
+        """Return the status of the whole system. Raises `LimitReached` when it exceeds one message."""
         ...
 
     async def list_deployments(self, request: ListDeployments) -> list[DeploymentView]:
-        """See `AdminClient.list_deployments`."""
+        """Return all deployments; on request also deleted ones."""
         ...
 
     async def get_all_applications(self) -> list[ApplicationView]:
-        """See `AdminClient.get_all_applications`."""
+        """Return all applications."""
         ...
 
     async def get_all_backends(self) -> list[BackendView]:
-        """See `AdminClient.get_all_backends`."""
+        """Return all backends with their replicas."""
         ...
 
     async def get_all_endpoints(self) -> list[EndpointView]:
-        """See `AdminClient.get_all_endpoints`."""
+        """Return all endpoints with their traffic."""
         ...
 
     async def get_http_config(self) -> HttpOptions:
-        """See `AdminClient.get_http_config`."""
+        """Return the HTTP options of all proxies."""
         ...
 
     async def get_http_proxies(self) -> list[ProxyView]:
-        """See `AdminClient.get_http_proxies`."""
+        """Return all proxies that reported recently."""
         ...
 
     async def get_hosts(self) -> list[HostView]:
-        """See `AdminClient.get_hosts`."""
+        """Return all hosts that reported recently."""
         ...
 
     async def get_autoscaling(self) -> list[AutoscalingView]:
-        """See `AdminClient.get_autoscaling`."""
+        """Return the last load and decision of each autoscaled backend."""
         ...
 
     async def get_load(self) -> LoadView:
-        """See `AdminClient.get_load`."""
+        """Return counters of the current load, summed over all services."""
         ...
 
     async def get_snapshot(self) -> list[SnapshotView]:
-        """See `AdminClient.get_snapshot`."""
+        """Return a summary of every deployment, deleted ones included."""
         ...
 
     async def wait_for_goal(
         self, goal_id: GoalId, *, deadline_s: float, on_progress: Callable[[GoalView], None]
     ) -> GoalView:
-        """See `AdminClient.wait_for_goal`."""
+        """Wait at most ``deadline_s`` for a goal to end; a view that is still PENDING means the deadline passed."""
         ...
 
 
 class CallPort(Protocol):
-    """Calls of endpoints; see `muster.client.Caller`."""
+    """Calls endpoints over NATS; `muster.client.Caller` implements it."""
 
     async def call(
         self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
     ) -> AdminReply:
-        """See `Caller.call`."""
+        """Send one request to an endpoint and return its response."""
         ...
 
 
 class StackPort(Protocol):
-    """A stack that was reached."""
+    """A connected stack."""
 
     @property
     def admin(self) -> AdminPort:
-        """Its controller."""
+        """Client of its controller."""
         ...
 
     @property
     def caller(self) -> CallPort:
-        """Its proxies."""
+        """Client of its proxies' gateway."""
         ...
 
 
 class Connect(Protocol):
-    """Reaches a stack; see `muster.client.connect_stack`."""
+    """Connects to a stack; `muster.client.connect_stack` implements it."""
 
     def __call__(
         self, address: StackAddress, *, retry_for_s: float, on_retry: Callable[[str], None]
@@ -173,7 +173,7 @@ class Connect(Protocol):
 
 
 class EmbeddedPort(Protocol):
-    """A stack that runs within an ``async with``; see `muster.embedded.stack.EmbeddedStack`."""
+    """A stack that runs within an ``async with``; `muster.embedded.stack.EmbeddedStack` implements it."""
 
     async def __aenter__(self) -> object:
         """Returns when everything is ready."""
@@ -185,12 +185,12 @@ class EmbeddedPort(Protocol):
 
     @property
     def record(self) -> RunRecord:
-        """What runs where."""
+        """Processes, addresses and ports of the stack."""
         ...
 
 
 class MakeEmbedded(Protocol):
-    """Makes a stack that is not started yet."""
+    """Creates an embedded stack that is not started yet."""
 
     def __call__(
         self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]

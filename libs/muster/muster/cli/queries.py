@@ -1,4 +1,4 @@
-"""Commands that only look, once or until Ctrl-C; and how any command is declared to typer."""
+"""Commands that only read, once or until Ctrl-C; and how every command is declared to typer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NatsOption = Annotated[
     typer.Option(
         "--nats",
         metavar="URL",
-        help="nats://user:password@host:port (or MUSTER_NATS_URL).",
+        help="NATS servers, as nats://user:password@host:port (or MUSTER_NATS_URL).",
         rich_help_panel=_STACK,
     ),
 ]
@@ -42,7 +42,7 @@ UserOption = Annotated[
     typer.Option(
         "--user",
         metavar="USER",
-        help="User of a NATS with plain users, admin unless given (or MUSTER_NATS_USER).",
+        help="User of a NATS with plain users (or MUSTER_NATS_USER). Default: admin.",
         rich_help_panel=_STACK,
     ),
 ]
@@ -51,15 +51,17 @@ PasswordFileOption = Annotated[
     typer.Option(
         "--password-file",
         metavar="FILE",
-        help="File with its password (or MUSTER_NATS_PASSWORD_FILE, MUSTER_NATS_PASSWORD).",
+        help="File with the user's password (or MUSTER_NATS_PASSWORD_FILE, MUSTER_NATS_PASSWORD).",
         rich_help_panel=_STACK,
     ),
 ]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout-s", min=0.0, max=86_400.0, help="How long to wait, in seconds.")
+    float,
+    typer.Option("--timeout-s", min=0.0, max=86_400.0, help="Seconds to wait for the change to finish."),
 ]
 NoWaitOption = Annotated[
-    bool, typer.Option("--no-wait", help="Return when the change is recorded, not when it is done.")
+    bool,
+    typer.Option("--no-wait", help="Return once the change is recorded, without waiting until it is done."),
 ]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show what would happen to which replicas, and change nothing.")
@@ -71,14 +73,14 @@ Run = Callable[[typer.Context, dict[str, Any]], None]
 
 
 def parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """One that is given by keyword; ``annotation`` is as typer takes it."""
+    """A keyword-only parameter; ``annotation`` is as typer takes it."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def option(
     name: str, kind: Any, text: str, *, panel: str | None = None, metavar: str | None = None
 ) -> inspect.Parameter:
-    """``--name`` that may be left out, which is None; with ``--no-name`` where ``kind`` is bool."""
+    """An optional option ``--name``, None when left out; with ``--no-name`` if ``kind`` is bool."""
     spelled = option_of(name)
     if kind is bool:
         spelled = f"{spelled}/--no-{spelled.removeprefix('--')}"
@@ -98,18 +100,18 @@ STACK_OPTIONS = (
     parameter("user", UserOption),
     parameter("password_file", PasswordFileOption),
 )
-"""Of every command that reaches a stack."""
+"""Options of every command that reaches a stack."""
 
 
 def stack_choice(values: dict[str, Any]) -> StackChoice:
-    """Take the stack that was named out of ``values``."""
+    """Remove the options that choose a stack from ``values`` and return them."""
     return StackChoice(**{name: values.pop(name) for name in ("nats", "creds", "user", "password_file")})
 
 
 def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """A command with the name, the help and the keyword parameters of ``about``, and the shared ones after them.
+    """Build a command with the name, help and keyword parameters of ``about``, followed by the shared ones.
 
-    A parameter of ``about`` that typer is not to see has no ``Annotated`` option or argument; ``run`` supplies it.
+    Parameters of ``about`` without an ``Annotated`` option or argument are hidden from typer; ``run`` supplies them.
     """
     own = [
         each
@@ -122,7 +124,7 @@ def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Param
         run(context, values)
 
     parameters = [context, *own, *shared]
-    # What inspect reads, and with it typer; the type of functions does not know it.
+    # Read by inspect and thus by typer; the type of functions does not declare it.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     command.__name__, command.__qualname__ = about.__name__, about.__qualname__
@@ -135,14 +137,14 @@ Answer = TypeVar("Answer")
 
 
 class Question(msgspec.Struct, Generic[Answer], frozen=True):
-    """What to ask, and how its answer looks to a person."""
+    """A query to the controller, and how its reply is printed for a person."""
 
     ask: Callable[[AdminPort], Awaitable[Answer]]
     show: Callable[[Answer], None]
 
 
 def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
-    """Make a command of a function that turns ``(session, *, arguments)`` into a `Question`."""
+    """Turn a function from ``(session, *, arguments)`` to `Question` into a command."""
 
     def run(context: typer.Context, values: dict[str, Any]) -> None:
         session = session_of(context)
@@ -169,7 +171,7 @@ CONTEXT_SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def group(text: str) -> typer.Typer:
-    """A group without commands yet; alone it shows its help."""
+    """Create a group of commands, still empty; without arguments it prints its help."""
     return typer.Typer(
         help=text, no_args_is_help=True, add_completion=False, context_settings=CONTEXT_SETTINGS
     )
@@ -180,9 +182,9 @@ StreamRun = Callable[..., Coroutine[Any, Any, None]]
 
 
 def streaming(run: StreamRun) -> Callable[..., None]:
-    """Make a command of an async function; its own parameters are those that are annotated for typer.
+    """Turn an async function into a command; its own parameters are those annotated for typer.
 
-    Ctrl-C is how it ends, and no failure.
+    Ctrl-C ends it and is not a failure.
     """
 
     def command(context: typer.Context, values: dict[str, Any]) -> None:

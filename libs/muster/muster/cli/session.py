@@ -40,12 +40,12 @@ from serve_common.runtime.settings import Environment
 
 SECRETS_DIRECTORY: Final = "secrets"
 _OWN_USERS: Final = frozenset({DEFAULT_USER, "client"})
-"""Whose credentials lie with a stack for those who find it: people's, and deployment handles' outside of replicas."""
+"""Users whose credentials are stored with a stack: people, and deployment handles outside of replicas."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class StackChoice(msgspec.Struct, frozen=True):
-    """What the command line says about the stack; None: nothing."""
+    """Stack options of the command line; None for an option that is not given."""
 
     nats: str | None = None
     creds: Path | None = None
@@ -53,7 +53,7 @@ class StackChoice(msgspec.Struct, frozen=True):
     password_file: Path | None = None
 
     def over(self, other: StackChoice) -> StackChoice:
-        """These, and ``other``'s where these say nothing."""
+        """These options, and those of ``other`` where these are not given."""
         return StackChoice(
             nats=self.nats or other.nats,
             creds=self.creds or other.creds,
@@ -63,9 +63,9 @@ class StackChoice(msgspec.Struct, frozen=True):
 
 
 def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Path) -> StackAddress:
-    """The address of the stack that is meant, seen from ``directory``.
+    """Resolve the address of a stack from options, environment, and the stacks in ``directory`` and its parents.
 
-    Raises `BusUnavailable` when none is given and none is found, `BadField` for what cannot be, and `SecretUnusable`
+    Raises `BusUnavailable` when none is given and none is found, `BadField` for invalid values, and `SecretUnusable`
     for a password file of a found stack that cannot be read.
     """
     environment = Environment(variables)
@@ -101,7 +101,7 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
 
 
 def _given_credentials(options: StackChoice, environment: Environment, directory: Path) -> str | None:
-    """A password that is given on the command line goes before credentials of the environment."""
+    """The file of credentials; a user or password on the command line overrides that of the environment."""
     if options.creds is not None:
         return _readable(str(directory / options.creds), "--creds")
     if options.password_file is not None or options.user is not None:
@@ -125,7 +125,7 @@ def _given_password(options: StackChoice, environment: Environment) -> str | Non
 def _own(
     user: str, urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None
 ) -> tuple[str | None, str | None]:
-    """The file of credentials, or else the password, that lies with the stack."""
+    """The file of credentials, or else the password, that is stored with the stack."""
     secrets = None
     if embedded is not None and urls == parse_urls(embedded.nats_url, "run.json").urls:
         secrets = Secrets(Path(embedded.secrets))
@@ -142,7 +142,7 @@ def _hosts(urls: tuple[str, ...]) -> set[str]:
 
 
 def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord | None:
-    """The stack that `muster up` runs from ``directory`` or above; None when there is none."""
+    """The stack that `muster up` runs from ``directory`` or a parent; None when there is none."""
     named = Environment(variables).optional("MUSTER_STATE_DIR")
     places = [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _upwards(directory)]
     return next(filter(None, map(running_stack, places)), None)
@@ -169,20 +169,20 @@ def _readable(path: str | None, field: str) -> str | None:
 
 
 class ExitCode(IntEnum):
-    """0 is success."""
+    """Exit codes of the program; 0 is success."""
 
     OK = 0
     FAILED = 1
     """The goal failed, or was superseded, or the operation failed."""
     BAD_INPUT = 2
-    """What was asked for cannot be accepted; nothing was changed."""
+    """The request cannot be accepted; nothing was changed."""
     UNREACHABLE = 3
     """NATS, the controller or Postgres does not answer, or NATS refuses the user."""
     NOT_FOUND = 4
     TIMED_OUT = 5
-    """The time to wait is over; what was begun goes on."""
+    """The timeout passed; a started change goes on."""
     INTERRUPTED = 130
-    """Ctrl-C while waiting; what was begun goes on."""
+    """Ctrl-C while waiting; a started change goes on."""
 
 
 EXIT_CODES_HELP = (
@@ -206,11 +206,11 @@ def exit_code_of(error: ServeError) -> ExitCode:
 
 
 _CHANGE_RETRY_S = 30.0
-"""A controller that died is back or replaced well within this."""
+"""Seconds to retry a change: a controller that died is back or replaced well within this."""
 
 
 class Session:
-    """What a run of the program knows from outside: environment, directory, and how to reach a stack."""
+    """Context of one run of the program: environment, directory, and how to reach a stack."""
 
     def __init__(
         self,
@@ -221,31 +221,31 @@ class Session:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> None:
-        """Tests give these; otherwise they are the process' own."""
+        """Arguments are for tests; the defaults are those of the process."""
         self._connect = connect
         self.listen = listen
-        """Hears what is published; see `listen_to_stack`."""
+        """Subscribes to what a stack publishes, as `listen_to_stack` does."""
         self._make_embedded = make_embedded
         self.environment = os.environ if environment is None else environment
         self.directory = Path.cwd() if directory is None else directory
         self.has_plain_users = False
-        """Whether the stack that was reached last has NATS' plain users."""
+        """Whether the last stack that was connected to has NATS' plain users."""
         self.options = StackChoice()
-        """Those given before the command's name."""
+        """Stack options given before the command's name."""
 
     def find_stack(self, options: StackChoice) -> StackAddress:
-        """The stack that is meant; see `connection.find_stack`."""
+        """The address of the stack that ``options`` choose, or that the module's `find_stack` finds."""
         return find_stack(options.over(self.options), self.environment, self.directory)
 
     def full_disk(self) -> str | None:
-        """In words, when the disk of the stack that runs from here is full; None when not, or when it is elsewhere."""
+        """A warning when the disk of a stack that runs from here is full; None when it is not, or none runs here."""
         found = running_embedded(self.environment, self.directory)
         return None if found is None else disk_is_full(Path(found.state_dir))
 
     def connect(
         self, address: StackAddress, progress: Progress, *, retry_for_s: float = _CHANGE_RETRY_S
     ) -> AbstractAsyncContextManager[StackPort]:
-        """Reach a stack; troubles that may pass are shown as progress."""
+        """Connect to a stack; transient errors are shown as progress."""
         self.has_plain_users = address.credentials_file is None
         return self._connect(
             address, retry_for_s=retry_for_s, on_retry=lambda why: progress.say(f"{why} (trying again)")
@@ -254,13 +254,13 @@ class Session:
     def make_embedded(
         self, state_dir: Path, options: StackOptions, *, on_event: OnEvent, on_notice: Callable[[str], None]
     ) -> EmbeddedPort:
-        """A stack to be run by this process. Raises `PermanentError` when its parts are not installed."""
+        """Create a stack for this process to run. Raises `PermanentError` when its packages are not installed."""
         make = self._make_embedded or _embedded_stack()
         return make(state_dir, options, on_event=on_event, on_notice=on_notice)
 
     @contextmanager
     def reporting(self, *, as_json: bool, interrupted: str = "interrupted") -> Iterator[None]:
-        """Whatever goes wrong within is told in a few lines and ends the program with its exit code."""
+        """Print an error raised within the block in a few lines, and exit with its exit code."""
         try:
             yield
         except ServeError as error:
@@ -295,7 +295,7 @@ def _embedded_stack() -> MakeEmbedded:
 
 
 def session_of(context: typer.Context) -> Session:
-    """The session that the program's root put into the context."""
+    """The session that the root command stored in the context."""
     session = context.obj
     assert isinstance(session, Session)
     return session

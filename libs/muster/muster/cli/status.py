@@ -1,4 +1,4 @@
-"""`muster status`, `list`, `info`, `snapshot`, `host …`, `proxy …`, `autoscaling …`: a stack as a person sees it."""
+"""`muster status`, `list`, `info`, `snapshot`, `host …`, `proxy …`, `autoscaling …`: the state of a stack."""
 
 from __future__ import annotations
 
@@ -45,14 +45,16 @@ from serve_common.api.views import (
 from serve_common.errors import LimitReached
 from serve_common.names import check_name, deployment_tag
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the deployment, as deployment or app/deployment.")
+]
 
-autoscaling_app = group("Numbers of replicas that follow the load: list, pause, resume.")
+autoscaling_app = group("Autoscaling of deployments: list, pause, resume.")
 
 
 @asking
 def list_autoscaling(session: Session) -> Question[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
-    """List what was seen, what it comes to, and why it moved or held."""
+    """List load, decision and reason of every autoscaled backend."""
     return Question(lambda admin: admin.get_autoscaling(), show_autoscaling)
 
 
@@ -62,12 +64,12 @@ def pause(
     *,
     name: Name,
 ) -> ChangeRequest:
-    """Leave a deployment's number of replicas as it is.
+    """Pause the autoscaling of a deployment.
 
     Example:
       muster autoscaling pause digits
 
-    It stays so over deploys, until 'muster autoscaling resume'.
+    It stays paused across deploys, until 'muster autoscaling resume'.
     """
     tag = deployment_tag(name)
     return ChangeRequest(
@@ -85,7 +87,7 @@ def resume(
     *,
     name: Name,
 ) -> ChangeRequest:
-    """Let a deployment's number of replicas follow its load again.
+    """Resume the autoscaling of a deployment.
 
     Example:
       muster autoscaling resume digits
@@ -101,7 +103,7 @@ def resume(
 
 
 def show_autoscaling(views: Sequence[AutoscalingView]) -> None:
-    """Each backend in a row."""
+    """Print a table with one row per autoscaled backend."""
     rows = table("name", "replicas", "limits", "load", "wanted", "verdict", "why")
     for view in views:
         rows.add_row(
@@ -126,7 +128,7 @@ autoscaling_app.command("resume")(resume)
 
 
 def show_status(view: StatusView) -> None:
-    """The whole system."""
+    """Print the status of the whole system."""
     if not view.store_available:
         complain("warning: Postgres does not answer; what runs goes on, changes are refused")
     if view.store_restored_at is not None:
@@ -148,12 +150,12 @@ def show_status(view: StatusView) -> None:
 
 
 def show_deployments(views: Sequence[DeploymentView]) -> None:
-    """Many deployments, a row each."""
+    """Print a table with one row per deployment."""
     print_table("Deployments", _deployments(views))
 
 
 def show_deployment(view: DeploymentView) -> None:
-    """One deployment with its replicas."""
+    """Print one deployment with its replicas."""
     config, code = view.backend_config, view.replica_config
     _show(
         view,
@@ -167,7 +169,7 @@ def show_deployment(view: DeploymentView) -> None:
 
 
 def show_everything(view: DeploymentView) -> None:
-    """One deployment with its whole configuration and its replicas."""
+    """Print one deployment with its whole configuration and its replicas."""
     reached = {} if view.ended_at is not None else facts_of(view.endpoint_options)
     _show(view, {**reached, **config_facts(view.backend_config, view.replica_config)})
 
@@ -208,7 +210,7 @@ def _deployments(views: Sequence[DeploymentView]) -> Table:
 
 
 def show_hosts(views: Sequence[HostView]) -> None:
-    """Each host in a row."""
+    """Print a table with one row per host."""
     rows = table("host", "status", "replicas", "resources", "heard")
     for view in views:
         resources = ", ".join(_amount(name, amount) for name, amount in sorted(view.resources.items()))
@@ -226,12 +228,12 @@ def show_hosts(views: Sequence[HostView]) -> None:
 
 
 def _amount(name: str, amount: float) -> str:
-    # Ray counts memory in bytes, and everything else in pieces.
+    # Ray's unit of memory is the byte; other resources are plain counts.
     return f"{amount / 2**30:.1f} GiB {name}" if name == "memory" else f"{amount:g} {name}"
 
 
 def show_proxies(views: Sequence[ProxyView]) -> None:
-    """Each proxy in a row; those behind the furthest one show it."""
+    """Print a table with one row per proxy; those behind the highest snapshot show it."""
     print_table("Proxies", _proxies(views, max((view.applied_snapshot_id for view in views), default=0)))
 
 
@@ -254,7 +256,7 @@ def list_(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     deleted: Annotated[
-        bool, typer.Option("--deleted", help="Also those that are gone, as far as they are remembered.")
+        bool, typer.Option("--deleted", help="Include deleted deployments that are still retained.")
     ] = False,
 ) -> Question[list[DeploymentView]]:
     """List deployments.
@@ -272,9 +274,9 @@ def list_(
 def info(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="deployment or app/deployment.")],
+    name: Name,
 ) -> Question[DeploymentView]:
-    """Show all that is known of one deployment: configuration, goal, replicas.
+    """Show one deployment in full: configuration, goal, replicas.
 
     Example:
       muster info digits
@@ -287,12 +289,12 @@ def info(
 
 @asking
 def snapshot(session: Session) -> Question[list[SnapshotView]]:  # noqa: ARG001 - every command gets it
-    """Every deployment in short, with its class and its start and end.
+    """List every deployment with its class and its start and end.
 
     Example:
       muster snapshot --json
 
-    Those that are gone are there too, as far as they are remembered.
+    Deleted deployments are included while they are retained.
     """
     return Question(lambda admin: admin.get_snapshot(), _show_snapshot)
 
@@ -317,7 +319,10 @@ def status(
     session: Session,
     *,
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="deployment or app/deployment; all unless given.")
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="Name of the deployment, as deployment or app/deployment. Default: all."
+        ),
     ] = None,
 ) -> Question[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
@@ -326,7 +331,7 @@ def status(
       muster status
       muster status digits --json
 
-    'muster info' and 'muster events' tell more of one deployment.
+    'muster info' and 'muster events' show more about one deployment.
     """
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
@@ -338,7 +343,7 @@ def status(
 
 
 class _StatusPages:
-    """The whole system, its deployments in pages where they are more than one message carries."""
+    """The status of the whole system, with deployments fetched in pages when they exceed one message."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -358,14 +363,14 @@ class _StatusPages:
             )
 
 
-Host = Annotated[str, typer.Argument(metavar="HOST", help="Its id; see 'muster host list'.")]
+Host = Annotated[str, typer.Argument(metavar="HOST", help="Host id, as 'muster host list' shows it.")]
 
-host_app = group("Hosts, which run replicas: list, drain, undrain.")
+host_app = group("Hosts that run replicas: list, drain, undrain.")
 
 
 @asking
 def list_hosts(session: Session) -> Question[list[HostView]]:  # noqa: ARG001 - every command gets it
-    """List hosts with what they have and how many replicas they run."""
+    """List hosts with their resources and number of replicas."""
     return Question(lambda admin: admin.get_hosts(), show_hosts)
 
 
@@ -399,12 +404,12 @@ def undrain(
     *,
     host_id: Host,
 ) -> ChangeRequest:
-    """Place replicas on a host again.
+    """Allow replicas on a host again.
 
     Example:
       muster host undrain host-1
 
-    What runs elsewhere by now stays there.
+    Replicas that run elsewhere by now stay there.
     """
     command = UndrainHost(host_id=check_name(host_id, "HOST"))
     return ChangeRequest(
@@ -421,12 +426,12 @@ host_app.command("drain")(drain)
 host_app.command("undrain")(undrain)
 
 
-proxy_app = group("Proxies, which take requests: list.")
+proxy_app = group("Proxies that accept HTTP requests: list.")
 
 
 @asking
 def list_proxies(session: Session) -> Question[list[ProxyView]]:  # noqa: ARG001 - every command gets it
-    """List proxies with their addresses and the snapshots that they applied."""
+    """List proxies with their addresses and applied snapshots."""
     return Question(lambda admin: admin.get_http_proxies(), show_proxies)
 
 

@@ -1,4 +1,4 @@
-"""`muster top`: which endpoint takes which load, again and again."""
+"""`muster top`: the load of each endpoint and backend, refreshed periodically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUNNING = frozenset({"running", "updating"})
 
 
 class TopRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One endpoint or backend over the last interval. None: not known, or nothing to measure."""
+    """One endpoint or backend over the last interval; None for what is unknown or has no samples."""
 
     name: str
     requests_per_s: float | None = None
@@ -45,7 +45,7 @@ class TopRow(msgspec.Struct, frozen=True, kw_only=True):
 def top_rows(
     before: LoadView, after: LoadView, status: StatusView, autoscaling: Sequence[AutoscalingView]
 ) -> list[TopRow]:
-    """A row for everything that is an endpoint, a backend with load, or a deployment, by name."""
+    """One row for each endpoint, backend with load, and deployment, sorted by name."""
     seconds = after.at - before.at
     earlier = {load.endpoint_tag: load for load in before.endpoints}
     now = {load.endpoint_tag: load for load in after.endpoints}
@@ -90,12 +90,12 @@ def _traffic(
 
 
 def _increase(before: float, after: float) -> float:
-    """As Prometheus does it: a count that fell began anew meanwhile."""
+    """The increase of a counter as Prometheus computes it: a counter that fell was reset meanwhile."""
     return after - before if after >= before else after
 
 
 def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:
-    """How much each cumulative bucket grew, by its upper bound."""
+    """The increase of each cumulative bucket, by its upper bound."""
     whole = max(after.values(), default=0.0)
     began_anew = whole < max(before.values(), default=0.0)
     return {
@@ -105,9 +105,9 @@ def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[f
 
 
 def quantile(q: float, buckets: Mapping[float, float]) -> float | None:
-    """As Prometheus' ``histogram_quantile``: linear within the bucket, the last finite bound beyond it.
+    """The quantile as Prometheus' ``histogram_quantile``: linear within a bucket, the last finite bound beyond it.
 
-    None when nothing is in ``buckets``, which are cumulative, by upper bound; ``inf`` is all.
+    ``buckets`` are cumulative counts by upper bound, ``inf`` included. None when they are empty.
     """
     bounds = sorted(buckets)
     total = buckets[bounds[-1]] if bounds else 0.0
@@ -135,10 +135,10 @@ async def top(
     address: StackAddress,
     *,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.2, max=3600.0, help="Between two looks, in seconds.")
+        float, typer.Option("--interval", min=0.2, max=3600.0, help="Seconds between samples.")
     ] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once, after one interval, and end; so in pipes, too.")
+        bool, typer.Option("--once", help="Print one sample, after one interval, and exit.")
     ] = False,
     as_json: bool = False,
 ) -> None:
@@ -149,8 +149,8 @@ async def top(
       muster top --once --interval 10
       muster top --json
 
-    With --json a line of JSON after each interval, or one document with
-    --once. Times are from the head of a request to its answer.
+    With --json, prints a line of JSON after each interval, or one document
+    with --once. Times are from the head of a request to its response.
     """
     with Progress("top") as progress, ExitStack() as screen:
         async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:

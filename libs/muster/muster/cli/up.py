@@ -1,4 +1,4 @@
-"""`muster up`: the whole stack on this machine, from one command until Ctrl-C."""
+"""`muster up`: runs the whole stack on this machine until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from serve_common.names import deployment_tag
 
 
 class UpReport:
-    """Lines for people, or with ``as_json`` one JSON object a line, each with its ``event``."""
+    """Prints lines for people, or with ``as_json`` one JSON object per line, each with its ``event``."""
 
     def __init__(self, *, directory: Path, as_json: bool) -> None:
-        """Paths are shown as seen from ``directory``."""
+        """Paths are printed relative to ``directory``."""
         self._directory = directory
         self._as_json = as_json
         self._is_ready = False
 
     def hear_event(self, event: ProcessEvent) -> None:
-        """Something happened to a process."""
+        """Report an event of a process."""
         if self._as_json:
             self._emit(event.happened.value, **{k: v for k, v in _plain(event).items() if k != "happened"})
             return
@@ -57,22 +57,22 @@ class UpReport:
             case Happened.DIED:
                 self.tell(f"{event.name} died: {event.detail}")
             case Happened.STARTED | Happened.STOPPED:
-                return  # known from what was asked for
+                return  # expected: the user requested it
 
     def hear_notice(self, text: str) -> None:
-        """A sentence for the user."""
+        """Report a sentence for the user."""
         if self._as_json:
             self._emit("notice", text=text)
         else:
             self.tell(f"  {text}")
 
     def starting(self) -> None:
-        """It begins."""
+        """Report that the stack starts."""
         if not self._as_json:
             self.tell("starting the stack: NATS, Postgres, controller, replica host, proxy")
 
     def ready(self, record: RunRecord, seconds: float) -> None:
-        """Everything is ready: what runs where."""
+        """Report that everything is ready, with addresses and paths."""
         if self._as_json:
             self._emit("stack_ready", seconds=round(seconds, 3), stack=_plain(record))
             return
@@ -90,34 +90,34 @@ class UpReport:
         self.tell("\n".join(lines))
 
     def example(self, lines: list[str], *, is_serving: bool) -> None:
-        """How the example's deploy went."""
+        """Report the outcome of deploying the example."""
         if self._as_json:
             self._emit("example", is_serving=is_serving, text="\n".join(lines))
         else:
             self.tell("\n".join(lines))
 
     def staying(self) -> None:
-        """From here on it only runs."""
+        """Report that startup is complete and how to stop the stack."""
         if not self._as_json:
             self.tell("Ctrl-C stops it.")
 
     def stopping(self) -> None:
-        """A stop was asked for."""
+        """Report that a stop was requested."""
         if self._as_json:
             self._emit("stopping")
         else:
             self.tell("\nstopping; once more kills at once")
 
     def stopped(self, seconds: float) -> None:
-        """Nothing runs any more."""
+        """Report that everything is stopped."""
         if self._as_json:
             self._emit("stopped", seconds=round(seconds, 3))
         else:
             self.tell(f"stopped after {seconds:.1f} s; the state is kept")
 
     def tell(self, text: str) -> None:
-        """One text on standard output."""
-        # A closed terminal or pipe, where nobody reads any more, must not end a stack that serves.
+        """Print a text on standard output."""
+        # A closed terminal or pipe must not end a stack that serves.
         with contextlib.suppress(OSError):
             say(text)
 
@@ -130,7 +130,7 @@ class UpReport:
 
 
 def seen_from(directory: Path, path: str | Path) -> str:
-    """The path to type in ``directory``: relative below it, absolute elsewhere."""
+    """The path relative to ``directory`` if it lies below it; otherwise the absolute path."""
     relative = os.path.relpath(path, directory)
     return str(path) if relative.startswith("..") else relative
 
@@ -147,22 +147,22 @@ _LOOK_AGAIN_S: Final = 0.25
 
 
 class ExampleDeployment:
-    """Deploys examples/digits of this checkout, or finds it there."""
+    """Deploys examples/digits of this checkout unless it is already deployed."""
 
     name: Final = "digits"
 
     def __init__(self, directory: Path, http_url: str, examples: Path = CHECKOUT / "examples") -> None:
-        """What to type is shown as seen from ``directory``."""
+        """Paths in printed commands are relative to ``directory``."""
         self._directory = directory
         self._http_url = http_url
         self._folder = examples / "digits"
         self.is_serving = False
 
     async def ensure(self, admin: AdminPort, progress: Progress) -> list[str]:
-        """Deploy it unless it is there, wait until it serves, and return lines for people.
+        """Deploy the example unless it exists, wait until it serves, and return lines for people.
 
-        One that is there is left as it is: its user may have changed it. Raises `PermanentError` where there are no
-        examples, and what the controller raises.
+        An existing deployment is left as it is: its user may have changed it. Raises `PermanentError` when the
+        examples are missing, and what the controller raises.
         """
         there = await self._find(admin)
         if there is not None:
@@ -198,7 +198,7 @@ class ExampleDeployment:
         )
 
     async def _find(self, admin: AdminPort) -> DeploymentView | None:
-        """None also for one that goes away or never came to serve: there is nothing to be kept."""
+        """The existing deployment; None also for one that is being deleted or has failed, which is replaced."""
         try:
             found = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
         except NotFound:
@@ -237,7 +237,7 @@ class ExampleDeployment:
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXAMPLE_RETRY_S: Final = 60.0
 _TWICE_AT_ONCE_S: Final = 0.5
-"""A shell, `timeout` or `make` sends its signal to us and to our group: that is one wish, not two."""
+"""Seconds within which a second signal is the same request: shells, `timeout` and `make` also signal the group."""
 
 
 class UpRun:
@@ -252,7 +252,7 @@ class UpRun:
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, *, deploy_example: bool) -> None:
-        """Return when a signal asked for it and everything is stopped. Raises what kept the stack from starting."""
+        """Return when a signal requested it and everything is stopped. Raises what prevented the start."""
         loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         for number in _SIGNALS:
@@ -291,7 +291,7 @@ class UpRun:
         try:
             kill_marked(self._stack.record.stack_id)
         finally:
-            # Nothing may hold us up any more, the orderly stop that is under way least of all.
+            # Exit at once, without waiting for the orderly stop that is under way.
             os._exit(ExitCode.INTERRUPTED)
 
     async def _deploy_example(self) -> None:
@@ -306,7 +306,7 @@ class UpRun:
                 async with self._session.connect(address, progress, retry_for_s=_EXAMPLE_RETRY_S) as stack:
                     lines = await example.ensure(stack.admin, progress)
         except ServeError as error:
-            # The stack serves without its example; whoever waits for it sees why it is not there.
+            # The stack serves without its example; the report shows why it is missing.
             self._report.example([f"error: the example was not deployed: {error}"], is_serving=False)
             return
         self._report.example(lines, is_serving=example.is_serving)
@@ -316,25 +316,33 @@ def up(
     context: typer.Context,
     *,
     state_dir: Annotated[
-        Path, typer.Option("--state-dir", metavar="DIR", help="Where all state lies; made when not there.")
+        Path, typer.Option("--state-dir", metavar="DIR", help="Directory of all state; created if missing.")
     ] = DEFAULT_STATE_DIR,
     http_host: Annotated[
-        str, typer.Option("--http-host", help="Where HTTP listens; 0.0.0.0 is everywhere.")
+        str, typer.Option("--http-host", help="Address that HTTP listens on; 0.0.0.0 for all interfaces.")
     ] = "127.0.0.1",
     http_port: Annotated[
-        int, typer.Option("--http-port", min=0, max=65_535, help="0 takes any free one.")
+        int,
+        typer.Option("--http-port", min=0, max=65_535, help="Port that HTTP listens on; 0 for any free one."),
     ] = 8000,
     nats_port: Annotated[
-        int, typer.Option("--nats-port", min=0, max=65_535, help="Another is taken when it is in use.")
+        int,
+        typer.Option(
+            "--nats-port", min=0, max=65_535, help="Port of NATS; a free one is used if it is taken."
+        ),
     ] = 4222,
     num_cpus: Annotated[
-        int | None, typer.Option("--num-cpus", min=1, help="CPUs for replicas in all; the machine's.")
+        int | None,
+        typer.Option("--num-cpus", min=1, help="CPUs available to all replicas. Default: the machine's."),
     ] = None,
     proxy_processes: Annotated[
-        int, typer.Option("--proxy-processes", min=1, max=64, help="How many share the HTTP port.")
+        int,
+        typer.Option(
+            "--proxy-processes", min=1, max=64, help="Number of proxy processes that share the HTTP port."
+        ),
     ] = 1,
     deploy_example: Annotated[
-        bool, typer.Option("--deploy-example", help="Deploy examples/digits unless it is there.")
+        bool, typer.Option("--deploy-example", help="Deploy examples/digits unless it is already deployed.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -343,9 +351,10 @@ def up(
     Example:
       muster up --deploy-example
 
-    NATS, Postgres, a controller, a replica host with Ray and a proxy, each
-    started again when it dies. Its state is kept: what is deployed is back
-    at the next start. Ctrl-C stops it in order, a second one at once.
+    Runs NATS, Postgres, a controller, a replica host with Ray and a proxy,
+    and restarts each when it dies. State is kept: what is deployed is back
+    at the next start. Ctrl-C stops everything in order, a second one at
+    once.
     """
     session = session_of(context)
     with session.reporting(as_json=as_json):

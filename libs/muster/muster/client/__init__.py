@@ -1,7 +1,7 @@
-"""The admin API from Python: one typed method for each verb of ``serve.admin.<verb>``.
+"""Client of the admin API: one typed method for each verb of ``serve.admin.<verb>``.
 
-Why a package of its own: the command line is one user of it and programs are the other; neither should have to know
-subjects, headers or how a restarting controller looks from outside.
+Why a package of its own: the command line and programs use it; neither should have to know subjects, headers or how to
+retry while a controller restarts.
 """
 
 from __future__ import annotations

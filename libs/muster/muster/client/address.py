@@ -1,5 +1,5 @@
-"""Where a stack is and who asks: a file of credentials, or a plain user whose password a URL may hold; none is ever
-shown."""
+"""Address of a stack and the client's credentials: a credentials file, or a plain user with a password, possibly in the
+URL. Passwords are never shown."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     urls: tuple[str, ...] = (DEFAULT_URL,)
     credentials_file: str | None = None
-    """With the identity to come with, in NATS' format; then ``user`` and ``password`` mean nothing."""
+    """File with the client's identity, in NATS' format; if set, ``user`` and ``password`` are ignored."""
     user: str = DEFAULT_USER
-    """Of a NATS with plain users."""
+    """User of a NATS with plain users."""
     password: str | None = None
     subject_prefix: str = "serve"
     tls_ca_file: str | None = None
@@ -33,11 +33,11 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def identity(self) -> str:
-        """Who comes, for people."""
+        """The user or credentials file, for messages."""
         return f"the user {self.user!r}" if self.credentials_file is None else self.credentials_file
 
     def bus_settings(self, inbox_prefix: str) -> BusSettings:
-        """The same for the connections of services; answers come to ``inbox_prefix``."""
+        """Settings of a connection with this address; replies arrive at ``inbox_prefix``."""
         file = self.credentials_file
         return BusSettings(
             servers=list(self.urls),
@@ -51,17 +51,17 @@ class StackAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
-        """The addresses for people."""
+        """The URLs, for messages."""
         return ", ".join(self.urls)
 
     @property
     def host(self) -> str:
-        """The machine of the first address."""
+        """Hostname of the first URL."""
         return urlsplit(self.urls[0]).hostname or "127.0.0.1"
 
 
 class ParsedUrls(msgspec.Struct, frozen=True):
-    """Addresses, and the user and password that stood in the first one that had them."""
+    """URLs without credentials, and the user and password of the first URL that had them."""
 
     urls: tuple[str, ...]
     user: str | None
@@ -69,7 +69,7 @@ class ParsedUrls(msgspec.Struct, frozen=True):
 
 
 def parse_urls(text: str, field: str) -> ParsedUrls:
-    """Take ``nats://[user[:password]@]host[:port]`` apart; several are separated by commas.
+    """Parse ``nats://[user[:password]@]host[:port]``; several are separated by commas.
 
     Raises `BadField` naming ``field``, without the password.
     """
@@ -90,7 +90,7 @@ def parse_urls(text: str, field: str) -> ParsedUrls:
 def _split(url: str, field: str) -> SplitResult:
     try:
         split = urlsplit(url)
-        _ = split.port  # looked at for its ValueError
+        _ = split.port  # evaluated for its ValueError
     except ValueError as error:
         # Chained to nothing: the text of the cause may show the password.
         raise BadField(field, "is not a URL; write nats://user:password@host:port") from (

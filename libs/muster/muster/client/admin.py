@@ -85,83 +85,83 @@ from serve_common.names import GoalId
 from serve_common.protocol.subjects import Subjects
 
 RESTORE_ATTEMPT_S: Final = 30.0
-"""The whole file is checked with its last page."""
+"""Seconds per attempt: the whole file is checked with its last page."""
 
 
 class AdminCommands(AdminRequests):
     """The commands. Part of `AdminClient`."""
 
     async def change(self, request: Change) -> ChangeReply:
-        """Any command that answers with one goal."""
+        """Send any command that is answered with one goal."""
         reply: ChangeReply = await self._asker.ask(request)
         return reply
 
     async def deploy(self, request: Deploy) -> ChangeReply:
-        """Make a deployment be as given."""
+        """Create or update a deployment."""
         return await self.change(request)
 
     async def delete_deployment(self, request: DeleteDeployment | str) -> ChangeReply:
-        """Make a deployment not exist; an unknown name is a success without a goal. Its name alone will do."""
+        """Delete a deployment, given as a command or a name; an unknown one succeeds without a goal."""
         return await self.change(DeleteDeployment(name=request) if isinstance(request, str) else request)
 
     async def deploy_application(self, request: DeployApplication) -> ChangeReply:
-        """Make an application be these deployments, in one change: all or nothing. Those left out go away."""
+        """Create or update an application in one change, all or nothing. Deployments left out are deleted."""
         return await self.change(request)
 
     async def delete_application(self, request: DeleteApplication) -> ChangeReply:
-        """Make an application and its deployments not exist. An unknown name is a success."""
+        """Delete an application and its deployments. An unknown name succeeds."""
         return await self.change(request)
 
     async def create_backend(self, request: CreateBackend) -> ChangeReply:
-        """Make a backend be as given. The same configurations again make no new goal."""
+        """Create or update a backend. Unchanged configurations make no new goal."""
         return await self.change(request)
 
     async def delete_backend(self, request: DeleteBackend) -> ChangeReply:
-        """Make a backend not exist. Unknown: a success. Refused while an endpoint sends or copies traffic to it."""
+        """Delete a backend. An unknown tag succeeds. Refused while an endpoint sends or copies traffic to it."""
         return await self.change(request)
 
     async def update_backend_config(self, request: UpdateBackendConfig) -> ChangeReply:
-        """Change the given fields of a backend's configuration, also of a deployment's; the others stay."""
+        """Change the given fields of the configuration of a backend or deployment; the others stay."""
         return await self.change(request)
 
     async def scale(self, request: Scale) -> ChangeReply:
-        """Make a backend have so many replicas. Autoscaling, where there is one, pauses until it is resumed."""
+        """Set the number of replicas of a backend. Autoscaling, if configured, pauses until it is resumed."""
         return await self.change(request)
 
     async def pause_autoscaling(self, request: PauseAutoscaling | str) -> ChangeReply:
-        """Leave a backend's number of replicas as it is. Its tag alone will do."""
+        """Pause the autoscaling of a backend, given as a command or a tag."""
         return await self.change(
             PauseAutoscaling(backend_tag=request) if isinstance(request, str) else request
         )
 
     async def resume_autoscaling(self, request: ResumeAutoscaling | str) -> ChangeReply:
-        """Let a backend's number of replicas follow its load again. Its tag alone will do."""
+        """Resume the autoscaling of a backend, given as a command or a tag."""
         return await self.change(
             ResumeAutoscaling(backend_tag=request) if isinstance(request, str) else request
         )
 
     async def create_endpoint(self, request: CreateEndpoint) -> ChangeReply:
-        """Make an endpoint. The same again makes no new goal; another one under the same name is refused."""
+        """Create an endpoint. An identical one makes no new goal; a different one of the same name is refused."""
         return await self.change(request)
 
     async def delete_endpoint(self, request: DeleteEndpoint) -> ChangeReply:
-        """Make an endpoint not exist; its backends stay. Unknown: a success."""
+        """Delete an endpoint; its backends stay. An unknown name succeeds."""
         return await self.change(request)
 
     async def set_traffic(self, request: SetTraffic) -> ChangeReply:
-        """Say where an endpoint's requests go."""
+        """Set the traffic split of an endpoint."""
         return await self.change(request)
 
     async def shadow_traffic(self, request: ShadowTraffic) -> ChangeReply:
-        """Copy a proportion of an endpoint's requests to a backend whose answers are dropped."""
+        """Copy a proportion of an endpoint's requests to a backend whose responses are dropped."""
         return await self.change(request)
 
     async def set_endpoint_options(self, request: SetEndpointOptions) -> ChangeReply:
-        """Change the given options of an endpoint, also of a deployment's; the others stay."""
+        """Change the given options of the endpoint of this tag, also that of a deployment; the others stay."""
         return await self.change(request)
 
     async def rollback(self, request: Rollback) -> ChangeReply:
-        """Make a deployment or backend be again what it was."""
+        """Return a deployment or backend to an earlier revision."""
         return await self.change(request)
 
     async def set_http_options(self, request: SetHttpOptions) -> ChangeReply:
@@ -169,22 +169,22 @@ class AdminCommands(AdminRequests):
         return await self.change(request)
 
     async def drain_host(self, request: DrainHost) -> ChangeReply:
-        """Move every replica off a host, new ones first, and place none there."""
+        """Move every replica off a host, starting replacements first, and place none there."""
         return await self.change(request)
 
     async def undrain_host(self, request: UndrainHost) -> ChangeReply:
-        """Place replicas on a host again. One that is not drained is a success."""
+        """Allow replicas on a host again. Succeeds if the host is not drained."""
         return await self.change(request)
 
     async def restore(self, request: Restore) -> RestoreReply:
-        """Send a page of a backup; with the last one everything becomes what the backup says. See `send_backup`."""
+        """Send one page of a backup; the last one restores it. `send_backup` sends a whole file."""
         reply: RestoreReply = await self._asker.ask(request, attempt_s=RESTORE_ATTEMPT_S)
         return reply
 
     async def send_backup(self, data: bytes, *, confirm: bool) -> RestoreReply:
-        """Restore from the file of a backup or, without ``confirm``, only have it checked.
+        """Restore from a backup's file; without ``confirm`` it is only checked.
 
-        Raises `BadField` that says what is wrong with the file; nothing is changed then.
+        Raises `BadField` with the reason when the file is invalid; nothing is changed then.
         """
         upload_id, size = uuid.uuid4().hex, BACKUP_PAGE_BYTES_MAX
         parts = [data[at : at + size] for at in range(0, len(data), size)] or [b""]
@@ -209,97 +209,98 @@ class AdminCommands(AdminRequests):
 
 
 WAIT_SLICE_S: Final = 1.0
-"""How long the server holds one question for a goal, so that its progress is shown about every second."""
+"""Seconds per `WaitForGoal` query, so that progress is shown about once a second."""
 SLICE_SLACK_S: Final = 2.0
+"""Seconds that a reply to `WaitForGoal` may take beyond its own timeout."""
 
 BACKUP_TRIES: Final = 3
-"""A change of leader between two pages means to begin anew."""
+"""Attempts to fetch a backup; a change of leader between two pages restarts it."""
 
 
 class AdminQueries(AdminRequests):
     """The queries. Part of `AdminClient`."""
 
     async def get_deployment_info(self, request: GetDeploymentInfo | str) -> DeploymentView:
-        """One deployment; raises `NotFound`. Its name alone will do."""
+        """Get one deployment, given as a query or a name. Raises `NotFound`."""
         query = GetDeploymentInfo(name=request) if isinstance(request, str) else request
         reply: DeploymentView = await self._asker.ask(query)
         return reply
 
     async def list_deployments(self, request: ListDeployments | None = None) -> list[DeploymentView]:
-        """All deployments; on request also those that are gone."""
+        """List all deployments; on request also deleted ones."""
         query = request or ListDeployments()
         return await self._asker.ask_all(query, lambda view: view.name)
 
     async def get_all_applications(self, request: GetAllApplications | None = None) -> list[ApplicationView]:
-        """All applications."""
+        """List all applications."""
         return await self._asker.ask_all(request or GetAllApplications(), lambda view: view.name)
 
     async def get_all_backends(self, request: GetAllBackends | None = None) -> list[BackendView]:
-        """All backends and their replicas."""
+        """List all backends with their replicas."""
         return await self._asker.ask_all(request or GetAllBackends(), lambda view: view.backend_tag)
 
     async def get_backend_config(self, request: GetBackendConfig) -> BackendConfigView:
-        """One backend's configuration; raises `NotFound`."""
+        """Get the configuration of one backend. Raises `NotFound`."""
         reply: BackendConfigView = await self._asker.ask(request)
         return reply
 
     async def get_all_endpoints(self, request: GetAllEndpoints | None = None) -> list[EndpointView]:
-        """All endpoints and their traffic."""
+        """List all endpoints with their traffic."""
         return await self._asker.ask_all(request or GetAllEndpoints(), lambda view: view.endpoint_tag)
 
     async def get_http_config(self, request: GetHttpConfig | None = None) -> HttpOptions:
-        """The options of all proxies."""
+        """Get the HTTP options of all proxies."""
         reply: HttpOptions = await self._asker.ask(request or GetHttpConfig())
         return reply
 
     async def get_http_proxies(self, request: GetHttpProxies | None = None) -> list[ProxyView]:
-        """All proxies that were heard of lately, with the snapshots that they applied."""
+        """List all proxies that reported recently, with the snapshots that they applied."""
         return await self._asker.ask_all(request or GetHttpProxies(), lambda view: view.proxy_id)
 
     async def get_hosts(self, request: GetHosts | None = None) -> list[HostView]:
-        """All hosts that were heard of lately."""
+        """List all hosts that reported recently."""
         return await self._asker.ask_all(request or GetHosts(), lambda view: view.host_id)
 
     async def get_status(self, request: GetStatus | None = None) -> StatusView:
-        """The whole system. Raises `LimitReached` when that is more than one message carries."""
+        """Get the status of the whole system. Raises `LimitReached` when it exceeds one message."""
         reply: StatusView = await self._asker.ask(request or GetStatus())
         return reply
 
     async def get_autoscaling(self, request: GetAutoscaling | None = None) -> list[AutoscalingView]:
-        """What the autoscaling of each backend that has one saw last, and why it moved or held."""
+        """List the last load, decision and reason of each autoscaled backend."""
         return await self._asker.ask_all(request or GetAutoscaling(), lambda view: view.backend_tag)
 
     async def get_load(self, request: GetLoad | None = None) -> LoadView:
-        """What all services bear now, as counts since they began: two of these make rates."""
+        """Get the load of all services, as counters since they started; two replies give rates."""
         reply: LoadView = await self._asker.ask(request or GetLoad())
         return reply
 
     async def get_snapshot(self, request: GetSnapshot | None = None) -> list[SnapshotView]:
-        """Every deployment in short, also those that are gone."""
+        """List a summary of every deployment, deleted ones included."""
         return await self._asker.ask_all(request or GetSnapshot(), lambda view: view.name)
 
     async def get_events(self, request: GetEvents | None = None) -> list[EventView]:
-        """What happened lately, the oldest first."""
+        """Get recent events, the oldest first."""
         reply: list[EventView] = await self._asker.ask(request or GetEvents())
         return reply
 
     async def get_history(self, request: GetHistory | None = None) -> list[HistoryView]:
-        """Who changed what, the newest first."""
+        """Get entries of the audit log, the newest first."""
         reply: list[HistoryView] = await self._asker.ask(request or GetHistory())
         return reply
 
     async def get_revisions(self, request: GetRevisions) -> list[RevisionView]:
-        """What a deployment or backend was, the newest first; raises `NotFound`."""
+        """Get the revisions of a deployment or backend, the newest first. Raises `NotFound`."""
         reply: list[RevisionView] = await self._asker.ask(request)
         return reply
 
     async def get_backup(self, request: GetBackup | None = None) -> BackupPage:
-        """A page of a backup's file; raises `NotFound` for a backup that is no longer kept."""
+        """Get a page of a backup's file. Raises `NotFound` for a backup that has expired."""
         reply: BackupPage = await self._asker.ask(request or GetBackup())
         return reply
 
     async def fetch_backup(self) -> bytes:
-        """The whole file of a new backup. Raises `NotFound` when the leader changed again and again meanwhile."""
+        """Take a new backup and return its file. Raises `NotFound` when the leader changed during every attempt."""
         for _ in range(BACKUP_TRIES - 1):
             try:
                 return await self._fetch_backup()
@@ -316,7 +317,7 @@ class AdminQueries(AdminRequests):
         return b"".join(pages)
 
     async def plan(self, request: Plan | Change | Shutdown) -> PlanView:
-        """What a command would do, without doing it; raises its refusal. The command itself will do."""
+        """Get what a command would do, given as a query or the command; raises the error that would refuse it."""
         if not isinstance(request, Plan):
             command = msgspec.Raw(msgspec.json.encode(request))
             request = Plan(verb=VERB_OF[type(request)], request=command)
@@ -330,9 +331,9 @@ class AdminQueries(AdminRequests):
         deadline_s: float,
         on_progress: Callable[[GoalView], None] = ignore,
     ) -> GoalView:
-        """Wait until a goal ends, for at most ``deadline_s``; a view that is still PENDING means the time is over.
+        """Wait at most ``deadline_s`` for a goal to end; a view that is still PENDING means the deadline passed.
 
-        ``on_progress`` hears every view, about one a second. Raises `NotFound` for an id that is unknown.
+        ``on_progress`` is called with every view, about once a second. Raises `NotFound` for an unknown id.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + deadline_s
@@ -349,7 +350,7 @@ class AdminQueries(AdminRequests):
 
 
 class AdminClient(AdminCommands, AdminQueries):
-    """The admin API of one stack. Errors are those of `serve_common.errors`, as the controller raised them."""
+    """Client of one stack's admin API. Raises the controller's errors, as classes of `serve_common.errors`."""
 
     def __init__(
         self,
@@ -362,7 +363,10 @@ class AdminClient(AdminCommands, AdminQueries):
         retry_pause_s: float = 0.25,
         on_retry: Callable[[str], None] = ignore,
     ) -> None:
-        """See `Asker`."""
+        """Retries transient errors for ``retry_for_s`` seconds; ``on_retry`` is called with the reason.
+
+        ``who`` and ``headers`` are sent with every change; ``who`` is the client's name in the audit log.
+        """
         super().__init__(
             Asker(
                 requests,

@@ -1,4 +1,4 @@
-"""Joins the client's parts for one address."""
+"""Connects to a stack, and calls its endpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Caller:
         retry_for_s: float = 5.0,
         retry_pause_s: float = 0.25,
     ) -> None:
-        """A call that nobody heard is sent again for ``retry_for_s``; any other is sent once."""
+        """A call without any listener is sent again for ``retry_for_s``; any other is sent once."""
         self._requests = requests
         self._subjects = subjects
         self._retry_for_s = retry_for_s
@@ -41,10 +41,10 @@ class Caller:
     async def call(
         self, name: str, body: bytes, *, headers: Mapping[str, str], timeout_s: float
     ) -> AdminReply:
-        """The endpoint's answer.
+        """Send one request to an endpoint and return its response.
 
-        Raises `BadField` for a name that cannot be, `TransientError` when no proxy listens, `DeadlineExceeded`, and
-        the error that the answer bears.
+        Raises `BadField` for an invalid name, `TransientError` when no proxy listens, `DeadlineExceeded`, and the error
+        that the response carries.
         """
         subject = self._subjects.call(EndpointTag(deployment_tag(name)))
         loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ def who_am_i() -> str:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """A stack that was reached."""
+    """A connected stack."""
 
     admin: AdminClient
     caller: Caller
@@ -94,9 +94,9 @@ async def connect_stack(
     on_retry: Callable[[str], None] = lambda _why: None,
     who: str | None = None,
 ) -> AsyncIterator[Stack]:
-    """Connect, and let go at the end. ``who`` stands in the audit log; None is ``user@host`` of this process.
+    """Connect, and disconnect at the end. ``who`` is the name in the audit log; None is ``user@host`` of this process.
 
-    Changes belong to the trace that TRACEPARENT and TRACESTATE name, where whatever runs this process has set them.
+    Changes belong to the trace in the environment variables TRACEPARENT and TRACESTATE, if they are set.
 
     Raises `BusUnavailable` when NATS does not answer within ``connect_within_s``, and `BusAuthorizationFailed`.
     """

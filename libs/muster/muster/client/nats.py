@@ -1,6 +1,6 @@
-"""The client's way to a stack over nats-py: requests whose failures are known at once, and feeds that go on.
+"""The client's connection to a stack over nats-py: requests that fail at once, and feeds that reconnect.
 
-Why requests do not use `serve_common.nats.client`: a service reconnects for ever; who types a command wants to know.
+Why requests do not use `serve_common.nats.client`: a service reconnects forever; a command must report the failure.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from serve_common.runtime.tasks import cancellations, raise_if_cancelled
 _CONNECT_S: Final = 5.0
 _FLUSH_S: Final = 5
 _WAITING_MAX: Final = 10_000
-"""Messages that nobody has taken yet; beyond that the oldest are forgotten."""
+"""Most messages that wait to be read; beyond that the oldest are dropped."""
 
 
 @final
 class NatsFeed:
-    """Implements `muster.client.requests.Feed`."""
+    """Implements `muster.client.requests.Feed`; reconnects by itself."""
 
     def __init__(self, address: StackAddress) -> None:
-        """Connects at `open`."""
+        """Connects in `open`."""
         self._address = address
         self._client: Client | None = None
         self._heard: deque[FeedMessage] = deque(maxlen=_WAITING_MAX)
@@ -57,12 +57,12 @@ class NatsFeed:
         """Disconnect."""
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
-            # They would tell of a loss that was meant.
+            # These callbacks would report the intended disconnection as a loss.
             client._disconnected_cb = client._closed_cb = None  # noqa: SLF001 - the library has no other way
             await close_nats(client)
 
     async def hear(self, within_s: float | None = None) -> FeedMessage | None:
-        """See `Feed.hear`."""
+        """Wait for the next message; None after ``within_s`` seconds."""
         try:
             async with asyncio.timeout(within_s):
                 while not self._heard:
@@ -73,7 +73,7 @@ class NatsFeed:
         return self._heard.popleft()
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """See `Feed.publish`."""
+        """Publish a message. Raises `BusUnavailable`."""
         assert self._client is not None, "open comes first"
         try:
             await self._client.publish(subject, payload)
@@ -88,7 +88,7 @@ class NatsFeed:
 _REQUEST_CONNECT_S: Final = 2
 _PAUSE_S: Final = 0.25
 _INBOX_PREFIX: Final = inbox_prefix(Role.ADMIN)
-"""The one that other roles may answer to and only admins may read."""
+"""Inbox that other roles may reply to and only admins may read."""
 
 
 class NatsRequests:
@@ -105,11 +105,11 @@ class NatsRequests:
 
     @property
     def where(self) -> str:
-        """See `Requests.where`."""
+        """The URLs of NATS, without passwords."""
         return self._address.where
 
     async def connect(self, *, within_s: float, on_retry: Callable[[str], None] = lambda _why: None) -> None:
-        """Try until there is a connection. Raises `BusUnavailable` or `BusAuthorizationFailed`."""
+        """Retry for ``within_s`` until connected. Raises `BusUnavailable` or `BusAuthorizationFailed`."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + within_s
         while True:
@@ -123,7 +123,7 @@ class NatsRequests:
             await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Let go of the connection; requests under way end with `NoAnswer`."""
+        """Disconnect; requests under way end with `NoAnswer`."""
         client, self._client = self._client, None
         if client is not None and not client.is_closed:
             await close_nats(client)
@@ -131,14 +131,14 @@ class NatsRequests:
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> AdminReply:
-        """See `Requests.request`."""
+        """Send one request and wait for its reply, connecting first if needed; errors as in `Requests`."""
         client = await self._connected()
         self._forbidden = None
         limit, cancelled = asyncio.timeout(timeout_s), cancellations()
         try:
             async with limit:
                 self._limits.add(limit)
-                # The library's own limit must not strike first: it cannot tell why.
+                # The library's own timeout must not fire first: its error has no reason.
                 message = await client.request(
                     subject, body, timeout=timeout_s + 60, headers=dict(headers) if headers else None
                 )
@@ -159,7 +159,7 @@ class NatsRequests:
             raise BusUnavailable(f"NATS at {self.where} failed: {error}") from error
         finally:
             self._limits.discard(limit)
-        raise_if_cancelled(cancelled)  # callers ask again and again
+        raise_if_cancelled(cancelled)  # callers retry in a loop
         return AdminReply(message.data, message.headers or {})
 
     async def _connected(self) -> Client:
@@ -184,7 +184,7 @@ class NatsRequests:
                     tls=tls,
                     connect_timeout=_REQUEST_CONNECT_S,
                     allow_reconnect=False,
-                    # With 0 or less the library would try for ever and never say so.
+                    # With 0 or less the library would retry forever without an error.
                     max_reconnect_attempts=1,
                     reconnect_time_wait=0,
                     ping_interval=5,

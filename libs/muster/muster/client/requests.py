@@ -1,4 +1,4 @@
-"""Asks the admin API one thing, again while what is wrong may pass; replies as values or errors; feeds of messages."""
+"""Requests to the admin API, retried on transient errors; decoding of replies and errors; feeds of messages."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from serve_common.protocol.subjects import Subjects
 
 
 class NobodyListens(TransientError):
-    """The bus is there, and knows at once that nobody would hear the request; it was not delivered."""
+    """NATS reported at once that the subject has no subscriber; the request was not delivered."""
 
 
 class NoAnswer(TransientError):
-    """No answer came in time, or the connection was lost meanwhile; the request may have had its effect."""
+    """No reply arrived in time, or the connection was lost meanwhile; the request may have taken effect."""
 
 
 class AdminReply(msgspec.Struct, frozen=True):
-    """What came back, an error included."""
+    """A reply, possibly an error."""
 
     body: bytes
     headers: Mapping[str, str] = {}
 
 
 class Requests(Protocol):
-    """Request and reply over the bus."""
+    """Request and reply over NATS."""
 
     @property
     def where(self) -> str:
-        """The bus' addresses for people; holds no password."""
+        """The URLs of NATS for messages, without passwords."""
         ...
 
     async def request(
         self, subject: str, body: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> AdminReply:
-        """Send one request and wait for its answer.
+        """Send one request and wait for its reply.
 
-        Raises `NobodyListens`, `NoAnswer`, `BusUnavailable` when there is no bus, `BusAuthorizationFailed` when it
-        refuses this user or this subject, and `BadField` when the body is larger than it carries.
+        Raises `NobodyListens`, `NoAnswer`, `BusUnavailable` when NATS cannot be reached, `BusAuthorizationFailed` when
+        it refuses this user or this subject, and `BadField` when the body exceeds its largest message.
         """
         ...
 
@@ -61,22 +61,22 @@ ERRORS_BY_CODE: Final[dict[str, type[ServeError]]] = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, ServeError)
 }
-"""Every error that a service can send, by its stable word."""
+"""Every error class that a service can send, by its stable error code."""
 
 _FOREIGN_BODY_MAX: Final = 2000
 
 
 class UnknownError(ServeError):
-    """An error whose code this version does not know: of a later service, or of the user's code."""
+    """An error whose code this version does not know: from a newer service, or from the user's code."""
 
     def __init__(self, code: str, message: str) -> None:
-        """``code`` is the word that came."""
+        """``code`` is the received error code."""
         super().__init__(message)
         self.code = code
 
 
 class _GatewayError(msgspec.Struct, frozen=True):
-    """How proxies put it, over HTTP and over NATS alike: within problem details (RFC 9457)."""
+    """An error of a proxy, over HTTP and NATS alike: an extension member of problem details (RFC 9457)."""
 
     error: ErrorView
 
@@ -89,7 +89,7 @@ def _read_error(body: bytes) -> ErrorView:
 
 
 def error_from_view(view: ErrorView) -> ServeError:
-    """The error that was raised on the other side; an unknown code becomes an `UnknownError`."""
+    """Restore the error that the service raised; an unknown code becomes an `UnknownError`."""
     kind = ERRORS_BY_CODE.get(view.code)
     if kind is None:
         return UnknownError(view.code, view.message or view.code)
@@ -102,7 +102,7 @@ def error_from_view(view: ErrorView) -> ServeError:
 
 
 def error_of(answer: AdminReply) -> ServeError | None:
-    """The error that an answer bears, or None."""
+    """The error that a reply carries, or None."""
     short = answer.headers.get(ERROR_HEADER)
     number = answer.headers.get(ERROR_CODE_HEADER)
     if short is None and number is None:
@@ -111,14 +111,14 @@ def error_of(answer: AdminReply) -> ServeError | None:
     try:
         view = _read_error(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # Not one of ours: what the user's code answered, or the micro library's own answer to an exception.
+        # Not our format: a response of the user's code, or the micro library's own reply to an exception.
         text = answer.body[:_FOREIGN_BODY_MAX].decode(errors="replace").strip()
         return ServeError(f"{said}: {text}" if text else said)
     return error_from_view(view)
 
 
 def read_reply(verb: str, answer: AdminReply, reply_type: Any) -> Any:
-    """The reply to ``verb``; raises the error that the answer bears, or `ServeError` for what cannot be read."""
+    """Decode the reply to ``verb``; raises the error that it carries, or `ServeError` if it cannot be decoded."""
     error = error_of(answer)
     if error is not None:
         raise error
@@ -129,9 +129,9 @@ def read_reply(verb: str, answer: AdminReply, reply_type: Any) -> Any:
 
 
 ATTEMPT_S: Final = 5.0
-"""How long one try waits for its answer; a reply lost with its controller costs this much."""
+"""Seconds that one attempt waits for its reply; a reply lost with its controller costs this much."""
 PAGE_LIMIT: Final = 500
-"""How much of a list is asked for at once."""
+"""Items of a list per page."""
 
 VERB_OF: Final = {request_type: verb for verb, (request_type, _reply_type) in VERBS.items()}
 
@@ -139,12 +139,12 @@ Item = TypeVar("Item")
 
 
 def ignore(_what: object) -> None:
-    """Hear something and do nothing."""
+    """A callback that does nothing."""
     return
 
 
 class Asker:
-    """Sends requests to whichever controller leads. Errors are those of `serve_common.errors`, as it raised them."""
+    """Sends requests to the leading controller. Raises its errors, as classes of `serve_common.errors`."""
 
     def __init__(
         self,
@@ -157,9 +157,9 @@ class Asker:
         retry_pause_s: float = 0.25,
         on_retry: Callable[[str], None] = ignore,
     ) -> None:
-        """Transient errors are tried again for ``retry_for_s``; ``on_retry`` hears why, for people.
+        """Retries transient errors for ``retry_for_s`` seconds; ``on_retry`` is called with the reason.
 
-        ``who`` stands in the audit log beside every change; empty says nothing. ``headers`` go with every change too.
+        ``who`` and ``headers`` are sent with every change; ``who`` is the client's name in the audit log, or empty.
         """
         self._requests = requests
         self._subjects = subjects
@@ -170,7 +170,7 @@ class Asker:
         self._on_retry = on_retry
 
     async def ask(self, request: Request, *, attempt_s: float = ATTEMPT_S) -> Any:
-        """The reply, of the type that `VERBS` names."""
+        """Send one request, with retries, and return its reply, of the type in `VERBS`."""
         verb = VERB_OF[type(request)]
         subject = self._subjects.admin(verb)
         is_command = isinstance(request, Command)
@@ -182,7 +182,7 @@ class Asker:
             try:
                 answer = await self._requests.request(subject, body, timeout_s=attempt_s, headers=headers)
                 return read_reply(verb, answer, VERBS[verb][1])
-            # Fenced out means for us that another controller leads by now: ask that one.
+            # Fenced out means that another controller leads by now: retry with that one.
             except (TransientError, FencedOut) as error:
                 if loop.time() + self._retry_pause_s >= give_up_at:
                     raise self._last_word(error) from error
@@ -190,9 +190,9 @@ class Asker:
             await asyncio.sleep(self._retry_pause_s)
 
     async def ask_all(self, query: PagedQuery, name_of: Callable[[Item], str]) -> list[Item]:
-        """The whole list, page by page, unless ``query`` asks for one page by its ``limit``.
+        """Fetch a whole list page by page, or a single page if ``query`` has a ``limit``.
 
-        A page that is too large for one message is asked for again in smaller ones.
+        A page that is too large for one message is requested again in smaller ones.
         """
         if query.limit is not None:
             page: list[Item] = await self.ask(query)
@@ -224,41 +224,41 @@ class Asker:
 
 
 class AdminRequests:
-    """What asks: base of the commands and of the queries."""
+    """Base of `AdminCommands` and `AdminQueries`."""
 
     def __init__(self, asker: Asker) -> None:
-        """``asker`` reaches the controller that leads."""
+        """``asker`` sends the requests."""
         self._asker = asker
 
 
 def with_request_id(request: Request) -> Request:
-    """The same, with an id of its own where one belongs there and none was given."""
+    """Set ``request_id`` to a new id if the request has the field and it is None."""
     if getattr(request, "request_id", "") is not None:
         return request
     return msgspec.structs.replace(request, request_id=uuid.uuid4().hex)
 
 
 class FeedMessage(msgspec.Struct, frozen=True):
-    """One message."""
+    """A message of a feed."""
 
     subject: str
     payload: bytes
 
 
 class Feed(Protocol):
-    """Messages of some subjects, in the order in which they came."""
+    """Messages of some subjects, in the order of arrival."""
 
     async def hear(self, within_s: float | None = None) -> FeedMessage | None:
-        """The next one; None when none came in time. None as a time waits for ever."""
+        """Wait for the next message; None after ``within_s`` seconds. None for ``within_s`` waits forever."""
         ...
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Say something to all who hear it. Raises `BusUnavailable`."""
+        """Publish a message. Raises `BusUnavailable`."""
         ...
 
 
 class Listen(Protocol):
-    """Opens a feed; see `listen_to_stack`."""
+    """Opens a feed, as `listen_to_stack` does."""
 
     def __call__(self, address: StackAddress, subjects: Sequence[str]) -> AbstractAsyncContextManager[Feed]:
         """Raises `BusUnavailable` and `BusAuthorizationFailed` when entered."""
@@ -267,7 +267,7 @@ class Listen(Protocol):
 
 @asynccontextmanager
 async def listen_to_stack(address: StackAddress, subjects: Sequence[str]) -> AsyncIterator[Feed]:
-    """Hear ``subjects``, wildcards included, until the end; NATS may go and come back meanwhile.
+    """Subscribe to ``subjects``, wildcards included, for the block; the feed reconnects when NATS was away.
 
     Raises `BusUnavailable` when NATS does not answer within seconds, and `BusAuthorizationFailed`.
     """

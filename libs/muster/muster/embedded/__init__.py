@@ -1,7 +1,7 @@
 """`muster up`: the whole stack as processes of this machine.
 
-Why its own package: it needs servers and services that a client of a stack elsewhere does not install. Import what
-is listed here; the rest is how it works.
+Why a package of its own: it needs servers and services that a client of a remote stack does not install. The names
+listed here are its interface.
 """
 
 from __future__ import annotations

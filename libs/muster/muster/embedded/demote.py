@@ -1,8 +1,8 @@
-"""Executes a program as somebody who is not root, keeping what it needs to reach its files.
+"""Executes a program as an unprivileged user, keeping what it needs to reach its files.
 
-Why: Postgres refuses to run as root, yet as root is how many containers and rented machines are used; the checkout
-may lie in a directory (/root, mode 700) that no other user can enter, and users and modes of the machine are not
-ours to change. Two ways, either of which may be forbidden where the other is allowed:
+Why: Postgres refuses to run as root, but many containers and rented machines are used as root; the checkout may be in
+a directory (/root, mode 700) that no other user can enter, and we must not change users and modes of the machine. Two
+ways, either of which may be forbidden where the other is allowed:
 
 ``capability``: become `nobody`, keeping only the right to pass directories (CAP_DAC_READ_SEARCH, or CAP_DAC_OVERRIDE
 where a container has no other). The data directory must belong to `nobody`.
@@ -54,7 +54,7 @@ def become_nobody_with_a_capability(uid: int, gid: int) -> None:
 
 
 def become_nobody_in_a_namespace(uid: int, gid: int) -> None:
-    """Be `nobody` to ourselves, and who we were to everybody else."""
+    """Become `nobody` within a new user namespace; outside of it the user stays the same."""
     outer_uid, outer_gid = os.geteuid(), os.getegid()
     _check(_libc.unshare(CLONE_NEWUSER), "unshare")
     own = Path("/proc/self")
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     """``demote.py (capability|namespace) program argument…``; exits with 126 when the way is forbidden here."""
     way, program = argv[1], argv[2:]
     nobody = pwd.getpwnam("nobody")
-    # A change of user clears the signal that we want when our parent dies.
+    # A change of user clears the signal that is sent when the parent dies.
     death_signal = ctypes.c_int()
     _check(_libc.prctl(PR_GET_PDEATHSIG, ctypes.byref(death_signal), 0, 0, 0), "PR_GET_PDEATHSIG")
     parent = os.getppid()

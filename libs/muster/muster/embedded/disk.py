@@ -1,4 +1,4 @@
-"""Whether the disk under a stack is full; says so, and heals what does not heal by itself."""
+"""Watches whether the disk of a stack is full: notifies the user, and repairs NATS' storage afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from muster.embedded.process import http_probe, http_text
 from muster.embedded.services import storage_off
 
 FULL_BELOW_BYTES: Final = 1024 * 1024
-"""With less room than this a disk counts as full: a log line may still fit, a database's file does not."""
+"""Free bytes below which a disk counts as full: a log line may still fit, a database's file does not."""
 
 
 def disk_is_full(path: Path) -> str | None:
-    """In words, when the disk of ``path`` has no room; None when it has, or when that cannot be known."""
+    """A message when the disk of ``path`` is full; None when it is not, or when that cannot be determined."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -34,16 +34,16 @@ def disk_is_full(path: Path) -> str | None:
 _log = structlog.get_logger()
 
 _ROOM_BYTES: Final = 4 * FULL_BELOW_BYTES
-"""There is room again."""
+"""Free bytes at which the disk no longer counts as full."""
 _LOOK_S: Final = 0.5
 _RELOAD_WITHIN_S: Final = 5.0
 _FAILED_WRITE: Final = ("write error", "no space left", "out of resources")
-"""How nats-server says that a stream's storage failed."""
+"""Texts by which nats-server reports that a stream's storage failed."""
 
 
 @final
 class DiskWatch:
-    """Of one running stack."""
+    """Watches the disk of one running stack."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DiskWatch:
         nats_pid: Callable[[], int],
         notice: Callable[[str], None],
     ) -> None:
-        """``nats_pid`` is 0 while there is none; ``notice`` gets sentences for the user."""
+        """``nats_pid`` returns 0 while NATS is down; ``notice`` is called with sentences for the user."""
         self._root = root
         self._config = nats_config
         self._monitor_port = monitor_port
@@ -63,7 +63,7 @@ class DiskWatch:
         self._is_full = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check periodically, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             try:
@@ -88,9 +88,10 @@ class DiskWatch:
             await self._open_storage_anew()
 
     async def _open_storage_anew(self) -> None:
-        """Both configurations are whole before one is put in place, and are put there in one step each.
+        """Switch the server's storage off and on again.
 
-        A server that read half a file would refuse everybody, and one whose file found no room could not start again.
+        Both configurations are written completely before one is put in place, each atomically: a server that read half
+        a file would refuse all clients, and one whose file did not fit on the disk could not start again.
         """
         whole = self._config.read_text(encoding="utf-8")
         off, on = self._config.with_suffix(".off"), self._config.with_suffix(".on")
@@ -104,10 +105,10 @@ class DiskWatch:
             await self._reload(is_on=True)
 
     async def _reload(self, *, is_on: bool) -> None:
-        """Until the server has its storage so, or it takes too long: then the next look begins anew."""
+        """Reload until the server's storage is on or off as requested; on a timeout the next check tries again."""
         pid = self._nats_pid()
         if not pid:
-            return  # its next start opens everything anew
+            return  # its next start opens the storage again
         os.kill(pid, signal.SIGHUP)
         try:
             async with asyncio.timeout(_RELOAD_WITHIN_S):

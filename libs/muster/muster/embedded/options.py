@@ -1,4 +1,4 @@
-"""What may be chosen about the embedded stack, and why one could not start."""
+"""Options and paths of the embedded stack, and the errors of its start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AlreadyRunning(StackFailed):
 
 
 class PortTaken(StackFailed):
-    """Something else listens on a port that was asked for."""
+    """Another program listens on a requested port."""
 
     error_code = "port_taken"
 
@@ -40,49 +40,49 @@ CHECKOUT: Final = Path(__file__).resolve().parents[4]
 
 
 class StackOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A port of 0 means: any free one."""
+    """Options of the embedded stack. Port 0 means any free one."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 8000
-    """A taken one is an error, for this is the address that people were told."""
+    """HTTP port; an error if taken, because users rely on the address."""
     nats_port: int = 4222
-    """A taken one is replaced by a free one."""
+    """NATS port; replaced by a free one if taken."""
     controller_ops_port: int = 9101
     proxy_ops_port: int = 9102
     host_ops_port: int = 9103
-    """Operations ports, too, are replaced when taken."""
+    """Operations ports are replaced by free ones if taken, too."""
     proxy_processes: int = 1
-    """How many share the HTTP port, each with a core of its own."""
+    """Proxy processes that share the HTTP port, each with a core of its own."""
     num_cpus: int | None = None
-    """CPUs that replicas may use in all; None for the machine's."""
+    """CPUs available to all replicas; None for the machine's."""
     app_root: Path | None = None
-    """Where a relative app_dir begins; None for the directory in which the stack was started."""
+    """Base directory of a relative app_dir; None for the directory in which the stack was started."""
     deploy_dir: Path = CHECKOUT / "deploy"
 
 
 class StatePaths(msgspec.Struct, frozen=True):
-    """Where things lie in one state directory."""
+    """Paths within one state directory."""
 
     root: Path
 
     @property
     def secrets(self) -> Path:
-        """One file a password."""
+        """Directory of the secrets, one per file."""
         return self.root / "secrets"
 
     @property
     def nats(self) -> Path:
-        """Configuration and JetStream's files."""
+        """Configuration of NATS and JetStream's files."""
         return self.root / "nats"
 
     @property
     def postgres(self) -> Path:
-        """Configuration and, in ``data``, the database."""
+        """Postgres; the database is in ``data``."""
         return self.root / "postgres"
 
     @property
     def logs(self) -> Path:
-        """One ``<name>.log`` a process."""
+        """Directory with one ``<name>.log`` per process."""
         return self.root / "logs"
 
     @property
@@ -97,19 +97,19 @@ class StatePaths(msgspec.Struct, frozen=True):
 
     @property
     def bytecode(self) -> Path:
-        """Compiled modules, where they may not be written beside their sources."""
+        """Compiled modules that may not be written beside their sources."""
         return self.root / "bytecode"
 
     @property
     def run_file(self) -> Path:
-        """What runs where."""
+        """The run record: addresses, ports and processes of the stack."""
         return self.root / "run.json"
 
     @property
     def lock_file(self) -> Path:
-        """Held by the process that runs the stack."""
+        """File locked by the process that runs the stack."""
         return self.root / "lock"
 
     def log(self, name: str) -> Path:
-        """The log of the process ``name``."""
+        """The log file of the process ``name``."""
         return self.logs / f"{name}.log"

@@ -1,4 +1,4 @@
-"""The embedded Postgres: a real one, from a wheel's binaries, that runs as an unprivileged user."""
+"""The embedded Postgres: a real server, from a wheel's binaries, that runs as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIMEOUT_S = 20.0
 
 
 class Way(enum.Enum):
-    """How a program gets to be somebody who is not root."""
+    """How a program is run as an unprivileged user."""
 
     AS_WE_ARE = "as we are"
     CAPABILITY = "capability"
@@ -39,14 +39,14 @@ class Way(enum.Enum):
         return [sys.executable, "-I", "-S", str(Path(demote.__file__)), self.value, *argv]
 
     def own(self, directory: Path) -> None:
-        """Make ``directory`` and all in it belong to the user that the program sees itself as."""
+        """Change the owner of ``directory`` and its content to the user that the program runs as."""
         uid, gid = os.geteuid(), os.getegid()
         if self is Way.CAPABILITY:
             nobody = pwd.getpwnam("nobody")
             uid, gid = nobody.pw_uid, nobody.pw_gid
         if directory.stat().st_uid == uid:
             return
-        # The directory itself comes last, so that an interrupted walk is made again.
+        # The directory itself comes last, so that an interrupted walk is repeated.
         for place, _, names in os.walk(directory, topdown=False):
             for name in names:
                 os.chown(Path(place) / name, uid, gid, follow_symlinks=False)
@@ -54,7 +54,7 @@ class Way(enum.Enum):
 
 
 def find_way(program: Path, directory: Path) -> Way:
-    """A way in which ``program`` can be executed here and can write ``directory``, which is then owned accordingly.
+    """Find a way to execute ``program`` here so that it can write ``directory``, whose owner is changed accordingly.
 
     Raises `StackFailed` when there is none.
     """
@@ -118,19 +118,19 @@ FROM generate_series(1, 5 - (SELECT count(*)::int FROM pg_ls_waldir()))
 \\gexec
 CHECKPOINT;
 """
-"""Ends so many log files that five are there, and makes those that are not needed the next ones.
+"""Completes WAL files until there are five, and recycles those that are not needed as future ones.
 
-A server that needs a new one and finds no room for it panics; a commit that finds no room for a row only fails.
+A server that needs a new WAL file on a full disk panics; a commit that has no space for a row only fails.
 """
 
 
 def postgres_dsn(port: int) -> str:
-    """How a controller reaches the embedded Postgres, without the password."""
+    """DSN of the embedded Postgres for controllers, without the password."""
     return f"postgresql://{ROLE}@127.0.0.1:{port}/{DATABASE}"
 
 
 def without_libpq(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables without those by which a user tells Postgres' clients of another database."""
+    """The variables without those that point Postgres' clients to another database (``PG*``)."""
     return {name: value for name, value in environment.items() if not name.startswith("PG")}
 
 
@@ -138,7 +138,7 @@ class EmbeddedPostgres:
     """One data directory and how to run a server on it."""
 
     def __init__(self, paths: StatePaths, options: StackOptions, secrets: Secrets, port: int) -> None:
-        """Raises `StackFailed` when the binaries or the source tree are not there."""
+        """Raises `StackFailed` when the binaries or the source tree are missing."""
         self._binaries = _binaries()
         self._paths = paths
         self._data = paths.postgres / "data"
@@ -150,12 +150,12 @@ class EmbeddedPostgres:
         self._way = Way.AS_WE_ARE
 
     def prepare(self) -> None:
-        """Make the data directory when there is none yet. Blocks for a second or two. Raises `StackFailed`."""
+        """Create the data directory if it is missing. Blocks for a second or two. Raises `StackFailed`."""
         server = self._binaries / "postgres"
         try:
             self._paths.postgres.mkdir(mode=0o700, exist_ok=True)
             if not self._data.exists():
-                # Made beside its place: what an interrupted initdb leaves is never taken for a database.
+                # Created beside its final path: an interrupted initdb is never mistaken for a database.
                 unfinished = self._paths.postgres / "data.new"
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(mode=0o700)
@@ -166,14 +166,14 @@ class EmbeddedPostgres:
             raise StackFailed(f"{self._paths.postgres} cannot hold a database: {error}") from error
 
     def spec(self, environment: Mapping[str, str]) -> ProcessSpec:
-        """How the server runs; after `prepare`."""
+        """Specification of the server's process; after `prepare`."""
         settings = [f"--{name}={value}" for name, value in _CONFIGURATION.items()]
         server = [str(self._binaries / "postgres"), "-D", str(self._data), f"--port={self._port}", *settings]
         return ProcessSpec(
             name=POSTGRES,
             argv=self._way.command(server),
             env={**without_libpq(environment), "LC_ALL": "C"},
-            # It changes into its data directory itself; this one is only to be passable.
+            # It changes into its data directory itself; this one only needs to be accessible.
             cwd=Path("/"),
             log_path=self._paths.log(POSTGRES),
             ready=self._probe(environment),
@@ -207,9 +207,10 @@ class EmbeddedPostgres:
             )
 
     def _forget_dead_postmaster(self) -> None:
-        """Remove the pid file of a server that was killed, if its pid is another program's by now.
+        """Remove the pid file of a killed server if its pid now belongs to another program.
 
-        Postgres would refuse to start for fear that it is a server. The stack's lock says that none of ours runs.
+        Postgres would refuse to start, taking that program for a server. The stack's lock ensures that none of ours
+        runs.
         """
         pid_file = self._data / "postmaster.pid"
         try:
@@ -223,7 +224,7 @@ class EmbeddedPostgres:
             pid_file.unlink(missing_ok=True)
 
     def _probe(self, environment: Mapping[str, str]) -> Probe:
-        """Ready when the superuser could make sure that the controllers' role and database are there."""
+        """A readiness probe that ensures, as the superuser, that the controllers' role and database exist."""
         command = [
             str(self._binaries / "psql"),
             *("--no-psqlrc", "--quiet", "--no-password", "--host", "127.0.0.1", "--port", str(self._port)),

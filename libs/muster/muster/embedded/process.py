@@ -1,4 +1,4 @@
-"""One process of the stack: how it is started, known to be ready, and stopped."""
+"""One process of the stack: how it is started, probed for readiness, and stopped."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from pathlib import Path
 import msgspec
 
 STACK_MARK = "MUSTER_STACK_ID"
-"""Variable in the environment of every process of a stack, by which its leftovers are known."""
+"""Environment variable of every process of a stack, by which leftover processes are found."""
 PROCESS_MARK = "MUSTER_PROCESS"
-"""Variable that names the process of the stack that this one descends from."""
+"""Environment variable with the name of the stack's process that this one descends from."""
 
 Probe = Callable[[], Awaitable[str | None]]
-"""None when ready, otherwise why not; raises `StackFailed` when waiting cannot help. Ends by itself in some seconds."""
+"""Returns None when ready, else the reason; raises `StackFailed` when waiting cannot help. Takes at most seconds."""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the stack."""
+    """Specification of one process of the stack."""
 
     name: str
     argv: list[str]
     env: Mapping[str, str]
-    """The whole environment, marks excepted."""
+    """The whole environment, except `STACK_MARK` and `PROCESS_MARK`."""
     cwd: Path
     log_path: Path
-    """Where standard output and error go."""
+    """File for standard output and error."""
     ready: Probe | None = None
-    """None: ready as soon as it runs."""
+    """Readiness probe; None: ready as soon as it runs."""
     ready_timeout_s: float = 60.0
-    """How long its first start may take."""
+    """Seconds for its first start."""
     depends_on: tuple[str, ...] = ()
-    """First started when these are ready. Stopping goes through the list of processes from its end."""
+    """Processes that must be ready before its first start. Processes are stopped in the reverse order of their list."""
     before_start: Callable[[], None] | None = None
     """Called before each start, when nothing of an earlier run is left."""
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = 3.0
-    """How long after `stop_signal` it is killed."""
+    """Seconds between `stop_signal` and SIGKILL."""
     restart_backoff_min_s: float = 0.2
     restart_backoff_max_s: float = 5.0
 
 
 class Happened(enum.Enum):
-    """What happens to a process."""
+    """Kind of a `ProcessEvent`."""
 
     STARTED = "started"
     READY = "ready"
@@ -54,33 +54,33 @@ class Happened(enum.Enum):
 
 
 class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a process of the stack."""
+    """An event of a process of the stack."""
 
     name: str
     happened: Happened
     pid: int
     restarts: int = 0
-    """How often it was started again before."""
+    """Number of restarts so far."""
     detail: str = ""
-    """With `DIED`: how it ended and when it is started again."""
+    """With `DIED`: how it ended and when it will be restarted."""
 
 
 OnEvent = Callable[[ProcessEvent], None]
 
 
 class RunningProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a process now."""
+    """Current state of a process."""
 
     name: str
     pid: int
-    """Of the process itself (not of its guardian); 0 while it is down."""
+    """Pid of the process itself (not of its guardian); 0 while it is down."""
     is_ready: bool
     restarts: int
     log: str
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words; codes above 128 tell a signal."""
+    """Describe an exit code; codes above 128 mean a signal."""
     if code > 128:
         try:
             return f"killed by {signal.Signals(code - 128).name}"
@@ -90,7 +90,7 @@ def describe_exit(code: int) -> str:
 
 
 def backoff_s(crashes: int, low: float, high: float) -> float:
-    """How long to wait before the next start after so many quick deaths in a row (0: the first, so at once)."""
+    """Seconds to wait before a restart after ``crashes`` consecutive quick deaths; 0 for the first one."""
     return 0.0 if crashes == 0 else min(high, low * 2.0 ** min(crashes - 1, 30))
 
 
@@ -99,7 +99,7 @@ _ANSWER_MAX = 4096
 
 
 def http_probe(port: int, path: str) -> Probe:
-    """Ready when ``GET path`` on the loopback's ``port`` answers 200; otherwise the answer's text is the reason."""
+    """A probe that is ready when ``GET path`` on the loopback's ``port`` returns 200; else the text is the reason."""
 
     async def probe() -> str | None:
         try:
@@ -113,7 +113,7 @@ def http_probe(port: int, path: str) -> Probe:
 
 
 async def http_text(port: int, path: str) -> str:
-    """What ``GET path`` on the loopback's ``port`` answers. Raises OSError, TimeoutError or ValueError."""
+    """The body of ``GET path`` on the loopback's ``port``. Raises OSError, TimeoutError or ValueError."""
     async with asyncio.timeout(_TIMEOUT_S):
         _, text = await _get(port, path)
     return text

@@ -1,4 +1,4 @@
-"""``run.json``: what a stack runs where; and finding and killing what a stack left behind."""
+"""``run.json``, the record of a running stack; and finding and killing leftover processes of a stack."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GONE_TIMEOUT_S = 3.0
 
 
 def find_marked(stack_id: str, process: str | None = None) -> list[psutil.Process]:
-    """The processes that bear this stack's mark, of one process of the stack only when ``process`` is given.
+    """Find the processes that carry this stack's mark; with ``process``, only those of that process of the stack.
 
-    Never the calling process itself nor its ancestors: `muster up` may be run by something within a stack.
+    Never the calling process itself nor its ancestors: `muster up` may be run by a process within a stack.
     """
     own = psutil.Process()
     spared = {own.pid, *(parent.pid for parent in own.parents())}
@@ -45,7 +45,7 @@ def find_marked(stack_id: str, process: str | None = None) -> list[psutil.Proces
 def kill_marked(stack_id: str, process: str | None = None) -> int:
     """Kill the marked processes and their descendants (which may have overwritten their environment).
 
-    Returns how many there were. Blocks for at most a few seconds.
+    Returns their number. Blocks for at most a few seconds.
     """
     victims: dict[int, psutil.Process] = {}
     for marked in find_marked(stack_id, process):
@@ -53,7 +53,7 @@ def kill_marked(stack_id: str, process: str | None = None) -> int:
         try:
             victims.update((child.pid, child) for child in marked.children(recursive=True))
         except psutil.Error:
-            continue  # it ended meanwhile, and its children with it or they bear the mark themselves
+            continue  # it ended meanwhile; its children ended too or carry the mark themselves
     victims.pop(os.getpid(), None)
     for victim in victims.values():
         try:
@@ -67,10 +67,10 @@ def kill_marked(stack_id: str, process: str | None = None) -> int:
 
 
 def reap_zombies(seen_before: frozenset[int]) -> frozenset[int]:
-    """Take note of the end of children that nobody else waits for; returns the zombies that are still there.
+    """Reap children that no other code waits for; returns the zombies that remain.
 
-    Orphans come to us when a guardian is killed. Only a zombie that was there at the last call as well is ours to
-    note: whoever started a process and waits for it has had its chance by then.
+    Orphans are reparented to this process when a guardian is killed. Only a zombie that also existed at the last call
+    is reaped: code that started a process and waits for it has had its chance by then.
     """
     zombies = set()
     for child in psutil.Process().children():
@@ -80,7 +80,7 @@ def reap_zombies(seen_before: frozenset[int]) -> frozenset[int]:
                 if child.pid in seen_before:
                     os.waitpid(child.pid, os.WNOHANG)
         except (psutil.Error, ChildProcessError):
-            continue  # somebody else noted it
+            continue  # reaped by other code
     return frozenset(zombies - seen_before)
 
 
@@ -93,23 +93,23 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     stack_id: str
     state_dir: str
     pid: int
-    """Of `muster up`; 0 when it was stopped in order."""
+    """Pid of `muster up`; 0 after an orderly stop."""
     nats_url: str
     nats_monitor_url: str
     http_url: str
     postgres_dsn: str
-    """Without its password, which is in ``<secrets>/postgres_password``."""
+    """DSN without the password, which is in ``<secrets>/postgres_password``."""
     secrets: str
-    """Directory of the secrets; people and tools connect to NATS with ``admin.creds`` of it."""
+    """Directory of the secrets; people and tools connect to NATS with its ``admin.creds``."""
     ports: dict[str, int]
-    """By use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops."""
+    """Ports by use: http, nats, nats_monitor, postgres, controller_ops, proxy_ops, host_ops."""
     ops_urls: dict[str, str]
-    """Where each service serves /metrics, /healthz and /readyz."""
+    """Base URLs of each service's /metrics, /healthz and /readyz."""
     processes: list[RunningProcess] = []
 
 
 def read_record(paths: StatePaths) -> RunRecord | None:
-    """What the last start wrote; None when there is nothing that can be used."""
+    """Read the record of the last start; None when there is no valid one."""
     try:
         return msgspec.json.decode(paths.run_file.read_bytes(), type=RunRecord)
     except (OSError, msgspec.DecodeError):
@@ -117,7 +117,7 @@ def read_record(paths: StatePaths) -> RunRecord | None:
 
 
 def write_record(paths: StatePaths, record: RunRecord) -> None:
-    """Replace the file in one step."""
+    """Replace the file atomically."""
     temporary = paths.run_file.with_suffix(".json.new")
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     temporary.replace(paths.run_file)
@@ -137,9 +137,9 @@ def running_stack(state_dir: Path) -> RunRecord | None:
 
 
 def stack_id_of(paths: StatePaths) -> str:
-    """The id of the stack of this directory: the same over restarts, another for a copy or a moved directory.
+    """The id of the stack of this directory: stable over restarts, different for a copy or a moved directory.
 
-    It must be no other's, because whatever bears it is killed.
+    It must be unique, because all processes that carry it are killed.
     """
     last = read_record(paths)
     if last is not None and last.state_dir == str(paths.root):
@@ -148,9 +148,9 @@ def stack_id_of(paths: StatePaths) -> str:
 
 
 def lock_state(paths: StatePaths) -> IO[str]:
-    """Become the only stack of this directory, until the returned file is closed or the process ends.
+    """Lock the state directory until the returned file is closed or the process ends.
 
-    Raises `AlreadyRunning` naming the other's pid, `StackFailed` when the directory cannot be used.
+    Raises `AlreadyRunning` with the holder's pid, and `StackFailed` when the directory cannot be used.
     """
     try:
         paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -164,11 +164,11 @@ def lock_state(paths: StatePaths) -> IO[str]:
         raise AlreadyRunning(
             f"a stack already runs from {paths.root} (pid {holder}); stop it, or choose another state directory"
         )
-    with contextlib.suppress(
-        OSError
-    ):  # of a full disk: then nobody is told the pid, and the lock holds all the same
+    with contextlib.suppress(OSError):  # on a full disk the pid is not recorded, and the lock still holds
         file.truncate(0)
-        os.write(file.fileno(), f"{os.getpid()}\n".encode())  # nothing is left to be tried again at the close
+        os.write(
+            file.fileno(), f"{os.getpid()}\n".encode()
+        )  # unbuffered: nothing is left to be flushed by close()
     return file
 
 

@@ -1,4 +1,4 @@
-"""The embedded nats-server and the three services as processes, told by the same variables as in compose."""
+"""The embedded nats-server and the three services as processes, configured by the same variables as in compose."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from serve_common.runtime.private_directory import make_own_directory, move_asid
 
 NATS = "nats"
 MEMORY_ENVIRONMENT: Final = {"GOGC": "800", "GOMEMLIMIT": "512MiB"}
-"""Its heap is small and what passes through is large: by default it collects garbage hundreds of times a second.
-Measured with bodies of 1 MiB: two fifths of its CPU. As in compose."""
+"""Go settings of nats-server: its heap is small and its throughput large, so by default it collects garbage hundreds of
+times a second. Measured with bodies of 1 MiB: two fifths of its CPU. As in compose."""
 
 
 _STORAGE: Final = "\njetstream {\n"
-"""How nats.conf begins what the server keeps on disk."""
+"""Start of the section of nats.conf about storage on disk."""
 
 
 def nats_config(paths: StatePaths) -> Path:
-    """The file that the server reads, also when it is told to read it again."""
+    """The file that the server reads at its start and on a reload."""
     return paths.nats / "nats.conf"
 
 
 def storage_off(configuration: str) -> str:
-    """``configuration`` for a server that keeps nothing, and is otherwise the same."""
+    """``configuration`` with JetStream's storage disabled, otherwise unchanged."""
     assert configuration.count(_STORAGE) == 1, "nats.conf is written differently"
     return configuration.replace(_STORAGE, f"{_STORAGE}  enabled: false\n")
 
 
 def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> None:
-    """Put the configuration and the identities side by side. Raises `StackFailed`."""
+    """Copy the configuration and the identities into the state directory. Raises `StackFailed`."""
     source = options.deploy_dir / "nats" / "nats.conf"
     try:
         make_own_directory(paths.nats)
@@ -52,7 +52,7 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
                 move_aside(place)
         shutil.copyfile(source, nats_config(paths))
         shutil.copyfile(secrets.path(SERVER_FILE), identities)
-        # Of a stack from before there were identities.
+        # Left by a version without identities.
         (paths.nats / "passwords.conf").unlink(missing_ok=True)
     except OSError as error:
         raise StackFailed(
@@ -61,7 +61,7 @@ def prepare_nats(paths: StatePaths, options: StackOptions, secrets: Secrets) -> 
 
 
 def nats_spec(paths: StatePaths, ports: Mapping[str, int], environment: Mapping[str, str]) -> ProcessSpec:
-    """How nats-server runs. Raises `StackFailed` when it is not installed."""
+    """Specification of nats-server's process. Raises `StackFailed` when it is not installed."""
     return ProcessSpec(
         name=NATS,
         argv=[
@@ -92,12 +92,12 @@ CONTROLLER, HOST, PROXY = "controller", "replica-host", "proxy"
 _MODULES = {CONTROLLER: "serve_controller", HOST: "serve_replica_host", PROXY: "serve_proxy"}
 _NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 _DRAIN_TIMEOUT_S = 2
-"""Shorter than a container's: Ctrl-C shall end the whole stack within 10 s."""
+"""Shorter than in a container: Ctrl-C must end the whole stack within 10 s."""
 _STOP_TIMEOUTS_S = {CONTROLLER: 1.5, HOST: 4.0, PROXY: 2.5}
 
 
 class ServiceSpecs:
-    """Makes the specs of the services of one stack."""
+    """Builds the specifications of the services of one stack."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ServiceSpecs:
         self._ray_dir = ray_dir
 
     def all(self, environment: Mapping[str, str]) -> list[ProcessSpec]:
-        """In the order in which they start; they stop in the reverse one, the proxy first."""
+        """Specifications in start order; they stop in reverse order, the proxy first."""
         environment = self._with_bytecode(_without_other_credentials(environment))
         return [
             self._spec(CONTROLLER, without_libpq(environment), self._controller(), (NATS, POSTGRES)),
@@ -124,9 +124,9 @@ class ServiceSpecs:
         ]
 
     def _with_bytecode(self, environment: Mapping[str, str]) -> Mapping[str, str]:
-        """Let Python keep compiled modules, in the state directory when they are not wanted beside their sources.
+        """Let Python store compiled modules in the state directory if it must not write them beside their sources.
 
-        Otherwise each new replica's process would compile Ray anew, which takes longer than all the rest of its start.
+        Otherwise each new replica's process would compile Ray again, which takes longer than the rest of its start.
         """
         if not environment.get(_NO_BYTECODE):
             return environment
@@ -183,7 +183,7 @@ class ServiceSpecs:
             "PROMETHEUS_MULTIPROC_DIR": str(self._paths.metrics),
         }
         if environment.get("MUSTER_REPLICA_USER"):
-            # The state is a directory that this user may not enter; the host makes the files of metrics beside Ray's.
+            # That user may not enter the state directory; the host creates the metrics files beside Ray's.
             state = hashlib.sha256(os.fsencode(self._paths.root.resolve())).hexdigest()[:12]
             own["MUSTER_RAY_TEMP_DIR"] = f"/tmp/muster-ray-{state}"  # noqa: S108 - made that user's alone
             own["PROMETHEUS_MULTIPROC_DIR"] = ""
@@ -205,6 +205,6 @@ class ServiceSpecs:
 
 
 def _without_other_credentials(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of another stack, which would go before this one's."""
+    """Drop credentials of another stack, which would take precedence over this one's."""
     others = ("MUSTER_NATS_", "MUSTER_REPLICA_NATS_")
     return {name: value for name, value in environment.items() if not name.startswith(others)}

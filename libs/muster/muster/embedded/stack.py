@@ -46,28 +46,28 @@ LOOPBACK = "127.0.0.1"
 
 
 class ChosenPorts(msgspec.Struct, frozen=True):
-    """The ports by use, and what to tell the user about the choice."""
+    """The ports by use, and notices about them for the user."""
 
     by_use: dict[str, int]
     notices: list[str]
     holders: list[socket.socket]
-    """Bound and never listening: while they are open nobody else gets the ports, but servers, which set SO_REUSEADDR.
+    """Bound sockets that never listen: they reserve the ports, except for servers, which set SO_REUSEADDR.
 
-    To be closed when the ports are needed no more.
+    To be closed when the ports are no longer needed.
     """
 
 
 def choose_ports(options: StackOptions, used_before: Mapping[str, int]) -> ChosenPorts:
-    """Ports for one run of the stack, all different.
+    """Choose ports for one run of the stack, all different.
 
-    Raises `PortTaken` when something else listens on the HTTP port.
+    Raises `PortTaken` when another program listens on the HTTP port.
     """
     wanted = {
         "nats": options.nats_port,
         "controller_ops": options.controller_ops_port,
         "proxy_ops": options.proxy_ops_port,
         "host_ops": options.host_ops_port,
-        # Known to the stack alone, so any will do.
+        # Used within the stack only, so any free one will do.
         "nats_monitor": 0,
         "postgres": 0,
     }
@@ -99,7 +99,7 @@ _NAMES = {
 
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen on the port now."""
     try:
         with _bound(host, port) as probe:
             probe.listen(1)
@@ -109,7 +109,7 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
 
 
 def _first_free(candidates: list[int], chosen: Mapping[str, int], host: str) -> socket.socket:
-    """A socket that is bound to the first of them that is free, or to any other port."""
+    """A socket bound to the first free candidate, or to any other free port."""
     for port in candidates:
         if port and port not in chosen.values() and is_free(port, host):
             return _bound(host, port)
@@ -135,7 +135,7 @@ def _bound(host: str, port: int) -> socket.socket:
 _log = structlog.get_logger()
 
 RAY_DIR_LENGTH_MAX: Final = 40
-"""Ray's unix sockets lie up to 67 characters deeper, and the kernel allows 107 in all."""
+"""Longest Ray directory: paths of Ray's unix sockets are up to 67 characters longer, and the kernel allows 107."""
 
 _CLOSE_TIMEOUT_S: Final = 1.0
 
@@ -144,7 +144,7 @@ Substitute = Callable[[ProcessSpec], ProcessSpec]
 
 
 class EmbeddedStack:
-    """Runs from `start` to `stop`. Use it as ``async with`` so that nothing stays behind however the block ends."""
+    """A stack that runs from `start` to `stop`. ``async with`` ensures that no process is left, however it ends."""
 
     def __init__(
         self,
@@ -155,9 +155,9 @@ class EmbeddedStack:
         on_notice: OnNotice = lambda _text: None,
         substitute: Substitute = lambda spec: spec,
     ) -> None:
-        """``on_event`` hears what happens to processes, ``on_notice`` gets sentences for the user.
+        """``on_event`` is called with events of processes, ``on_notice`` with sentences for the user.
 
-        Both are called in the loop's thread. ``substitute`` may replace how a process runs; for tests.
+        Both are called in the loop's thread. ``substitute`` may replace a process' specification; for tests.
         """
         self._paths = StatePaths(state_dir.resolve())
         self._options = options or StackOptions()
@@ -180,16 +180,16 @@ class EmbeddedStack:
 
     @property
     def record(self) -> RunRecord:
-        """What runs where; after `start`."""
+        """Addresses, ports and processes of the stack; after `start`."""
         assert self._record is not None, "the stack has not been started"
         processes = self._supervisor.processes if self._supervisor is not None else []
         return msgspec.structs.replace(self._record, processes=processes)
 
     async def start(self) -> None:
-        """Return when everything is ready.
+        """Start the stack; return when everything is ready.
 
         Raises `StackFailed` (`AlreadyRunning`, `PortTaken`, `StartFailed`) or `SecretUnusable`, with a message for the
-        user; then, and when cancelled, nothing is left running.
+        user; then, and when cancelled, no process is left running.
         """
         self._lock = await asyncio.to_thread(lock_state, self._paths)
         try:
@@ -229,7 +229,7 @@ class EmbeddedStack:
         try:
             return await asyncio.shield(preparing)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled, and the lock must be held as long as it works.
+            # A thread cannot be cancelled, and the lock must be held while it runs.
             await asyncio.wait({preparing})
             if (failure := preparing.exception()) is not None:
                 _log.warning("start_failed_while_cancelled", error=str(failure))
@@ -239,7 +239,7 @@ class EmbeddedStack:
                 self._on_notice(notice)
 
     def _prepare(self, notices: list[str]) -> Sequence[ProcessSpec]:
-        """Everything that must be there before the first process starts. Blocks."""
+        """Prepare everything that the first process needs, and return the specifications. Blocks."""
         paths, options = self._paths, self._options
         if (full := disk_is_full(paths.root)) is not None:
             raise StackFailed(full)
@@ -303,18 +303,18 @@ class EmbeddedStack:
 
 
 def _reachable(host: str) -> str:
-    """An address at which a server that listens on ``host`` is reached from this machine."""
+    """An address at which a server that listens on ``host`` can be reached from this machine."""
     loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - compared, not listened on
     return loopback.get(host) or (f"[{host}]" if ":" in host else host)
 
 
 def _ray_directory(paths: StatePaths, stack_id: str) -> Path:
-    """Below the state if that is short enough, else a private temporary directory of this stack."""
+    """Ray's directory: in the state directory if the path is short enough, else a private temporary directory."""
     if len(os.fsencode(paths.ray)) <= RAY_DIR_LENGTH_MAX:
         make_own_directory(paths.ray)
         return paths.ray
     for base in (Path(tempfile.gettempdir()), Path("/tmp")):  # noqa: S108 - made this user's alone
-        # The second where somebody else has taken the first.
+        # The second is used if another user has taken the first.
         for name in (f"muster-{stack_id}", f"muster-{secrets.token_hex(8)}"):
             directory = base / name
             if len(os.fsencode(directory)) > RAY_DIR_LENGTH_MAX:

@@ -34,11 +34,11 @@ from serve_common.runtime.tasks import TaskOwner
 _log = structlog.get_logger()
 
 SIZE_MAX = 16 * 1024 * 1024
-"""Bytes of one log; one older file of this size is kept beside it."""
+"""Largest size of one log file in bytes; one older file of this size is retained beside it."""
 
 
 def rotate_at_start(path: Path) -> None:
-    """Begin a new file, keeping the last run's as ``<name>.1``; where that cannot be, the old one is continued."""
+    """Start a new log file, retaining the last run's as ``<name>.1``; if that fails, the old one is continued."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
@@ -48,7 +48,7 @@ def rotate_at_start(path: Path) -> None:
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """To be appended to by a process; nowhere, where no file can be: a log must keep nothing from starting."""
+    """Open a log for appending; /dev/null if that fails, because a log must not prevent a start."""
     try:
         return path.open("ab")
     except OSError as error:
@@ -57,11 +57,11 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def cut_when_long(path: Path, size_max: int = SIZE_MAX) -> bool:
-    """Move the content of a live log to ``<name>.1`` once it is longer than ``size_max``; whether it was.
+    """Move the content of a live log to ``<name>.1`` once it is longer than ``size_max``; returns whether it was.
 
-    Its writers keep the file open for appending, so it is copied and emptied, not renamed. Lines that are written
-    between the two are lost; that is the price for no process standing between a writer and its file. On a full disk
-    nothing can be copied: then its content is given up, for it is what may have filled the disk.
+    Its writers keep the file open for appending, so it is copied and truncated, not renamed. Lines written between the
+    two are lost; in return, no process stands between a writer and its file. On a full disk the copy fails: then the
+    content is dropped, as it may be what filled the disk.
     """
     try:
         if path.stat().st_size <= size_max:
@@ -79,7 +79,7 @@ def cut_when_long(path: Path, size_max: int = SIZE_MAX) -> bool:
 
 
 def last_lines(path: Path, count: int = 15, width: int = 300) -> str:
-    """The end of a log for an error message; says so when there is nothing."""
+    """The last lines of a log for an error message; a note in parentheses when there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - count * 1024))
@@ -94,14 +94,14 @@ def _older(path: Path) -> Path:
 
 
 KILL_WAIT_S = 1.0
-"""How long the end of something that was killed is waited for."""
+"""Seconds to wait for the end of a killed process."""
 _STABLE_S = 10.0
-"""A process that lived this long is started again at once; one that died sooner waits."""
+"""Seconds of life after which a process that dies is restarted at once; a quicker death counts as a crash."""
 _FIRST_STARTS_MAX = 3
 _PROBE_WAIT_S = 0.1
 
 OnFirstStart = Callable[[BaseException | None], None]
-"""Told that the process got ready (None) or why it will not."""
+"""Called when the process is ready (None), or with the reason why it will not be."""
 
 
 class SupervisedProcess:
@@ -116,21 +116,21 @@ class SupervisedProcess:
     ) -> None:
         self.spec = spec
         self.was_ready = asyncio.Event()
-        """Set once and for all by the first time that it is ready."""
+        """Set permanently when the process is ready for the first time."""
         self.is_stopping = False
         self._stack_id = stack_id
         self._on_first_start = on_first_start
         self._on_event = on_event
         self._guardian: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
-        """Held while a guardian comes into being, so that `stop` finds either none or a whole one."""
+        """Held while a guardian is started, so that `stop` finds either none or a complete one."""
         self._pid = 0
         self._is_ready = False
         self._restarts = 0
 
     @property
     def running(self) -> RunningProcess:
-        """What is known of it now."""
+        """Current state of the process."""
         return RunningProcess(
             name=self.spec.name,
             pid=self._pid,
@@ -140,7 +140,7 @@ class SupervisedProcess:
         )
 
     async def keep(self, needed: Sequence[asyncio.Event]) -> None:
-        """Start it once what it needs is ready, and again whenever it dies, until it is to stop."""
+        """Start the process once ``needed`` are set, and restart it whenever it dies, until `is_stopping`."""
         for event in needed:
             await event.wait()
         loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class SupervisedProcess:
             started_at = loop.time()
             try:
                 code = await self._run_once(first_deadline)
-            except OSError as error:  # a full disk, no more processes: it may get better
+            except OSError as error:  # a full disk or the process limit: possibly transient
                 _log.error("process_cannot_start", process=self.spec.name, error=str(error))
                 code = 127
             if self.is_stopping:
@@ -162,7 +162,7 @@ class SupervisedProcess:
             ):
                 self._on_first_start(self._start_failed(describe_exit(code)))
                 return
-            # The first quick death is most often a `kill -9`, not a loop: it is answered at once.
+            # The first quick death is most often a `kill -9`, not a crash loop: restart at once.
             wait_s = backoff_s(
                 max(0, crashes - 1), self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s
             )
@@ -170,13 +170,13 @@ class SupervisedProcess:
             full = disk_is_full(self.spec.log_path.parent)
             self._tell(Happened.DIED, told if full is None else f"{told} ({full})")
             self._pid = 0
-            # A guardian that was killed could not clean up; one that was not has left nothing.
+            # A killed guardian could not clean up; any other has left nothing.
             await asyncio.to_thread(kill_marked, self._stack_id, self.spec.name)
             await asyncio.sleep(wait_s)
             self._restarts += 1
 
     async def stop(self, give_up_at: float) -> None:
-        """Stop it in order; kill it and all that is below it at ``give_up_at`` (the loop's time)."""
+        """Stop the process in order; kill it and its descendants at ``give_up_at`` (the loop's time)."""
         self.is_stopping = True
         async with self._starting:
             process = self._guardian
@@ -196,7 +196,7 @@ class SupervisedProcess:
         self._pid = 0
 
     async def _run_once(self, first_deadline: float) -> int:
-        """Run it until it ends; its exit code."""
+        """Run the process until it ends; returns its exit code."""
         if self.spec.before_start is not None:
             await asyncio.to_thread(self.spec.before_start)
         async with self._starting:
@@ -300,7 +300,7 @@ async def _ended(process: asyncio.subprocess.Process, timeout_s: float) -> bool:
 
 
 STOP_TIMEOUT_S = 9.0
-"""Of the whole stack; what is left then is killed."""
+"""Seconds for the whole stack to stop; processes left then are killed."""
 _SWEEP_S = 2.0
 
 
@@ -322,18 +322,18 @@ class Supervisor:
             assert not missing, f"{spec.name} depends on {missing}, which must come before it"
         self._owner = TaskOwner("supervisor", on_failure=lambda _name, error: self._end_start(error))
         self._outcome: asyncio.Future[BaseException | None] | None = None
-        """Of the start: None once everything is ready, or the first failure."""
+        """Outcome of the start: None once everything is ready, or the first failure."""
 
     @property
     def processes(self) -> list[RunningProcess]:
-        """What is known of every process now."""
+        """Current state of every process."""
         return [charge.running for charge in self._charges.values()]
 
     async def start(self) -> None:
-        """Start everything in order and return when all are ready.
+        """Start all processes in order; return when all are ready.
 
-        Raises `StartFailed` with the end of the log of the process that did not get ready; everything is stopped
-        then. Afterwards processes that die are started again until `stop`.
+        Raises `StartFailed` with the end of the log of the process that failed; everything is stopped then. Afterwards
+        processes that die are restarted until `stop`.
         """
         self._outcome = asyncio.get_running_loop().create_future()
         guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)
@@ -347,7 +347,7 @@ class Supervisor:
             raise failure
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop every process, the last one first; kill what is left after ``timeout_s``. Safe to call again."""
+        """Stop every process, the last one first; kill those left after ``timeout_s``. Idempotent."""
         give_up_at = asyncio.get_running_loop().time() + timeout_s
         self._end_start(StartFailed("it was stopped before everything was ready"))
         for charge in self._charges.values():
@@ -369,7 +369,7 @@ class Supervisor:
             self._outcome.set_result(failure)
 
     async def _sweep(self) -> None:
-        """Keep logs and the table of processes from growing."""
+        """Bound the size of logs, and reap zombies."""
         zombies: frozenset[int] = frozenset()
         while True:
             await asyncio.sleep(_SWEEP_S)

@@ -1,4 +1,4 @@
-"""Calling deployments from Python: from other replicas and from any program that may.
+"""Deployment handles: call deployments from Python, from other replicas and from any authorized program.
 
 Why not through a proxy: a handle routes by itself, with the proxies' own router, so a call costs one hop and keeps the
 caller's deadline, its cancellation and the exception as it was raised. Names and behaviour are Ray Serve's.

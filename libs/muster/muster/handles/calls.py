@@ -1,4 +1,4 @@
-"""One call by a handle, between the thread that made it and the router's; its response whole or streamed; its span."""
+"""One call by a handle, shared by the caller's and the router's thread; its response, whole or streamed; its span."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOTHING: Final = memoryview(b"")
 
 @final
 class ItemReader:
-    """Takes pieces, gives items: each stands after its length (4 bytes, big endian)."""
+    """Splits pieces into items, each prefixed by its length (4 bytes, big endian)."""
 
     __slots__ = ("_at", "_needed_bytes", "_parts", "_parts_bytes", "_view")
 
@@ -45,17 +45,17 @@ class ItemReader:
         self._view = _NOTHING
         self._at = 0
         self._parts: list[memoryview] = []
-        """Of an item that is not whole yet; joined once, when it is."""
+        """Pieces of an incomplete item; joined once, when it is complete."""
         self._parts_bytes = 0
         self._needed_bytes = 0
 
     @property
     def is_between_items(self) -> bool:
-        """True when nothing of a further item has come."""
+        """True when no part of a further item has arrived."""
         return not self._parts and self._at == len(self._view)
 
     def feed(self, piece: memoryview) -> None:
-        """Take the next piece; only when `next_item` has given all it could."""
+        """Add the next piece; only after `next_item` has returned None."""
         if self._parts:
             self._parts.append(piece)
             self._parts_bytes += len(piece)
@@ -66,7 +66,7 @@ class ItemReader:
         self._view, self._at = piece, 0
 
     def next_item(self) -> memoryview | None:
-        """The next item; None when more must be fed first. Raises `ResponseUnusable` for one that is too large."""
+        """Return the next item; None when more must be fed first. Raises `ResponseUnusable` if it is too large."""
         view, at = self._view, self._at
         left_bytes = len(view) - at
         needed_bytes = _LENGTH_BYTES
@@ -85,17 +85,17 @@ class ItemReader:
 
 
 HELD_BYTES_MAX: Final = 1024 * 1024
-"""What may wait to be read before the replica is made to wait."""
+"""Most bytes that may wait to be read before backpressure is applied to the replica."""
 
 
 @final
 class NothingYet:
-    """There is no item yet."""
+    """Type of `NOTHING_YET`: no item has arrived yet."""
 
 
 @final
 class NoMore:
-    """All items were read."""
+    """Type of `NO_MORE`: all items were read."""
 
 
 NOTHING_YET: Final = NothingYet()
@@ -104,10 +104,11 @@ NO_MORE: Final = NoMore()
 
 @final
 class ItemStream:
-    """Items of one answer. `put`, `end` and `wait_room` belong to the router's thread, the rest to the reader's."""
+    """Items of one response. `put`, `end`, `wait_room` and `make_room` are for the router's thread, the rest for the
+    reader's."""
 
     def __init__(self, ask_for_room: Callable[[], None]) -> None:
-        """``ask_for_room`` is called by the reader when the router waits and there is room again."""
+        """The reader calls ``ask_for_room`` when it has read while the router waits for capacity."""
         self.wakers: Final = Wakers()
         self.is_ended = False
         self._failure: Exception | None = None
@@ -121,29 +122,31 @@ class ItemStream:
     # -- the router's thread --
 
     def put(self, piece: memoryview) -> None:
-        """Append what came."""
+        """Append a received piece."""
         if piece:
             self._put_bytes += len(piece)
             self._pieces.append(piece)
             self.wakers.wake()
 
     def end(self, failure: Exception | None) -> None:
-        """There will be no more; ``failure`` comes after the items before it."""
+        """End the stream; ``failure`` is raised after the items before it."""
         if not self.is_ended:
             self._failure = failure
             self.is_ended = True
             self.wakers.wake()
 
     async def wait_room(self) -> None:
-        """Wait while too much is waiting to be read."""
+        """Wait while more than `HELD_BYTES_MAX` wait to be read."""
         while self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:
             room = self._room = asyncio.Event()
-            if self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:  # the reader looks after it has taken
+            if (
+                self._put_bytes - self._taken_bytes > HELD_BYTES_MAX
+            ):  # the reader checks for the event after it has read
                 await room.wait()
         self._room = None
 
     def make_room(self) -> None:
-        """Look again whether there is room."""
+        """Wake `wait_room`, which checks the capacity again."""
         if self._room is not None:
             self._room.set()
 
@@ -151,16 +154,16 @@ class ItemStream:
 
     @property
     def has_news(self) -> bool:
-        """True when `next_item` has something to say."""
+        """True when `next_item` would make progress."""
         return bool(self._pieces) or self.is_ended
 
     def next_item(self) -> Any:
-        """The next item, `NOTHING_YET` or `NO_MORE`; raises what `end` was given, and `ResponseUnusable`."""
+        """Return the next item, `NOTHING_YET` or `NO_MORE`; raises the failure of `end`, and `ResponseUnusable`."""
         while True:
             item = self._reader.next_item()
             if item is not None:
                 return unpickle(item)
-            is_ended = self.is_ended  # before looking for pieces: none comes after it
+            is_ended = self.is_ended  # read before checking for pieces: none arrives after it is set
             if self._pieces:
                 piece = self._pieces.popleft()
                 self._taken_bytes += len(piece)
@@ -180,9 +183,9 @@ class ItemStream:
 def begin_call(
     tracer: Tracer, context: RequestContext | None, endpoint: str, method_name: str
 ) -> tuple[RequestTrace | None, str]:
-    """The trace of a call that is made now, if it is sampled, and the traceparent that goes with it either way.
+    """Start the trace of a new call, if it is sampled, and return it with the traceparent to send in either case.
 
-    A call that belongs to no trace yet begins one.
+    A call outside of any trace starts a new one.
     """
     known = "" if context is None else context.traceparent
     if known and not may_be_sampled(known) and tracer.sampler.respects_parent:
@@ -190,7 +193,7 @@ def begin_call(
     parent = tracer.entered()
     if context is not None and known:
         if parent is not None and parent.trace_id != context.trace_id:
-            parent = None  # left over from elsewhere; the request knows better
+            parent = None  # stale span of another trace; the request's context is authoritative
         if parent is None:
             parent = parse_traceparent(known, context.tracestate)
     trace_id = tracer.new_trace_id() if parent is None else parent.trace_id
@@ -208,14 +211,14 @@ def begin_call(
 
 
 def headers_of(trace: RequestTrace | None) -> Headers:
-    """What of a trace has no place in a request's head."""
+    """Headers for the part of a trace that a request's head cannot carry: its tracestate."""
     if trace is None or not trace.span.tracestate:
         return []
     return [(b"tracestate", trace.span.tracestate.encode())]
 
 
 def end_call(trace: RequestTrace, failure: ServeError | None) -> None:
-    """The call has ended, by ``failure`` if there is one."""
+    """End the trace of a call, with ``failure`` as its error if there is one."""
     if failure is None:
         trace.end()
     else:
@@ -224,24 +227,24 @@ def end_call(trace: RequestTrace, failure: ServeError | None) -> None:
 
 
 class Sources(msgspec.Struct, frozen=True):
-    """Arguments of which some are answers of other calls, that may still be under way."""
+    """Arguments of which some are responses of other calls, possibly still under way."""
 
     args: Sequence[Sent | HandleCall]
     kwargs: Mapping[str, Sent | HandleCall]
 
     def calls(self) -> list[HandleCall]:
-        """The calls whose answers are waited for."""
+        """The calls whose responses are arguments."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, HandleCall)]
 
     def joined(self) -> bytes:
-        """The body, once all answers are there; they are passed on as they came, without being unpickled here."""
+        """The body, once all responses have arrived; they are passed on as received, without being unpickled here."""
         return join_arguments(
             [_sent(value) for value in self.args], {name: _sent(value) for name, value in self.kwargs.items()}
         )
 
 
 class CallOutcome(msgspec.Struct, frozen=True):
-    """How a call ended; either is set, except for a stream, which ended well when neither is."""
+    """How a call ended: one field is set; neither means a stream that ended without failure."""
 
     body: bytes | memoryview | None = None
     failure: ServeError | None = None
@@ -249,7 +252,7 @@ class CallOutcome(msgspec.Struct, frozen=True):
 
 @final
 class HandleCall:
-    """A call from its making to its outcome. What is in the constructor is never changed."""
+    """A call from its creation to its outcome."""
 
     __slots__ = (
         "__weakref__",
@@ -291,9 +294,9 @@ class HandleCall:
         code_versions: Mapping[BackendTag, int] | None,
         post: Callable[[HandleCall], None],
     ) -> None:
-        """``endpoint`` ends with ``/`` when the application's ingress is meant; ``deadline`` is `time.monotonic`'s.
+        """``endpoint`` ending with ``/`` is the application's ingress; ``deadline`` is by `time.monotonic`.
 
-        ``post`` brings the call to the router's thread, which then looks at what is to be done for it.
+        ``post`` hands the call to the router's thread, which then does the next step for it.
         """
         self.endpoint: Final = endpoint
         self.head: Final = head
@@ -305,17 +308,17 @@ class HandleCall:
         self.request_id: Final = request_id
         self.traceparent: Final = traceparent
         self.trace: Final = trace
-        """For a call that is traced; the router's once the call is posted."""
+        """Trace of a sampled call, else None; owned by the router once the call is posted."""
         self.code_versions: Final = code_versions
         self.post: Final = post
         self.items: Final = ItemStream(lambda: post(self)) if head.stream else None
         self.wakers: Final = Wakers()
         self.on_done: Callable[[HandleCall], object] | None = None
-        """Takes it from the calls under way of its request."""
+        """Removes the call from those under way of its request."""
         self.is_cancelled = False
         """Set by any thread; the outcome follows."""
         self.outcome: CallOutcome | None = None
-        # The router's:
+        # Owned by the router:
         self.routed: Call | None = None
         self.work: OwnedTask | None = None
         self.wait_until = 0.0
@@ -329,13 +332,13 @@ class HandleCall:
         return self.outcome is not None
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more; does nothing when it is there."""
+        """Cancel the call; does nothing when it has an outcome."""
         if self.outcome is None and not self.is_cancelled:
             self.is_cancelled = True
             self.post(self)
 
     def when_done(self, waker: Waker) -> None:
-        """Call ``waker`` once there is an outcome, at once when there is one; it may be called twice."""
+        """Call ``waker`` once there is an outcome, immediately if there is one; it may be called twice."""
         self.wakers.add(waker)
         if self.outcome is not None:
             waker()
@@ -343,7 +346,7 @@ class HandleCall:
     # -- the router's thread --
 
     def finish(self, outcome: CallOutcome) -> None:
-        """The call has ended; does nothing when it had."""
+        """Set the outcome; does nothing when there is one."""
         if self.outcome is not None:
             return
         self.outcome = outcome
@@ -358,7 +361,7 @@ class HandleCall:
         self.wakers.wake()
 
     def fail(self, error: ServeError) -> None:
-        """The call has failed."""
+        """End the call with ``error``."""
         self.finish(CallOutcome(failure=error))
 
 
@@ -366,9 +369,9 @@ _families: Final[WeakKeyDictionary[asyncio.Task[object], set[HandleCall]]] = Wea
 
 
 def bind_to_request(call: HandleCall) -> None:
-    """When the running task works on a request, cancelling it cancels ``call`` too, awaited or not.
+    """Cancel ``call`` with the request that the running task works on, whether the call is awaited or not.
 
-    In a thread that works on one, its caller's leaving does.
+    In a thread that works on a request, the call is cancelled when the request's caller disconnects.
     """
     context = request_context.get()
     if context is None:

@@ -1,4 +1,4 @@
-"""The handle: names a deployment and calls it; and what `remote()` returns."""
+"""Deployment handles, and the responses that `remote()` returns."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from serve_common.telemetry.tracer import process_tracer
 
 
 class _Response:
-    """What both kinds of answers share."""
+    """Base of both kinds of responses."""
 
     def __init__(self, call: HandleCall) -> None:
         self._call = call
 
     @property
     def request_id(self) -> str:
-        """The id under which logs of all replicas name the request."""
+        """The id of the request in the logs of all replicas."""
         return self._call.request_id
 
     def cancel(self) -> None:
-        """Give the call up: the replica's task is cancelled at once. Does nothing when the answer is there."""
+        """Cancel the call: the replica's task is cancelled at once. Does nothing when the response has arrived."""
         self._call.cancel()
 
     def cancelled(self) -> bool:
@@ -62,14 +62,14 @@ class _Response:
 
 @final
 class DeploymentResponse(_Response):
-    """The answer of one call: ``await response``, any number of times, or ``response.result()``.
+    """The response of one call: ``await response``, any number of times, or ``response.result()``.
 
-    Passed to another ``remote()`` as an argument by itself, it is waited for and replaced by its value there. What the
-    deployment raised is raised here, with its remote traceback as a note; else a `ServeError`.
+    Passed directly as an argument of another ``remote()``, it is awaited and replaced by its value. An exception of the
+    deployment is raised here, with its remote traceback as a note; other failures raise a `ServeError`.
     """
 
     def __init__(self, call: HandleCall) -> None:
-        """Made by `DeploymentHandle.remote`."""
+        """Created by `DeploymentHandle.remote`."""
         super().__init__(call)
         self._value: Any = None
         self._error: Exception | None = None
@@ -77,7 +77,7 @@ class DeploymentResponse(_Response):
 
     @property
     def call(self) -> HandleCall:
-        """The call behind it; for `DeploymentHandle`."""
+        """The underlying call; for `DeploymentHandle`."""
         return self._call
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -93,10 +93,10 @@ class DeploymentResponse(_Response):
         return self._read()
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Block until the answer is there.
+        """Block until the response has arrived.
 
-        Raises TimeoutError after ``timeout_s``, and goes on; RuntimeError on the thread of a running event loop, which
-        would wait for itself.
+        Raises TimeoutError after ``timeout_s`` (the call goes on), and RuntimeError on the thread of a running event
+        loop, which would wait for itself.
         """
         call = self._call
         if not wait_in_thread(call.wakers, lambda: call.outcome is not None, timeout_s):
@@ -126,20 +126,20 @@ class DeploymentResponse(_Response):
 
 @final
 class DeploymentResponseGenerator(_Response):
-    """The items of a streamed answer: ``async for`` on a loop, ``for`` in a plain thread; each item is given once.
+    """The items of a streamed response: ``async for`` on a loop, ``for`` in a plain thread; each item is read once.
 
     Dropping it before its end cancels the call.
     """
 
     def __init__(self, call: HandleCall, items: ItemStream) -> None:
-        """Made by `DeploymentHandle.remote`."""
+        """Created by `DeploymentHandle.remote`."""
         super().__init__(call)
         self._items = items
 
     def __await__(self) -> NoReturn:
         raise TypeError("a streamed answer is not awaited: use `async for`, or `await anext(response)`")
 
-    def result(self, timeout_s: float | None = None) -> NoReturn:  # noqa: ARG002 - as of other answers
+    def result(self, timeout_s: float | None = None) -> NoReturn:  # noqa: ARG002 - the signature of DeploymentResponse
         """Raises TypeError: there is no single result."""
         raise TypeError("a streamed answer has no single result: use `for`, or `next(response)`")
 
@@ -189,7 +189,7 @@ _clock: Final = SystemClock()
 
 @final
 class _Unset(msgspec.Struct, frozen=True):
-    """An option that is left as it is."""
+    """Type of the default of an option that is not given."""
 
 
 _UNSET: Any = _Unset()
@@ -197,10 +197,11 @@ _UNSET: Any = _Unset()
 
 @final
 class DeploymentHandle:
-    """Calls one deployment: ``handle.remote(…)`` its ``__call__``, ``handle.method.remote(…)`` any other method."""
+    """Calls one deployment: ``handle.remote(…)`` calls ``__call__``, ``handle.method.remote(…)`` another method."""
 
     def __init__(self, deployment_name: str, app_name: str, options: HandleOptions = _DEFAULTS) -> None:
-        """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name``: the application's ingress."""
+        """Use `get_deployment_handle` or `get_app_handle`. An empty ``deployment_name`` means the application's
+        ingress."""
         self._deployment_name = deployment_name
         self._app_name = app_name
         self._options = options
@@ -209,7 +210,7 @@ class DeploymentHandle:
 
     @property
     def deployment_name(self) -> str:
-        """Empty when the handle names the ingress of its application."""
+        """Name of the deployment; empty for the ingress of its application."""
         return self._deployment_name
 
     @property
@@ -220,8 +221,8 @@ class DeploymentHandle:
     def remote(self, *args: Any, **kwargs: Any) -> DeploymentResponse | DeploymentResponseGenerator:
         """Call the deployment with these arguments; returns at once.
 
-        A `DeploymentResponse` as an argument by itself is waited for and replaced by its value. Inside of a request the
-        call takes over its id and deadline, and is cancelled with it.
+        A `DeploymentResponse` passed directly as an argument is awaited and replaced by its value. Within a request the
+        call inherits the request's id and deadline, and is cancelled with it.
 
         Raises what pickling the arguments raises, `LimitReached` when they are too large, and `BusUnavailable` when no
         stack is found.
@@ -275,11 +276,11 @@ class DeploymentHandle:
         idempotent: bool = _UNSET,
         _prefer_local_routing: bool = _UNSET,
     ) -> DeploymentHandle:
-        """A handle for the same deployment with other options; what is not given stays. Raises `BadField`.
+        """Return a handle for the same deployment with changed options; others stay. Raises `BadField`.
 
         ``shard_key``: calls with the same key go to the same backend and replica; ``session_id`` is Ray Serve's name
-        for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the answer must begin by then;
-        the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
+        for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the response must start by
+        then; the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
         """
         given = {
             "method_name": method_name,
@@ -299,7 +300,7 @@ class DeploymentHandle:
         if name.startswith("_"):
             raise AttributeError(name)
         handle = self.options(method_name=name)
-        self.__dict__[name] = handle  # the next look-up finds it without coming here
+        self.__dict__[name] = handle  # later lookups find it without __getattr__
         return handle
 
     def __reduce__(self) -> tuple[type[DeploymentHandle], tuple[str, str, HandleOptions]]:
@@ -311,10 +312,10 @@ class DeploymentHandle:
 
 
 def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> DeploymentHandle:
-    """A handle for a deployment, whether it exists yet or not; ``application/deployment`` names both at once.
+    """Return a handle for a deployment, which need not exist yet; ``application/deployment`` gives both names.
 
-    Without ``app_name``: in a replica its own application, elsewhere ``default``. Raises `BadField` for a name that
-    cannot be.
+    ``app_name`` defaults to the own application in a replica, elsewhere to ``default``. Raises `BadField` for an
+    invalid name.
     """
     if app_name is None and "/" in deployment_name:
         app_name, _, deployment_name = deployment_name.partition("/")
@@ -326,15 +327,15 @@ def get_deployment_handle(deployment_name: str, app_name: str | None = None) -> 
 
 
 def get_app_handle(name: str) -> DeploymentHandle:
-    """A handle for the ingress of an application: its only deployment, or the one that has a route.
+    """Return a handle for the ingress of an application: its only deployment, or the one that has a route.
 
-    Which one that is, is looked up for each call. Raises `BadField` for a name that cannot be.
+    The ingress is resolved for each call. Raises `BadField` for an invalid name.
     """
     return DeploymentHandle("", check_name(name, "name"))
 
 
 def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sources | None]:
-    """The body, or what it is made of later."""
+    """The body, or the arguments to build it from once other calls have ended."""
     for value in args:
         if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
             break

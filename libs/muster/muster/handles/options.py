@@ -1,4 +1,4 @@
-"""What a handle's user may choose for its calls, and the errors that only callers by handle meet."""
+"""Options of a handle's calls, and errors that only calls by handle raise."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from serve_common.errors import BadField, LimitReached, NoReplicaAvailable, Perm
 
 
 class RequestCancelled(RequestFailed):
-    """The caller gave the call up."""
+    """The caller cancelled the call."""
 
     error_code = "request_cancelled"
     status_hint = CLIENT_GONE
 
 
 class CallNotAllowed(PermanentError):
-    """The calling replica's deployment may not call that one; nothing was sent. Its `may_call` says whom it may."""
+    """The calling replica's deployment may not call that one, by its `may_call`; nothing was sent."""
 
     error_code = "call_not_allowed"
     status_hint = 403
 
 
 class ArgumentsTooLarge(LimitReached):
-    """What a call was to carry is more than a replica takes."""
+    """The arguments of a call exceed what a replica accepts."""
 
     status_hint = 413
     is_of_call = True
@@ -36,14 +36,14 @@ RequestCancelledError = RequestCancelled
 
 
 UNLIMITED_S: Final = 7 * 86_400.0
-"""How long a call may take that nobody set a limit for."""
+"""Seconds that a call without any deadline may take."""
 
 
 class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of one handle; see `DeploymentHandle.options`."""
+    """Options of one handle, as set by `DeploymentHandle.options`."""
 
     method_name: str = ""
-    """Empty means ``__call__``."""
+    """Method to call; empty means ``__call__``."""
     model_id: str = ""
     stream: bool = False
     shard_key: str = ""
@@ -55,7 +55,7 @@ class HandleOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_options(options: HandleOptions) -> HandleOptions:
-    """Return ``options``; raises `BadField` naming the one that cannot be."""
+    """Return ``options`` when all are valid; otherwise raise `BadField` naming the invalid one."""
     if options.method_name and not options.method_name.isidentifier():
         raise BadField("method_name", f"{options.method_name[:100]!r} is not a method's name")
     for name in ("timeout_s", "relative_slo_ms", "absolute_slo_ms"):
@@ -66,9 +66,9 @@ def check_options(options: HandleOptions) -> HandleOptions:
 
 
 def deadline_of(options: HandleOptions, request_deadline: float | None, now: float, unix_now: float) -> float:
-    """When a call made ``now`` must be answered, by the clock of ``now``: the earliest of all that is asked for.
+    """The deadline of a call made ``now``, by the clock of ``now``: the earliest of those that apply.
 
-    ``request_deadline`` is that of the request which the caller works on, by the same clock.
+    ``request_deadline`` is the deadline of the request that the caller works on, by the same clock.
     """
     left_s = UNLIMITED_S if options.timeout_s is None else options.timeout_s
     if options.relative_slo_ms is not None:

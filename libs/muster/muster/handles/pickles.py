@@ -1,7 +1,7 @@
-"""Values and exceptions between this process and a replica.
+"""Pickling of values and exceptions between this process and a replica.
 
-Why cloudpickle: it takes functions and classes of a script or notebook, which the replica cannot import. It is only
-used where it matters, because plain pickle is several times faster.
+Why cloudpickle: it supports functions and classes of a script or notebook, which the replica cannot import. Plain
+scalars use pickle, which is several times faster.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from serve_common.errors import (
 from serve_common.protocol.frames import Raised
 
 BODY_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of all arguments of one call, and of one value that comes back; a replica takes no more."""
+"""Largest size of all arguments of one call, and of one returned value; replicas have the same limit."""
 
 _SCALARS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _REMOTE: Final = "Remote traceback:\n"
@@ -41,7 +41,7 @@ _raised_decoder: Final = msgspec.msgpack.Decoder(Raised)
 
 @final
 class Sent:
-    """A value that is pickled already: unpickled together with what it stands in."""
+    """An already pickled value; it is unpickled together with the value that contains it."""
 
     __slots__ = ("_data",)
 
@@ -53,7 +53,7 @@ class Sent:
 
 
 def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """The body of a call. Raises `LimitReached`, TypeError for what cannot be pickled, and what its own code raises."""
+    """Build the body of a call. Raises `LimitReached`, TypeError for an unpicklable value, and what pickling raises."""
     if all(type(value) in _SCALARS for value in args) and all(
         type(value) in _SCALARS for value in kwargs.values()
     ):
@@ -64,12 +64,12 @@ def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
 
 
 def pickle_one(value: Any) -> Sent:
-    """One argument, to be put together with others later; errors as `pickle_arguments`."""
+    """Pickle one argument, to be joined with others later; raises as `pickle_arguments` does."""
     return Sent(_limited(cloudpickle.dumps(value)))
 
 
 def join_arguments(args: Sequence[Sent], kwargs: Mapping[str, Sent]) -> bytes:
-    """The body of a call whose arguments are all pickled already. Raises `LimitReached`."""
+    """Build the body of a call from pickled arguments. Raises `LimitReached`."""
     return _limited(pickle.dumps((tuple(args), dict(kwargs)), pickle.HIGHEST_PROTOCOL))
 
 
@@ -82,7 +82,7 @@ def _limited(body: bytes) -> bytes:
 
 
 def unpickle(data: bytes | memoryview) -> Any:
-    """A value that a replica sent. Raises `ResponseUnusable`."""
+    """Unpickle a value that a replica sent. Raises `ResponseUnusable`."""
     try:
         return pickle.loads(data)  # noqa: S301 - replicas of this instance are trusted
     except Exception as error:  # unpickling runs any code
@@ -92,9 +92,9 @@ def unpickle(data: bytes | memoryview) -> Any:
 
 
 def to_exception(error: ServeError) -> Exception:
-    """What the caller is to see: the user's own exception where it travelled, with its remote traceback as a note.
+    """The exception for the caller: the deployment's own if it could be pickled, with its remote traceback as a note.
 
-    What the deployment's code raised, and what the caller did itself, is not `ServeError.is_of_call`.
+    Sets `ServeError.is_of_call` unless the deployment's code raised it or the caller cancelled the call.
     """
     if isinstance(error, ReplicaError):
         exception = _of_replica(error)
@@ -123,16 +123,16 @@ def _read_raised(body: bytes) -> Raised | None:
     try:
         return _raised_decoder.decode(body) if body else None
     except msgspec.DecodeError:
-        return None  # the error's code and message still tell
+        return None  # the error's code and message still describe it
 
 
 def _restore(pickled: bytes) -> Exception | None:
-    """None for what this process cannot restore, and for what would not mean a failure here but an end."""
+    """Unpickle an exception; None when that fails, and for StopIteration and the like, which are no failures here."""
     if not pickled:
         return None
     try:
         exception = pickle.loads(pickled)  # noqa: S301 - as above
-    except Exception:  # noqa: BLE001 - a class that is not known here; message and traceback still tell
+    except Exception:  # noqa: BLE001 - a class unknown here; message and traceback still describe it
         return None
     is_usable = isinstance(exception, Exception) and not isinstance(
         exception, StopIteration | StopAsyncIteration

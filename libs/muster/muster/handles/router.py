@@ -1,6 +1,6 @@
-"""Calls of this process on their way to replicas: from the moment they are made to their outcome.
+"""Routes calls of this process' handles to replicas, from their creation to their outcome.
 
-Why beside the dispatcher: what waits for the bucket, for an endpoint that was deployed a moment ago, or for the answers
+Why beside the dispatcher: a call that waits for the bucket, for an endpoint deployed a moment ago, or for the responses
 of other calls, is not a request yet.
 """
 
@@ -34,19 +34,19 @@ from serve_common.runtime.tasks import TaskOwner
 _log = structlog.get_logger(__name__)
 
 BUCKET_WAIT_S: Final = 10.0
-"""How long a call waits for the routing state to be read; only calls of a process' first moments do."""
+"""Seconds that a call waits for the routing state; only calls made right after the process started do."""
 ENDPOINT_GRACE_S: Final = 0.5
-"""How long a call waits for an endpoint that is not there: it may have been deployed a moment ago."""
+"""Seconds that a call waits for an unknown endpoint: it may have been deployed a moment ago."""
 WAITING_MAX: Final = 10_000
 CALLS_NO_LONGER: Final = "this process no longer calls deployments"
-"""Why calls end when their process disconnects, wherever they are by then."""
+"""Error of all calls that are under way when their process disconnects."""
 _SWEEP_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
 @final
 class HandleRouter:
-    """Runs on the router's thread; a `SnapshotListener`."""
+    """Routes calls on the router's thread; implements `SnapshotListener`."""
 
     def __init__(self, dispatcher: Dispatcher, routes: Routes, shadows: Shadows) -> None:
         self._dispatcher = dispatcher
@@ -55,30 +55,30 @@ class HandleRouter:
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskOwner("handles")
         self._waiting: dict[HandleCall, float] = {}
-        """With how long each waits at most for what it waits for now."""
+        """Waiting calls, with the most seconds that each waits for its current reason."""
         self._is_sweeping = False
         self._ingresses: dict[str, Endpoint] = {}
         self.why_not_routing = "not connected to NATS yet"
-        """Said to calls that waited for the bucket in vain."""
+        """Error message of calls that waited for the bucket in vain."""
         self.failure: ServeError | None = None
-        """Why nothing will ever be routed."""
+        """Permanent failure: no call will ever be routed."""
         self.failed_at = 0.0
-        """When that became known, by `time.monotonic`."""
+        """When `failure` was set, by `time.monotonic`."""
 
-    # -- what comes from outside --
+    # -- inputs --
 
     def take(self, call: HandleCall) -> None:
-        """Do what is to be done for ``call`` now; for `Mailbox`."""
+        """Do the next step for ``call``; for `Mailbox`."""
         try:
             self._look_at(call)
         except ServeError as error:
             call.fail(error)
-        except Exception as error:  # noqa: BLE001 - the caller must hear of it, and others must go on
+        except Exception as error:  # noqa: BLE001 - the caller must get the error, and other calls must go on
             _log.exception("handle_call_failed", endpoint_tag=call.endpoint)
             call.fail(ServeError(f"the call could not be made: {error!r}"))
 
     def on_snapshots(self, snapshots: Mapping[str, Snapshot | None], *, whole: bool) -> None:
-        """See `SnapshotListener`."""
+        """Apply changed snapshots to the routes, and try waiting calls again."""
         try:
             if self._dispatcher.update(snapshots, whole=whole) is not None:
                 self._routes.confirm(HTTP_KEY)  # HTTP's options mean nothing here
@@ -87,14 +87,14 @@ class HandleRouter:
             self._try_waiting()
 
     def fail_all(self, error: ServeError) -> None:
-        """Nothing can be routed any more."""
+        """Fail waiting and future calls permanently."""
         if self.failure is None:
             self.failure = error
             self.failed_at = time.monotonic()
         self._try_waiting()
 
     def queues(self) -> dict[BackendTag, HandleQueue]:
-        """What waits for each backend that was called; callable from any thread."""
+        """Queue of each backend that was called; callable from any thread."""
         now = self._routes.now()
         routers = list(self._routes.routers.values())  # in one step: the router's thread adds and removes
         return {
@@ -104,7 +104,7 @@ class HandleRouter:
         }
 
     async def close(self) -> None:
-        """End everything that is under way."""
+        """Fail all calls that are under way."""
         self.fail_all(BusUnavailable(CALLS_NO_LONGER))
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._shadows.close(_CLOSE_TIMEOUT_S)
@@ -140,7 +140,7 @@ class HandleRouter:
                 return False
         call.body = sources.joined()
         call.sources = None
-        self._waiting.pop(call, None)  # what it waits for now is something else
+        self._waiting.pop(call, None)  # the reason to wait has changed
         return True
 
     def _send(self, call: HandleCall) -> None:
@@ -189,7 +189,7 @@ class HandleRouter:
             call.routed = routed
 
     def _endpoint_of(self, name: str) -> Endpoint | None:
-        """The endpoint of that tag, or, of ``app/``, the application's ingress."""
+        """The endpoint of that tag, or for ``app/`` the application's ingress; None when there is none."""
         if not name.endswith("/"):
             return self._routes.endpoints.get(EndpointTag(name))
         ingress = self._ingresses.get(name)
@@ -207,7 +207,7 @@ class HandleRouter:
     # -- waiting --
 
     def _wait(self, call: HandleCall, at_most_s: float) -> None:
-        """Look at ``call`` again with every change; the time counts from its first waiting for the same thing."""
+        """Retry ``call`` on every change; the time counts from when it first waited for the same reason."""
         waits_s = self._waiting.get(call)
         if waits_s == at_most_s:
             return
@@ -253,17 +253,17 @@ class HandleRouter:
     # -- answers --
 
     def _answered(self, call: HandleCall, routed: Call, answer: Response) -> None:
-        """In the bus' read path."""
+        """Runs in the read path of the bus connection."""
         if call.items is not None:
             call.items.put(answer.body if answer.stream is None else _NO_BYTES)
         if answer.stream is None:
             call.finish(CallOutcome(body=answer.body))
             return
-        call.routed = routed  # the answer may come before `begin` returns
+        call.routed = routed  # the response may arrive before `begin` returns
         call.work = self._tasks.start(self._follow(call, routed, answer.stream), "answer")
 
     async def _follow(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:
-        """Read an answer that comes in pieces."""
+        """Read a streamed response."""
         pieces: list[memoryview] = []
         size = 0
         try:
@@ -289,7 +289,7 @@ _NO_BYTES: Final = memoryview(b"")
 
 
 def _check_allowed(endpoint: Endpoint) -> None:
-    """NATS would drop what this replica may not send, and the caller would only wait. Raises `CallNotAllowed`."""
+    """Raise `CallNotAllowed` for a call that this replica may not make: NATS would drop it without an error."""
     replica = current_replica()
     if replica is None:
         return

@@ -1,4 +1,4 @@
-"""The one router of a process, shared by all its handles, and where it finds NATS."""
+"""The one router of a process, shared by all its handles, and how it finds NATS."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _OWN_VARIABLES: Final = {
     "MUSTER_CLIENT_PASSWORD": "MUSTER_NATS_PASSWORD",
     "MUSTER_CLIENT_PASSWORD_FILE": "MUSTER_NATS_PASSWORD_FILE",
 }
-"""What credentials for handles are given by, and what the command line's search knows them as."""
+"""Variables with credentials for handles, and the variables that the command line's search reads instead."""
 
 
 def find_bus() -> BusSettings:
-    """The bus of this process. Raises as `find_outside`."""
+    """Settings of this process' NATS connection. Raises as `find_outside` does."""
     replica = current_replica()
     return find_outside(os.environ, Path.cwd()) if replica is None else replica.bus
 
 
 def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None = None) -> BusSettings:
-    """The stack that ``nats`` or MUSTER_NATS_URL names, or that is found from ``directory`` upwards.
+    """Find a stack for a process that is no replica: ``nats``, MUSTER_NATS_URL, or one in ``directory`` or its parents.
 
-    Credentials are the file MUSTER_CLIENT_CREDS, or those that lie with the stack. For a NATS with plain users the user
-    is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or one that stands in the URL with that
-    user. Raises `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
+    Credentials are the file MUSTER_CLIENT_CREDS, or those stored with the stack. For a NATS with plain users the user
+    is MUSTER_CLIENT_USER (``client``), the password MUSTER_CLIENT_PASSWORD or that of the same user in the URL. Raises
+    `BusUnavailable` when no stack is found, `BadField`, and `SecretUnusable`.
     """
     # Only here: a replica needs none of it.
     from muster.cli.session import StackChoice, find_stack  # noqa: PLC0415 - as above
@@ -82,21 +82,21 @@ def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None
 _log = structlog.get_logger(__name__)
 
 BUS_WAIT_S: Final = 5.0
-"""How long a call waits for NATS to come back; as long as in a proxy."""
+"""Seconds that a call waits for NATS to come back; the same as in a proxy."""
 _CONNECT_ROUND_S: Final = 10.0
 _FLUSH_S: Final = 5.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _START_TIMEOUT_S: Final = 10.0
 _TRY_ANEW_S: Final = 1.0
-"""After a refusal: a program that calls on and on must not dial as often."""
+"""Seconds between a failure and a new attempt: a program that calls in a loop must not connect as often."""
 
 
 @final
 class _Parts:
-    """What runs on the router's thread."""
+    """Components on the router's thread."""
 
     def __init__(self, settings: BusSettings, login: Login | None, name: str) -> None:
-        """Makes everything and starts nothing; to be called on the loop."""
+        """Creates all components and starts none; must be called on the loop."""
         chance = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._settings = settings
         self._bus = BusConnection(
@@ -141,7 +141,7 @@ class _Parts:
             self._login.listen(self._renew)
 
     async def close(self) -> None:
-        """End what is under way and disconnect."""
+        """Fail calls under way and disconnect."""
         if isinstance(self._login, HeldLogin):
             self._login.forget(self._renew)
         await self.router.close()
@@ -150,7 +150,7 @@ class _Parts:
         await self._bus.close()
 
     async def _connect(self) -> None:
-        """Until the bucket is watched. What is wrong for good fails all calls."""
+        """Connect until the bucket is watched. A permanent error fails all calls."""
         try:
             await self._connect_bus()
             await self._bucket.open()
@@ -182,7 +182,7 @@ class _Parts:
         )
 
     def _renew(self) -> None:
-        """On any thread."""
+        """Reconnect with the new login; called on any thread."""
         self._loop.call_soon_threadsafe(lambda: self._tasks.start(self._bus.renew(), "renew"))
 
     def _bucket_closed(self) -> None:
@@ -198,7 +198,7 @@ class Runtime:
     """A running router; callable from any thread but its own."""
 
     def __init__(self, settings: BusSettings, name: str) -> None:
-        """Starts the thread, and connects in the background."""
+        """Starts the router's thread; connects in the background."""
         self.settings: Final = settings
         self._thread = LoopThread("muster-handles")
         replica = current_replica()
@@ -210,17 +210,17 @@ class Runtime:
 
     @property
     def is_spent(self) -> bool:
-        """True when it will never route anything any more, and has said so for long enough to try anew."""
+        """True when it has failed permanently, long enough ago to replace it by a new one."""
         router = self._parts.router
         return router.failure is not None and time.monotonic() - router.failed_at >= _TRY_ANEW_S
 
     def post(self, call: HandleCall) -> None:
-        """Let the router look at ``call``."""
+        """Hand ``call`` to the router."""
         if not self._mailbox.put(call):
             call.fail(BusUnavailable(CALLS_NO_LONGER))
 
     def close(self) -> None:
-        """End what is under way, in bounded time."""
+        """Fail calls under way and stop the thread, in bounded time."""
         if self._thread.loop.is_closed():
             return
         try:
@@ -239,11 +239,11 @@ async def _made(settings: BusSettings, login: Login | None, name: str) -> _Parts
 _lock = threading.Lock()
 _runtime: Runtime | None = None
 _chosen: BusSettings | None = None
-"""What `connect` was told."""
+"""Settings that `connect` or `use` was called with; None: search for a stack."""
 
 
 def runtime() -> Runtime:
-    """The process' runtime, started when there is none. Raises when no stack is found; see `find_bus`."""
+    """The process' runtime, started when there is none. Raises as `find_bus` when no stack is found."""
     global _runtime  # noqa: PLW0603 - one for the process, as the module's text says
     running = _runtime
     if running is not None and not running.is_spent:
@@ -265,11 +265,11 @@ def connect(
     password: str | None = None,
     subject_prefix: str | None = None,
 ) -> None:
-    """Say where the handles of this process find their stack, instead of letting the first call search for one.
+    """Choose the stack of this process' handles, instead of letting the first call search for one.
 
-    ``nats`` is as MUSTER_NATS_URL, ``creds`` a file of NATS credentials; ``user`` and ``password`` are for a NATS with
-    plain users. Calls under way over another connection fail. Returns before the connection is
-    there; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for what cannot be.
+    ``nats`` has the format of MUSTER_NATS_URL, ``creds`` is a file of NATS credentials; ``user`` and ``password`` are
+    for a NATS with plain users. Calls under way over another connection fail. Returns before the connection is
+    established; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for invalid values.
     """
     given = {
         "MUSTER_CLIENT_CREDS": creds,
@@ -284,7 +284,7 @@ def connect(
 
 
 def use(settings: BusSettings) -> None:
-    """As `connect`, with the whole settings."""
+    """Like `connect`, with complete settings."""
     global _runtime, _chosen  # noqa: PLW0603 - as above
     with _lock:
         _chosen = settings
@@ -294,7 +294,7 @@ def use(settings: BusSettings) -> None:
 
 
 def disconnect() -> None:
-    """End the calls that are under way, disconnect, and forget what `connect` was told; the next call connects anew."""
+    """Fail the calls under way, disconnect, and discard the settings of `connect`; the next call connects again."""
     global _runtime, _chosen
     with _lock:
         running, _runtime, _chosen = _runtime, None, None
@@ -308,7 +308,7 @@ def _own_name() -> str:
 
 
 def _forget() -> None:
-    """In a forked child the thread is gone; its calls belong to the parent."""
+    """Discard the runtime in a forked child: its thread does not exist there, its calls belong to the parent."""
     global _runtime, _lock  # noqa: PLW0603 - as above
     _runtime = None
     _lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Waking whoever waits for something that another thread brings: tasks on any loop, or plain threads.
+"""Wakes waiters for results of another thread: tasks on any loop, or plain threads.
 
-Why by mailbox: answers come in bursts, and each loop that waits for some of them is woken once for all of them.
+Why by mailbox: responses arrive in bursts, and each loop that waits for some of them is woken once for all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox[asyncio.Future[None]
 
 
 def waiter_here() -> tuple[asyncio.Future[None], Waker]:
-    """A future of the running loop, and what resolves it from any thread."""
+    """A future of the running loop, and a waker that resolves it from any thread."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
     mailbox = _mailbox_of(loop)
@@ -43,7 +43,7 @@ def waiter_here() -> tuple[asyncio.Future[None], Waker]:
 
 @final
 class Wakers:
-    """Those who wait for one thing that happens once, or for the next of many."""
+    """Waiters for a single event, or for the next one of many."""
 
     __slots__ = ("_wakers",)
 
@@ -51,20 +51,20 @@ class Wakers:
         self._wakers: list[Waker] = []
 
     def add(self, waker: Waker) -> None:
-        """Call ``waker`` at the next `wake`. The caller then looks once more whether it has happened meanwhile."""
+        """Call ``waker`` at the next `wake`. The caller must then check once more whether it has happened meanwhile."""
         self._wakers.append(waker)
 
     def wake(self) -> None:
-        """It has happened; to be called after what tells so was set."""
+        """Call all wakers; must be called after the state that they check was set."""
         if self._wakers:
-            # Whoever is added after this line looks once more by itself.
+            # A waiter that is added after this line checks the state once more by itself.
             wakers, self._wakers = self._wakers, []
             for waker in wakers:
                 waker()
 
 
 def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Block until it has happened; False when ``timeout_s`` passed before.
+    """Block until ``has_happened()``; False when ``timeout_s`` passed first.
 
     Raises RuntimeError on the thread of a running loop, which must never be blocked.
     """
@@ -77,7 +77,7 @@ def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: 
 
 
 def refuse_on_loop() -> None:
-    """Raises RuntimeError on the thread of a running loop."""
+    """Raise RuntimeError on the thread of a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

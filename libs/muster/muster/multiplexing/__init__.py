@@ -1,10 +1,10 @@
-"""Many models in one replica: loaded when they are asked for, let go when others need the room.
+"""Model multiplexing: many models in one replica, loaded on demand and evicted when others need the place.
 
-Why in the replica: which models fit beside each other is known only where they are. Routers are told which models a
-replica holds and prefer it for them; they decide nothing here.
+Why in the replica: only there it is known which models fit beside each other. Replicas publish which models they hold,
+and routers prefer those replicas; routers decide nothing else.
 
-`shelf` decides who must go, `models` carries out on the event loop, `closing` lets go of a model, `decorator` is what
-users import.
+`model_cache` decides which model is evicted, `models` loads and closes models on the event loop and has the decorator
+that users import.
 """
 
 from __future__ import annotations

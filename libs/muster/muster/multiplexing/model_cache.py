@@ -1,7 +1,7 @@
-"""Which models are held, and which of them goes when another one needs its place: decided without I/O.
+"""LRU cache of models: which are held, and which is evicted for another one; without I/O.
 
-Why apart: that there are never more than allowed, and that the one that goes is the least recently used of those that
-nobody needs, is proved on this file alone.
+Why a module of its own: its invariants, never more models than allowed and eviction of the least recently used idle
+one, are proved on this file alone.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ class ModelCache(Generic[M]):
 
     @property
     def has_room(self) -> bool:
-        """True when another one may be put."""
+        """True when another model may be added."""
         return self._places == UNLIMITED or len(self._models) < self._places
 
     def use(self, model_id: str) -> M | None:
-        """That model, which is now the most recently used one."""
+        """Return the model and mark it as most recently used; None when it is not held."""
         model = self._models.get(model_id)
         if model is not None:
             self._models.move_to_end(model_id)
         return model
 
     def put(self, model_id: str, model: M) -> None:
-        """Hold one more; there must be room."""
+        """Add a model; the cache must have room."""
         assert self.has_room
         assert model_id not in self._models
         self._models[model_id] = model
 
     def remove(self, model_id: str) -> M | None:
-        """Hold it no more."""
+        """Remove and return the model; None when it is not held."""
         return self._models.pop(model_id, None)
 
     def choose_who_goes(self, may_go: Callable[[M], bool]) -> str | None:
-        """The least recently used of those that may go."""
+        """The id of the least recently used model that ``may_go`` accepts; None when there is none."""
         return next((model_id for model_id, model in self._models.items() if may_go(model)), None)

@@ -1,4 +1,4 @@
-"""The models of one instance: loaded once for all who ask, kept while they fit; and the decorator `multiplexed`."""
+"""The models of one instance: loaded once for all callers, retained while they fit; and the decorator `multiplexed`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def close_model(model_id: str, held: list[Any]) -> None:
     """Close the only model in ``held`` and let go of it; ``held`` is empty afterwards.
 
     An ``aclose()`` or an async ``__del__`` is awaited; a plain ``__del__`` is called by Python itself, once, in a
-    thread. What they raise is logged: nobody waits for it.
+    thread. What they raise is logged: no caller waits for it.
     """
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
@@ -51,14 +51,14 @@ async def _close(model: Any) -> None:
         try:
             await model.__del__()
         finally:
-            # Python will call it too, and a coroutine that nobody awaits would be all that came of it.
+            # Python will call it too, which would only create a coroutine that is never awaited.
             with contextlib.suppress(TypeError):
                 quiet = {"__slots__": (), "__del__": lambda _: None, "__module__": kind.__module__}
                 model.__class__ = type(kind.__name__, (kind,), quiet)
 
 
 def _let_go(held: list[Any]) -> bool:
-    """True when somebody else still has it."""
+    """Drop the reference; True when the model is still referenced elsewhere."""
     try:
         reference = weakref.ref(held[0])
     except TypeError:
@@ -71,7 +71,7 @@ def _let_go(held: list[Any]) -> bool:
 
 
 PLACE_WAIT_S: Final = 10.0
-"""How long a load waits for a place that nobody needs."""
+"""Seconds that a load waits for an idle model to evict."""
 
 Load = Callable[[], Awaitable[Any]]
 
@@ -85,14 +85,14 @@ _ERROR: Final = ("error",)
 
 @final
 class _Model:
-    """One model, from the first who asks for it until it is closed."""
+    """One model, from its first request until it is closed."""
 
     __slots__ = ("has_begun", "held", "is_evicted", "is_loaded", "load", "model_id", "users", "waiting")
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
         self.held: list[Any] = []
-        """The user's object, alone, once it is loaded."""
+        """The user's object as the only element, once it is loaded."""
         self.is_loaded = False
         self.is_evicted = False
         self.users: set[asyncio.Task[Any]] = set()
@@ -103,15 +103,15 @@ class _Model:
 
 @final
 class Models:
-    """All methods run on the event loop that it was made on."""
+    """The models of one instance. All methods run on the event loop that it was created on."""
 
     def __init__(self, name: str, places: int) -> None:
         self.loop = asyncio.get_running_loop()
         self._shelf: ModelCache[_Model] = ModelCache(places)
         self._wanted: dict[str, _Model] = {}
-        """Those that wait for a place."""
+        """Models that wait for a place."""
         self._waiting_tasks: set[asyncio.Task[Any]] = set()
-        """Tasks that wait for some model, and so do nothing with another one."""
+        """Tasks that wait for a model, and so use no other one meanwhile."""
         self._waiting_for_place: list[asyncio.Future[None]] = []
         self._num_loaded = 0
         self._tasks = TaskOwner(f"models.{name}")
@@ -119,16 +119,16 @@ class Models:
         _all.add(self)
 
     def ids(self) -> list[str]:
-        """The models that are held or will be soon."""
+        """Ids of the models that are held or being loaded."""
         return [*self._shelf, *self._wanted]
 
     @property
     def num_loaded(self) -> int:
-        """Models that are there, also those that went and still have users."""
+        """Number of loaded models, evicted ones that still have users included."""
         return self._num_loaded
 
     async def get(self, model_id: str, load: Load) -> Any:
-        """The model; ``load`` is called when it is not there. Raises what loading it raises."""
+        """Return the model, loading it with ``load`` if needed. Raises what ``load`` raises."""
         model = self._shelf.use(model_id) or self._wanted.get(model_id)
         if model is None:
             model = self._wanted[model_id] = _Model(model_id)
@@ -142,7 +142,7 @@ class Models:
     def _start(self, coro: Any, name: str) -> OwnedTask:
         return self._tasks.start(coro, name)
 
-    # -- those who ask --
+    # -- callers --
 
     def _note_user(self, model: _Model) -> None:
         task = asyncio.current_task()
@@ -167,7 +167,7 @@ class Models:
         model.waiting[loaded] = task
         if task is not None:
             self._waiting_tasks.add(task)
-            self._look_for_places()  # what this task used so far may go now
+            self._look_for_places()  # models that this task used may be evicted now
         try:
             await loaded
         finally:
@@ -175,16 +175,16 @@ class Models:
                 self._waiting_tasks.discard(task)
             model.waiting.pop(loaded, None)
             if loaded.done() and not loaded.cancelled():
-                loaded.exception()  # it may have come in the moment in which this task was cancelled
+                loaded.exception()  # retrieved, as it may have been set at the moment this task was cancelled
             if not model.waiting and self._wanted.get(model.model_id) is model:
-                # Nobody wants it any more, and it has not even a place.
+                # No caller is left, and it has no place yet.
                 del self._wanted[model.model_id]
                 if model.has_begun and model.load is not None:
                     model.load.cancel()
                 publish_models()
 
     def _tell(self, model: _Model, error: BaseException | None) -> None:
-        """Let all who wait for ``model`` go on."""
+        """Wake all callers that wait for ``model``, with ``error`` if loading failed."""
         for loaded, task in model.waiting.items():
             if task is not None:
                 self._waiting_tasks.discard(task)
@@ -200,7 +200,7 @@ class Models:
         model.has_begun = True
         model_id = model.model_id
         if self._wanted.get(model_id) is not model:
-            return  # who asked was gone before this began
+            return  # the callers were gone before this started
         request_context.set(RequestContext(model_id=model_id))
         failure: BaseException | None = None
         began_at: float | None = None
@@ -210,7 +210,7 @@ class Models:
             model.held.append(await load())
             model.is_loaded = True
             self._num_loaded += 1
-        except BaseException as error:  # noqa: BLE001 - also a SystemExit is for those who asked, not for the event loop
+        except BaseException as error:  # noqa: BLE001 - even SystemExit is for the callers, not for the event loop
             failure = error
             if self._wanted.get(model_id) is model:
                 del self._wanted[model_id]
@@ -230,7 +230,7 @@ class Models:
         publish_models()
 
     async def _take_place(self, model: _Model) -> None:
-        """Give ``model`` a place on the shelf, where another one may have to go first."""
+        """Give ``model`` a place in the cache; another one may have to be evicted first."""
         goes: _Model | None = None
         wait_until = self.loop.time() + PLACE_WAIT_S
         while not self._shelf.has_room:
@@ -263,7 +263,7 @@ class Models:
     async def _wait_for_change(self, wait_until: float) -> None:
         change: asyncio.Future[None] = self.loop.create_future()
         self._waiting_for_place.append(change)
-        # All may be loading, however long that takes; then there is nothing to be had by looking again.
+        # All may still be loading, for an unknown time; then checking again gains nothing.
         try:
             async with asyncio.timeout_at(wait_until if self.loop.time() < wait_until else None):
                 await change
@@ -293,7 +293,7 @@ def _show_loaded() -> None:
 
 
 def publish_models() -> None:
-    """Tell routers which models this replica holds, in all its instances; does nothing outside of replicas."""
+    """Publish to routers which models this replica holds, in all instances; does nothing outside of replicas."""
     _show_loaded()
     replica = current_replica()
     if replica is not None and replica.publish_models is not None:
@@ -310,7 +310,7 @@ def multiplexed(func: F, max_num_models_per_replica: int = 3) -> F: ...
 @overload
 def multiplexed(func: None = None, max_num_models_per_replica: int = 3) -> Callable[[F], F]: ...
 def multiplexed(func: F | None = None, max_num_models_per_replica: int = 3) -> F | Callable[[F], F]:
-    """Keep what an ``async def`` loads for a model id, at most ``max_num_models_per_replica`` per instance::
+    """Cache the models that an ``async def`` loads by id, at most ``max_num_models_per_replica`` per instance::
 
         class Translator:
             @serve.multiplexed(max_num_models_per_replica=4)
@@ -323,16 +323,16 @@ def multiplexed(func: F | None = None, max_num_models_per_replica: int = 3) -> F
 
     Callers name the model in the header ``serve_multiplexed_model_id``; routers prefer replicas that hold it.
 
-    - A model is loaded once, however many ask for it at the same time. A load that fails fails for all of them with
-      what it raised, and the next one who asks tries again. It goes on when those who asked are gone.
-    - When there is no room, the least recently used model that nobody uses goes first. It is in use until the task
-      (the request) that asked for it has ended. When all are in use, the load waits for one that is not; after 10 s
-      the least recently used goes all the same, and is closed when its users are done.
-    - Before the next model is loaded, the one that went is closed: its ``aclose()`` or async ``__del__`` is awaited,
-      and its plain ``__del__`` runs, in a thread, unless something else still refers to it.
-    - -1 is no limit.
+    - A model is loaded once, however many callers request it at the same time. A failed load raises in all of them,
+      and the next caller tries again. A load that has started goes on when its callers are gone.
+    - When the cache is full, the least recently used idle model is evicted first. A model is in use until the task
+      (the request) that got it has ended. When all are in use, the load waits for an idle one; after 10 s the least
+      recently used one is evicted all the same, and closed when its users are done.
+    - Before the next model is loaded, the evicted one is closed: its ``aclose()`` or async ``__del__`` is awaited,
+      and its plain ``__del__`` runs, in a thread, unless something else still references it.
+    - -1 means no limit.
 
-    Raises TypeError for what is no async function of one model id, ValueError for another number below 1.
+    Raises TypeError unless it decorates an async function of one model id, ValueError for other numbers below 1.
     """
     if isinstance(max_num_models_per_replica, bool) or not isinstance(max_num_models_per_replica, int):
         raise TypeError(

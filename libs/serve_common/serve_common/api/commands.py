@@ -1,7 +1,7 @@
-"""Commands: everything that changes state, as sent to ``serve.admin.<verb>``.
+"""Commands: requests that change state, as sent to ``serve.admin.<verb>``.
 
 Why every field is validated by type and unknown ones are refused: any NATS client can send these, and a misspelt option
-must not be silently ignored. Every command is idempotent: sent again, it comes to the same.
+must not be silently ignored. Every command is idempotent: sending it again has the same result.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Command(Request, frozen=True, kw_only=True):
 
 
 class ChangeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What most commands answer."""
+    """Reply to most commands."""
 
     goal_id: GoalId | None
-    """What to wait for. None: nothing is left to wait for; what was asked is so, or was done when it was recorded."""
+    """The goal to wait for. None: nothing to wait for; the requested state was current, or was reached on recording."""
     updating: bool
-    """False: this command changed nothing; everything is as asked, or a goal that makes it so was begun before."""
+    """False: this command changed nothing; the requested state is current, or an earlier goal leads to it."""
 
 
 def _all_methods() -> list[str]:
@@ -42,27 +42,27 @@ def _endpoint_methods() -> list[str]:
 
 
 class Deploy(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a deployment be as given: a backend plus an endpoint of the same tag that sends everything to it."""
+    """Create or update a deployment: a backend, and an endpoint of the same tag that sends everything to it."""
 
     name: str
     """``deployment`` or ``app/deployment``."""
     replica_config: ReplicaConfig
     backend_config: BackendConfig = BackendConfig()
     route_prefix: str | None = None
-    """Where HTTP reaches it; None is headless."""
+    """HTTP path prefix; None is headless."""
     methods: list[str] = msgspec.field(default_factory=_all_methods)
-    """That HTTP requests may have; all of them unless given, because an ASGI application needs them."""
+    """Accepted HTTP methods; all by default, because an ASGI application needs them."""
     endpoint_options: EndpointOptions = EndpointOptions()
     version: str | None = None
-    """The user's name for the code. None: always a new version. The same again: replicas are kept."""
+    """The user's name for the code. Reusing it keeps running replicas; None always makes a new version."""
     prev_version: str | None = None
-    """Refused unless this is the version that is deployed now. None: whatever is there."""
+    """The command is refused unless this version is deployed now. None: no check."""
     request_id: str | None = None
-    """Chosen by the client for one change; sending the same again (a retry) answers the same goal."""
+    """Id of one change, chosen by the client; a retry with the same id is answered with the same goal."""
 
 
 class DeleteDeployment(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a deployment not exist. An unknown name is a success."""
+    """Delete a deployment. An unknown name succeeds."""
 
     name: str
 
@@ -71,7 +71,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """One deployment of an application."""
 
     name: str
-    """Within the application."""
+    """Name within the application."""
     replica_config: ReplicaConfig
     backend_config: BackendConfig = BackendConfig()
     version: str | None = None
@@ -79,7 +79,7 @@ class DeploymentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DeployApplication(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make an application be these deployments, in one change: all or nothing. Those left out go away."""
+    """Create or update an application in one change, all or nothing. Deployments that are left out are deleted."""
 
     name: str
     deployments: list[DeploymentSpec]
@@ -87,19 +87,19 @@ class DeployApplication(Command, frozen=True, kw_only=True, forbid_unknown_field
     """The deployment that the application's route leads to; the others are headless."""
     route_prefix: str | None = None
     methods: list[str] = msgspec.field(default_factory=_all_methods)
-    """As in `Deploy`."""
+    """Accepted HTTP methods, as in `Deploy`."""
     request_id: str | None = None
-    """As in `Deploy`."""
+    """Id of one change, as in `Deploy`."""
 
 
 class DeleteApplication(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make an application and its deployments not exist. An unknown name is a success."""
+    """Delete an application and its deployments. An unknown name succeeds."""
 
     name: str
 
 
 class CreateBackend(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a backend be as given. The same configurations again make no new goal."""
+    """Create or update a backend. Unchanged configurations make no new goal."""
 
     backend_tag: str
     replica_config: ReplicaConfig
@@ -107,15 +107,15 @@ class CreateBackend(Command, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class DeleteBackend(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a backend not exist. Unknown: a success. Refused while an endpoint sends or copies traffic to it."""
+    """Delete a backend. An unknown tag succeeds. Refused while an endpoint sends or copies traffic to it."""
 
     backend_tag: str
     force_kill: bool = False
-    """End its replicas without letting them finish what is in flight."""
+    """Kill its replicas without finishing requests in flight."""
 
 
 class UpdateBackendConfig(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Change the given fields of a backend's configuration, also of a deployment's; the others stay."""
+    """Change the given fields of the configuration of a backend or deployment; the others stay."""
 
     backend_tag: str
     config: dict[str, Any]
@@ -123,10 +123,10 @@ class UpdateBackendConfig(Command, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Scale(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a backend have so many replicas; for people and for scalers of their own.
+    """Set the number of replicas of a backend; for people and for external scalers.
 
     With autoscaling it must be within min_replicas and max_replicas, and autoscaling pauses until `ResumeAutoscaling`,
-    so that what was asked stays.
+    so that the number stays.
     """
 
     backend_tag: str
@@ -134,19 +134,19 @@ class Scale(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PauseAutoscaling(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Leave a backend's number of replicas as it is. One that is paused is a success; without autoscaling: refused."""
+    """Pause the autoscaling of a backend. Succeeds if it is paused already; refused without autoscaling."""
 
     backend_tag: str
 
 
 class ResumeAutoscaling(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Let a backend's number of replicas follow its load again. One that does is a success."""
+    """Resume the autoscaling of a backend. Succeeds if it is not paused."""
 
     backend_tag: str
 
 
 class CreateEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make an endpoint. The same again makes no new goal; another one under the same name is refused."""
+    """Create an endpoint. An identical one makes no new goal; a different one under the same name is refused."""
 
     endpoint: str
     traffic: dict[str, float]
@@ -158,13 +158,13 @@ class CreateEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DeleteEndpoint(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make an endpoint not exist; its backends stay. Unknown: a success."""
+    """Delete an endpoint; its backends stay. An unknown name succeeds."""
 
     endpoint: str
 
 
 class SetTraffic(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Say where an endpoint's requests go."""
+    """Set the traffic split of an endpoint."""
 
     endpoint: str
     weights: dict[str, float]
@@ -172,16 +172,16 @@ class SetTraffic(Command, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ShadowTraffic(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copy a proportion of an endpoint's requests to a backend whose answers are dropped."""
+    """Copy a proportion of an endpoint's requests to a backend whose responses are dropped."""
 
     endpoint: str
     backend_tag: str
     proportion: float
-    """0 to 1; 0 ends it."""
+    """Share of requests to copy, 0 to 1; 0 ends copying."""
 
 
 class SetEndpointOptions(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Change the given options of an endpoint, also of a deployment's; the others stay."""
+    """Change the given options of the endpoint of this tag, also that of a deployment; the others stay."""
 
     endpoint: str
     options: dict[str, Any]
@@ -189,13 +189,13 @@ class SetEndpointOptions(Command, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Rollback(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make a deployment or backend be again what it was."""
+    """Return a deployment or backend to an earlier revision."""
 
     name: str
     to: str | int | None = None
-    """A version's name, or a revision's number (see `GetRevisions`). None: what last succeeded before the present."""
+    """A version's name, or a revision's number (`GetRevisions`). None: the last to succeed before the current one."""
     request_id: str | None = None
-    """As in `Deploy`."""
+    """Id of one change, as in `Deploy`."""
 
 
 class SetHttpOptions(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,13 +206,13 @@ class SetHttpOptions(Command, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class DrainHost(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Move every replica off a host, new ones first, and place none there."""
+    """Move every replica off a host, starting replacements first, and place none there."""
 
     host_id: str
 
 
 class UndrainHost(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Place replicas on a host again. One that is not drained is a success."""
+    """Allow replicas on a host again. Succeeds if the host is not drained."""
 
     host_id: str
 
@@ -221,44 +221,44 @@ class Shutdown(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Delete every application, deployment, endpoint and backend."""
 
     confirm: Literal["everything"]
-    """What is to go away, in so many words: this command must not come about by accident."""
+    """A literal confirmation, so that the command is never sent by accident."""
 
 
 class ShutdownReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One goal for everything that goes away."""
+    """The goals of everything that is deleted."""
 
     goal_ids: list[GoalId]
 
 
 BACKUP_PAGE_BYTES_MAX = 512 * 1024
-"""Of a backup's file in one message, before its encoding in JSON adds a third."""
+"""Most bytes of a backup's file in one message, before base64 in JSON adds a third."""
 
 
 class Restore(Command, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Make everything be deployed as a backup says, in one change: all or nothing. What it does not have goes away.
+    """Restore everything that is deployed from a backup, in one change, all or nothing. What it lacks is deleted.
 
-    The file comes in pages, sent in order under one ``upload_id``. With the last one the whole is checked; it is done
-    when that one is sent with ``confirm``.
+    The file is sent in pages, in order, under one ``upload_id``. The whole file is checked with the last page; it is
+    restored if that page has ``confirm`` set.
     """
 
     upload_id: str
-    """Chosen by the client."""
+    """Id of the upload, chosen by the client."""
     page: int
-    """From 0."""
+    """Number of this page, from 0."""
     pages: int
     data: bytes
-    """At most `BACKUP_PAGE_BYTES_MAX`."""
+    """Content of the page, at most `BACKUP_PAGE_BYTES_MAX` bytes."""
     confirm: bool = False
     """False with the last page: the file is checked, and nothing is changed."""
 
 
 class RestoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup holds, and one goal for everything that it changes."""
+    """Summary of a backup, and the goals of everything that it changes."""
 
     summary: str = ""
-    """For people; empty while pages are missing."""
+    """Content of the backup, for people; empty while pages are missing."""
     goal_ids: list[GoalId] = []
-    """Empty where nothing was done."""
+    """Goals to wait for; empty if nothing was changed."""
 
 
 Change = (

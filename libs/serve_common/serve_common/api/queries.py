@@ -1,7 +1,7 @@
-"""Queries: what can be asked at ``serve.admin.<verb>`` without changing anything.
+"""Queries: requests to ``serve.admin.<verb>`` that change nothing.
 
-Why pages: an answer must fit one NATS message (1 MiB by default), and lists grow with the system. A page holds what
-comes after ``after`` in the order of names, at most ``limit`` of it; one that is shorter than ``limit`` is the last.
+Why pages: a reply must fit one NATS message (1 MiB by default), and lists grow with the system. A page holds at most
+``limit`` items that come after ``after`` in the order of names; one that is shorter than ``limit`` is the last.
 """
 
 from __future__ import annotations
@@ -22,108 +22,108 @@ class PagedQuery(Query, frozen=True, kw_only=True):
     """Base of queries for lists."""
 
     limit: int | None = None
-    """At most so many, 1 to `PAGE_LIMIT_MAX`; None: all of them."""
+    """Most items to return, 1 to `PAGE_LIMIT_MAX`; None: all."""
     after: str = ""
-    """The name that the last page ended with; empty for the first page."""
+    """The last name of the previous page; empty for the first page."""
 
 
 class GetDeploymentInfo(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One deployment. Unknown: `not_found`."""
+    """Get one deployment. An unknown name is refused with `not_found`."""
 
     name: str
 
 
 class ListDeployments(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All deployments."""
+    """List all deployments."""
 
     include_deleted: bool = False
-    """Also those that are gone, as far as they are remembered."""
+    """Include deleted deployments that are still retained."""
 
 
 class GetAllApplications(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All applications."""
+    """List all applications."""
 
 
 class GetAllBackends(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All backends, those of deployments included."""
+    """List all backends, those of deployments included."""
 
 
 class GetBackendConfig(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One backend's configuration. Unknown: `not_found`."""
+    """Get the configuration of one backend. An unknown tag is refused with `not_found`."""
 
     backend_tag: str
 
 
 class GetAllEndpoints(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All endpoints."""
+    """List all endpoints."""
 
 
 class GetHttpConfig(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options of all proxies."""
+    """Get the HTTP options of all proxies."""
 
 
 class GetHttpProxies(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All proxies that were heard of lately."""
+    """List all proxies that reported recently."""
 
 
 class GetHosts(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All hosts that were heard of lately."""
+    """List all hosts that reported recently."""
 
 
 class GetStatus(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole system."""
+    """Get the status of the whole system."""
 
     replicas: bool = True
-    """False leaves out the single replicas, which make the answer long."""
+    """False leaves out individual replicas, which make the reply long."""
     deployments: bool = True
-    """False leaves out the deployments and their autoscaling: `ListDeployments` and `GetAutoscaling` tell them in
+    """False leaves out deployments and their autoscaling: `ListDeployments` and `GetAutoscaling` return them in
     pages."""
 
 
 class GetAutoscaling(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the autoscaling of each backend that has one saw last, and why it moved or held."""
+    """List the last load, decision and reason of each autoscaled backend."""
 
 
 class GetLoad(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Scrape all services now and sum up what they bear."""
+    """Scrape all services now and sum up their load."""
 
 
 class GetSnapshot(PagedQuery, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every deployment in short, also those that are gone."""
+    """List a summary of every deployment, deleted ones included."""
 
 
 class GetEvents(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happened lately, the oldest first."""
+    """Get recent events, the oldest first."""
 
     limit: int = 100
-    """1 to 1,000: the newest."""
+    """Number of the newest events to return, 1 to 1,000."""
     subject: str | None = None
-    """Only about this deployment, backend, endpoint, host, proxy or goal."""
+    """Only events of this deployment, backend, endpoint, host, proxy or goal; None: all."""
 
 
 class GetHistory(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who changed what: the audit log, the newest first."""
+    """Get entries of the audit log, the newest first."""
 
     limit: int = 50
-    """1 to 500."""
+    """Most entries to return, 1 to 500."""
     subject: str | None = None
-    """Only about this deployment, backend, endpoint or host."""
+    """Only changes of this deployment, backend, endpoint or host; None: all."""
     before: int | None = None
-    """Only entries with a lower id: the next page."""
+    """Only entries with a lower id, for the next page; None: from the newest."""
 
 
 class GetRevisions(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a deployment or backend was, the newest first: where `rollback` can go."""
+    """Get the revisions of a deployment or backend, the newest first, that `rollback` can return to."""
 
     name: str
 
 
 class GetBackup(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A page of a backup's file: everything that is deployed, as it is at one moment."""
+    """Get a page of a backup's file: everything that is deployed at one moment."""
 
     backup_id: str = ""
-    """As the first page told it; empty takes a new backup. One that nobody asked for in a minute is `not_found`, and so
-    is any after a change of leader: begin anew."""
+    """Id that came with the first page; empty takes a new backup. A backup expires after a minute without requests, and
+    on a change of leader: then the reply is `not_found`, and the client starts over."""
     page: int = 0
 
 
@@ -131,18 +131,18 @@ WAIT_TIMEOUT_S_MAX = 30.0
 
 
 class WaitForGoal(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Wait until a goal ends or the time is over. Unknown ids are refused with ``not_found``."""
+    """Wait until a goal ends or the timeout passes. An unknown id is refused with `not_found`."""
 
     goal_id: GoalId
     timeout_s: float = 10.0
-    """0 to `WAIT_TIMEOUT_S_MAX`; a caller that wants longer asks again."""
+    """Seconds to wait, 0 to `WAIT_TIMEOUT_S_MAX`; to wait longer, repeat the query."""
 
 
 class Plan(Query, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a command would do, without doing it."""
+    """Get what a command would do, without doing it."""
 
     verb: str
-    """Of the command, such as ``deploy``."""
+    """Verb of the command, such as ``deploy``."""
     request: msgspec.Raw = msgspec.Raw(b"{}")
     """The command itself."""
 

@@ -67,17 +67,17 @@ QUERIES: Final[Mapping[str, tuple[type[q.Query], Any]]] = {
 VERBS: Final[Mapping[str, tuple[type[c.Request], Any]]] = {**COMMANDS, **QUERIES}
 
 WHO_HEADER: Final = "Muster-Who"
-"""NATS header in which a client says who it is, for the audit log: a claim that nobody has verified."""
+"""NATS header with the client's name for the audit log: an unverified claim."""
 WHO_LENGTH_MAX: Final = 200
 
 
 def sanitized_who(claimed: str) -> str:
-    """``claimed`` as it is kept and shown: what a terminal or a log could take for anything but text is left out."""
+    """``claimed`` as it is stored and shown: one line of printable characters, at most `WHO_LENGTH_MAX`."""
     return " ".join("".join(c if c.isprintable() else " " for c in claimed).split())[:WHO_LENGTH_MAX]
 
 
 class ErrorView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of an error reply; the headers ``Nats-Service-Error`` and ``…-Code`` say the same in short."""
+    """Body of an error reply; the headers ``Nats-Service-Error`` and ``…-Code`` summarize it."""
 
     code: str
     message: str

@@ -1,7 +1,7 @@
-"""What queries answer: the system as callers see it.
+"""Replies to queries: the system as callers see it.
 
-Why not what the controller stores: callers depend on these words, and the checkpoint must be free to change. They stand
-on one page, like `commands` and `queries`: together the three are the admin API.
+Why not the controller's stored objects: callers depend on these fields, and the checkpoint must be free to change.
+Together with `commands` and `queries` these are the admin API.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve_common.names import GoalId
 
 
 class GoalStatus(Enum):
-    """Where an accepted change stands."""
+    """State of an accepted change."""
 
     PENDING = "pending"
     SUCCEEDED = "succeeded"
@@ -32,9 +32,9 @@ class GoalView(msgspec.Struct, frozen=True, kw_only=True):
     goal_id: GoalId
     status: GoalStatus
     error: str = ""
-    """Of a failed one: the user's traceback or the reason. Of a superseded one: the goal that replaced it."""
+    """FAILED: the user's traceback or the reason. SUPERSEDED: the goal that replaced it."""
     message: str = ""
-    """Of a pending one: what it waits for, for people."""
+    """PENDING: what the goal waits for, for people."""
 
 
 class DeploymentStatus(Enum):
@@ -48,7 +48,7 @@ class DeploymentStatus(Enum):
 
 
 class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica: ``state`` is the controller's word for it."""
+    """One replica; ``state`` is its state in the controller."""
 
     replica_tag: str
     state: str
@@ -63,26 +63,26 @@ class DeploymentView(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     status: DeploymentStatus
     message: str
-    """Why it is not healthy, or the last goal's error; empty when all is well."""
+    """Why it is not healthy, or the last goal's error; empty when it is healthy."""
     route_prefix: str | None
     methods: list[str]
     version: str | None
-    """The version that is wanted; None is unversioned."""
+    """The target version; None is unversioned."""
     code_version: int
-    """Counts code changes of this deployment."""
+    """Number of code changes of this deployment."""
     backend_config: BackendConfig
     replica_config: ReplicaConfig
     goal_id: GoalId
     goal_status: GoalStatus
     replicas: list[ReplicaView]
     application: str = ""
-    """Empty for one that was deployed by itself."""
+    """Name of its application; empty for a deployment that was deployed by itself."""
     is_ingress: bool = False
     """Whether its application's route leads to it."""
     started_at: float = 0.0
-    """When it was first deployed, seconds since 1970."""
+    """When it was first deployed, in seconds since 1970."""
     ended_at: float | None = None
-    """When it was gone; None while it is there."""
+    """When it was deleted, in seconds since 1970; None while it exists."""
     endpoint_options: EndpointOptions = EndpointOptions()
 
 
@@ -91,7 +91,7 @@ class ApplicationView(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     status: DeploymentStatus
-    """The worst of its deployments'."""
+    """The worst status of its deployments."""
     message: str
     route_prefix: str | None
     ingress: str
@@ -131,12 +131,12 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     methods: list[str]
     traffic: dict[str, float]
     shadows: dict[str, float] = {}
-    """Proportion of requests copied to each backend."""
+    """Proportion of requests copied to each shadow backend."""
     options: EndpointOptions = EndpointOptions()
 
 
 class HostView(msgspec.Struct, frozen=True, kw_only=True):
-    """One host as last heard."""
+    """One host as of its last report."""
 
     host_id: str
     status: str
@@ -144,11 +144,11 @@ class HostView(msgspec.Struct, frozen=True, kw_only=True):
     resources: dict[str, float]
     num_replicas: int
     draining: bool = False
-    """It was told by `drain_host` to run nothing."""
+    """Whether `drain_host` has drained it, so that it runs nothing."""
 
 
 class ProxyView(msgspec.Struct, frozen=True, kw_only=True):
-    """One proxy as last heard."""
+    """One proxy as of its last report."""
 
     proxy_id: str
     status: str
@@ -158,28 +158,28 @@ class ProxyView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AutoscalingView(msgspec.Struct, frozen=True, kw_only=True):
-    """What the autoscaling of one backend saw last, and why it moved or held."""
+    """The last load, decision and reason of one backend's autoscaling."""
 
     backend_tag: str
     paused: str = ""
-    """By what; empty while it is on."""
+    """What paused it; empty while it is active."""
     verdict: str = ""
-    """See `core.autoscaling.values.Verdict`; empty before the first decision of this leader."""
+    """Kind of the last decision, such as ``up``; empty before the first decision of this leader."""
     seen: float | None = None
-    """Requests worked on and waiting, or what the query gave; None: not known."""
+    """Running and waiting requests, or the result of the query; None: not known."""
     wanted: float | None = None
-    """Replicas that this comes to, before limits and delays."""
+    """Replicas for this load, before limits and delays."""
     num_replicas: int
-    """As decided."""
+    """Number of replicas decided on."""
     min_replicas: int
     max_replicas: int
     why: str = ""
     source: str = ""
     """``prometheus``, ``scrape`` or empty."""
     decided_at: float | None = None
-    """Seconds since 1970."""
+    """Time of the last decision, in seconds since 1970."""
     data_age_s: float | None = None
-    """Of the newest reading that could be used."""
+    """Age of the newest usable load sample, in seconds."""
 
 
 class StatusView(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,9 +193,9 @@ class StatusView(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[HostView]
     proxies: list[ProxyView]
     autoscaling: list[AutoscalingView] = []
-    """Of each backend that has one."""
+    """Autoscaling of each backend that has it."""
     store_restored_at: float | None = None
-    """When a leader last found Postgres restored to an earlier state, seconds since 1970; None for never."""
+    """When a leader last found Postgres restored to an earlier state, in seconds since 1970; None for never."""
 
 
 class BackupPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +208,7 @@ class BackupPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):
-    """One deployment in short, as early Ray Serve's snapshot had it."""
+    """Summary of one deployment, as in the snapshot of early Ray Serve."""
 
     name: str
     class_name: str
@@ -219,32 +219,32 @@ class SnapshotView(msgspec.Struct, frozen=True, kw_only=True):
     start_time: float
     """Seconds since 1970."""
     end_time: float | None
-    """None while it is there."""
+    """Seconds since 1970; None while it exists."""
 
 
 class EventView(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that happened."""
+    """One event."""
 
     at: float
     """Seconds since 1970."""
     kind: str
     """``goal``, ``replica``, ``backend``, ``autoscaling``, ``host``, ``proxy`` or ``audit``."""
     subject: str
-    """What it is about: a tag or an id."""
+    """Tag or id of the object concerned."""
     message: str
-    """For people."""
+    """Description for people."""
     state: str = ""
-    """What it is now."""
+    """State of the object after the event."""
     goal_id: GoalId | None = None
 
 
 class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
-    """One change that was accepted."""
+    """One accepted change."""
 
     id: int
     at: float
     who: str
-    """Who the client claims to be, unverified. Printable, at most 200 characters; empty when it says nothing."""
+    """Name that the client claims, unverified. Printable, at most 200 characters; empty if it claims none."""
     epoch: int
     verb: str
     subject: str
@@ -252,18 +252,19 @@ class HistoryView(msgspec.Struct, frozen=True, kw_only=True):
     request: Any
     """The command."""
     old: Any = None
-    """What it changed, as it was; None for what was not there."""
+    """The changed object before the change; None if it did not exist."""
     new: Any = None
+    """The changed object after the change."""
 
 
 class RevisionView(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that a deployment or backend was."""
+    """One revision of a deployment or backend."""
 
     revision: int
     at: float
     goal_id: GoalId
     status: GoalStatus
-    """How its goal ended."""
+    """Status of its goal."""
     is_current: bool
     version: str | None
     import_path: str
@@ -272,7 +273,7 @@ class RevisionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedAction(Enum):
-    """What would happen to a replica."""
+    """What a plan does to a replica."""
 
     START = "start"
     STOP = "stop"
@@ -280,38 +281,38 @@ class PlannedAction(Enum):
 
 
 class PlannedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """What would happen to one replica, and why."""
+    """What a plan does to one replica, and why."""
 
     action: PlannedAction
     backend_tag: str
     replica_tag: str | None
-    """None: a new one."""
+    """None: a new replica."""
     why: str
 
 
 class PlanView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command would do. One that would be refused is answered with its refusal instead."""
+    """What a command would do. A command that would be refused is answered with its refusal instead."""
 
     updating: bool
     """False: there is nothing to do."""
     replicas: list[PlannedReplica]
     notes: list[str]
-    """What else would change, and what is in the way, for people."""
+    """Other changes, and obstacles, for people."""
 
 
 class EndpointLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of one endpoint over all proxies, since each of them began: two of these make a rate."""
+    """Counters of one endpoint over all proxies since each of them started; two of these give a rate."""
 
     endpoint_tag: str
     requests: float
     errors: float
-    """Of these, answered with status 500 and above."""
+    """Requests answered with status 500 and above."""
     seconds_buckets: dict[str, float]
-    """Requests answered within each upper bound of seconds, as Prometheus has them; ``+Inf`` is all."""
+    """Cumulative count of requests by upper bound of seconds, as in Prometheus; ``+Inf`` counts all."""
 
 
 class BackendLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What one backend bears now."""
+    """Current load of one backend."""
 
     backend_tag: str
     in_flight: float
@@ -326,4 +327,4 @@ class LoadView(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: list[EndpointLoad]
     backends: list[BackendLoad]
     unreachable: list[str]
-    """Addresses that did not answer in time."""
+    """Addresses of services that did not respond in time."""

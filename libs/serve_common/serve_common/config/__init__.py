@@ -1,1 +1,1 @@
-"""What users configure, as frozen values: every field with its meaning, unit, range and default."""
+"""User configuration as frozen structs: every field with its meaning, unit, range and default."""

@@ -1,4 +1,4 @@
-"""How a backend's number of replicas follows its load, and what a user's autoscaling policy is given."""
+"""Autoscaling configuration of a backend, and the context that a user's autoscaling policy receives."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class AggregationFunction(Enum):
 
 
 class AutoscalingPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function of the user's that says how many replicas there should be; names as in Ray Serve."""
+    """A user's function that decides the number of replicas; names as in Ray Serve."""
 
     policy_function: str = ""
     """``module:function``, imported beside the controller, with the backend's ``app_dir`` first on ``sys.path``. It
     takes an ``AutoscalingContext`` and returns a number, or a number and its next ``policy_state``. Empty: the default
     policy."""
     policy_kwargs: dict[str, Any] = {}
-    """Given to the function as further keyword arguments."""
+    """Additional keyword arguments of the function."""
 
 
 class QueryMeaning(Enum):
-    """What the number that a query gives stands for."""
+    """How the result of a query is interpreted."""
 
     TOTAL = "total"
-    """The load of the whole backend: divided by `AutoscalingQuery.target`, it is the number of replicas."""
+    """The load of the whole backend; divided by `AutoscalingQuery.target` it is the desired number of replicas."""
     PER_REPLICA = "per_replica"
-    """An average over the replicas there are: their number is changed by its ratio to `AutoscalingQuery.target`."""
+    """An average over the replicas; their number is scaled by its ratio to `AutoscalingQuery.target`."""
 
 
 class AutoscalingQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Any PromQL expression in place of the ongoing requests. It needs a Prometheus server."""
+    """A PromQL expression that replaces ongoing requests as the load. Needs a Prometheus server."""
 
     promql: str
-    """Gives one number: a scalar, or a vector of at most one element; none at all means no data.
-    ``$backend_tag``, ``$look_back`` (such as ``30s``) and ``$deployment`` are replaced."""
+    """Expression that returns one number: a scalar, or a vector of at most one element; an empty one means no data.
+    ``$backend_tag``, ``$look_back`` (such as ``30s``) and ``$deployment`` are substituted."""
     target: float
-    """What one replica should bear (total), or what the average should be (per replica)."""
+    """Desired load per replica (`TOTAL`), or desired average (`PER_REPLICA`)."""
     meaning: QueryMeaning = QueryMeaning.TOTAL
 
 
@@ -57,36 +57,37 @@ class AutoscalingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How ``num_replicas`` follows the load; all times in seconds."""
 
     min_replicas: int = 1
-    """0: down to none while nobody asks; the first request that waits wakes the backend."""
+    """Lower limit. With 0 an idle backend is scaled to zero; the first request that waits wakes it."""
     initial_replicas: int | None = None
-    """How many the first deploy starts, and each deploy of new code while there are none; None means `min_replicas`."""
+    """Replicas started by the first deploy, and by a deploy of new code at zero replicas; None means `min_replicas`."""
     max_replicas: int = 1
     target_ongoing_requests: float = 2.0
-    """Requests per replica, those that wait included, that the number of replicas is chosen for."""
+    """Target number of requests per replica, waiting ones included."""
     metrics_interval_s: float = 10.0
-    """How often the load is looked at and decided on."""
+    """Seconds between evaluations of the load."""
     look_back_period_s: float = 30.0
-    """Over how long the load is averaged."""
+    """Seconds over which the load is aggregated."""
     upscaling_factor: float | None = None
-    """Of each step up; below 1 it is smaller, above 1 larger. None means 1."""
+    """Multiplier of each upscaling step; below 1 it is smaller, above 1 larger. None means 1."""
     downscaling_factor: float | None = None
-    """Of each step down, likewise."""
+    """Multiplier of each downscaling step; None means 1."""
     upscale_delay_s: float = 30.0
-    """How long more must have been wanted without a break before replicas are added."""
+    """Seconds for which more replicas must be desired continuously before some are added."""
     downscale_delay_s: float = 600.0
-    """How long fewer must have been wanted without a break before replicas are removed."""
+    """Seconds for which fewer replicas must be desired continuously before some are removed."""
     downscale_to_zero_delay_s: float | None = None
-    """The same for the last replica; None means `downscale_delay_s`."""
+    """Like `downscale_delay_s`, for removing the last replica; None means the same value."""
     aggregation_function: AggregationFunction = AggregationFunction.MEAN
     policy: AutoscalingPolicy = AutoscalingPolicy()
     query: AutoscalingQuery | None = None
-    """Not in Ray Serve: what the load is read from instead of the ongoing requests."""
+    """Source of the load instead of ongoing requests; not in Ray Serve."""
     panic_threshold: float = 2.0
-    """Not in Ray Serve (Knative has it): a load over `panic_window_s` of this many times what the replicas are meant to
-    bear adds replicas at once, without `upscale_delay_s`. 0 turns it off."""
+    """Ratio of the load over `panic_window_s` to the target load of the replicas at which replicas are added at once,
+    without `upscale_delay_s`. 0 disables it. As in Knative; not in Ray Serve."""
     panic_window_s: float = 10.0
+    """Seconds over which the load for `panic_threshold` is averaged."""
     panic_hold_s: float = 60.0
-    """After a panic no replica is removed for so long."""
+    """Seconds after a panic during which no replica is removed."""
 
 
 def check_autoscaling_config(config: AutoscalingConfig, field: str) -> AutoscalingConfig:
@@ -137,22 +138,22 @@ def _check_query(query: AutoscalingQuery, field: str) -> None:
 
 
 class LoadReading(msgspec.Struct, frozen=True, kw_only=True):
-    """The load as one look found it; not in Ray Serve."""
+    """One sample of the load; not in Ray Serve."""
 
     at: float
-    """Of the newest sample in it, seconds since 1970."""
+    """Time of the newest sample it is based on, in seconds since 1970."""
     seen: float | None
-    """Requests that are worked on or wait, over ``look_back_period_s``; or what the query gave. None: not known."""
+    """Running and waiting requests over ``look_back_period_s``, or the result of the query. None: not known."""
     burst: float | None = None
-    """The same over ``panic_window_s``."""
+    """The same load over ``panic_window_s``."""
     queued: float = 0.0
-    """Of ``seen``: those that waited."""
+    """The part of ``seen`` that waited."""
     source: str = ""
     """``prometheus`` or ``scrape``."""
     over_s: float | None = None
-    """Over how long it really was seen; None: as asked."""
+    """Seconds that the samples really cover; None: the requested window."""
     missing: str = ""
-    """Why ``seen`` is None."""
+    """Reason why ``seen`` is None."""
 
 
 class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,25 +162,25 @@ class AutoscalingContext(msgspec.Struct, frozen=True, kw_only=True):
     deployment_name: str
     app_name: str
     current_num_replicas: int
-    """That run now."""
+    """Replicas that run now."""
     target_num_replicas: int
-    """As it was decided last."""
+    """Number of replicas of the last decision."""
     total_num_requests: float
-    """Worked on and waiting, over ``look_back_period_s``; or what the configured query gave."""
+    """Running and waiting requests over ``look_back_period_s``, or the result of the configured query."""
     total_queued_requests: float
     capacity_adjusted_min_replicas: int
-    """``min_replicas``; what the function returns is kept within these two."""
+    """``min_replicas``; the function's result is clamped to these two."""
     capacity_adjusted_max_replicas: int
     policy_state: dict[str, Any]
-    """What the function returned beside its number the last time; empty at first, and with a new leader."""
+    """State that the function returned with its last number; empty at first, and after a change of leader."""
     last_scale_up_time: float | None
-    """Seconds since 1970, as all times here."""
+    """Seconds since 1970, like all times here."""
     last_scale_down_time: float | None
     current_time: float
     readings: list[LoadReading] = []
-    """The latest looks, the oldest first; not in Ray Serve."""
+    """The latest samples of the load, the oldest first; not in Ray Serve."""
 
     @property
     def total_running_requests(self) -> float:
-        """Those that replicas work on."""
+        """Requests that replicas work on."""
         return self.total_num_requests - self.total_queued_requests

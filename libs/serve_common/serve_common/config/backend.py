@@ -1,4 +1,4 @@
-"""How many replicas of a backend run, how they are treated, and how routers spread requests over them."""
+"""Configuration of a backend: number of replicas, updates, health, and how routers balance requests."""
 
 from __future__ import annotations
 
@@ -18,114 +18,120 @@ NUM_REPLICAS_MAX = REPLICAS_MAX
 
 
 class Placement(Enum):
-    """Which host a replica is placed on, of those that have room."""
+    """How the host of a replica is chosen among those with enough capacity."""
 
     SPREAD = "spread"
-    """The one with the fewest replicas: the loss of a host costs little."""
+    """The host with the fewest replicas: the loss of a host costs little."""
     PACK = "pack"
-    """The one with the least room left: whole hosts stay free for what is large."""
+    """The host with the least capacity left: whole hosts stay free for large replicas."""
 
 
 class OnFailure(Enum):
-    """What becomes of an update whose new version does not come up as often as is allowed."""
+    """What happens to an update whose new version fails to start too often."""
 
     KEEP = "keep"
-    """It stops where it is: the old version stays what is wanted, and replicas of the new one that serve are kept."""
+    """The update stops: the old version stays the target, and replicas of the new one that serve are retained."""
     GO_BACK = "go_back"
-    """Replicas of the new version are replaced by the old one too."""
+    """The update stops, and replicas of the new version are replaced by the old one."""
 
 
 class ReplicaPolicyName(Enum):
-    """Which of the replicas that have a free slot takes a request."""
+    """How a router chooses among replicas with a free slot."""
 
     POWER_OF_TWO_CHOICES = "power_of_two_choices"
-    """Of two taken at random the one with less in flight."""
+    """The one with fewer requests in flight of two random replicas."""
     ROUND_ROBIN = "round_robin"
     RANDOM = "random"
     FIXED_PACKING = "fixed_packing"
-    """One replica gets `packing_num` requests in a row before the next: batches fill."""
+    """One replica gets `packing_num` consecutive requests before the next: batches fill."""
 
 
 class BackpressureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a request is refused when `max_queued_requests` wait already; names and defaults as in Ray Serve."""
+    """Response to a request when `max_queued_requests` already wait; names and defaults as in Ray Serve."""
 
     status_code: int = 503
-    """503 or 429."""
+    """HTTP status, 503 or 429."""
     retry_after_s: float | None = None
-    """Told in ``Retry-After``; None means a second."""
+    """Seconds in the header ``Retry-After``; None means 1."""
 
 
 class OutlierEjection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a router leaves out a replica that fails again and again."""
+    """When a router ejects a replica that keeps failing."""
 
     consecutive_failures: int = 5
-    """In a row: answers with status 500 and above, losses, and deadlines that passed without any sign of life; 0 ejects
-    nobody. A deadline that passes while the replica says that it works on the request is none."""
+    """Failures in a row that eject a replica: responses with status 500 and above, losses, and deadlines that passed
+    without any sign of life; 0 disables ejection. A deadline that passes while the replica confirms that it works on
+    the request is not a failure."""
     ejection_time_s: float = 10.0
-    """The first time; each further time in a row lasts that much longer, up to ten times."""
+    """Seconds of the first ejection; each consecutive one lasts that much longer, up to ten times as long."""
     max_ejected_percent: float = 50.0
-    """Of the backend's replicas; rounded down, so that of one replica none is ejected."""
+    """Largest share of the backend's replicas ejected at once; rounded down, so a single replica is never ejected."""
 
 
 class CircuitBreaker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a router stops sending to a backend for a while, and answers 503 at once.
+    """When a router stops sending to a backend for a while, and responds with 503 at once.
 
-    Failures are what says that nobody is well there: replicas that died, lost requests or gave no sign of life until a
-    deadline. What the user's code answers, whatever its status, is none, and neither is user code that takes too long.
+    Failures are signs of unhealthy replicas: ones that died, lost requests or gave no sign of life until a deadline.
+    Responses of the user's code, whatever their status, and user code that takes too long are not failures.
     """
 
     failure_percent: float = 50.0
-    """Of the requests that ended within `window_s`; 0 never opens the circuit."""
+    """Share of failures among requests that ended within `window_s` that opens the circuit; 0 disables it."""
     requests_min: int = 20
-    """How many must have ended within `window_s` before anything is concluded."""
+    """Requests that must have ended within `window_s` before the circuit can open."""
     window_s: float = 10.0
+    """Seconds over which requests are counted."""
     open_time_s: float = 5.0
-    """Then one request is let through; its success closes the circuit."""
+    """Seconds that the circuit stays open. Then one trial request is sent; its success closes the circuit."""
 
 
 class BackendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many replicas run and how they are treated. No change of it replaces a replica."""
+    """Number and treatment of replicas. Changing it never replaces a replica."""
 
     num_replicas: int = 1
-    """With an `autoscaling_config`, what it came to: it is set by the autoscaling from then on."""
+    """Number of replicas. With an `autoscaling_config`, the autoscaler sets it."""
     autoscaling_config: AutoscalingConfig | None = None
-    """None: `num_replicas` stays as it is given."""
+    """How `num_replicas` follows the load; None leaves it fixed."""
     max_concurrent_queries: int = 100
     """Requests that one replica works on at once; also the size of its thread pool for plain functions."""
     max_queued_requests: int = 1000
-    """Requests that one router keeps waiting for this backend; beyond it 503. -1 means no limit of its own."""
+    """Requests that may wait in one router for this backend; further ones are refused. -1 means no limit of its own."""
     user_config: Any = None
-    """Given to ``reconfigure`` of every replica at start and on change, without a restart."""
+    """Value passed to ``reconfigure`` of every replica at start and on change, without a restart."""
     may_call: tuple[str, ...] | None = None
-    """Whom handles in its replicas may call: applications, deployments as ``application/deployment``, or ``*`` for all.
-    None means its own application, and nothing means nobody; who lists others lists that one too where it is called."""
+    """What handles in its replicas may call: applications, deployments as ``application/deployment``, or ``*`` for all.
+    None means its own application, an empty tuple nothing. A list must include its own application if it is called."""
     graceful_shutdown_timeout_s: float = 20.0
-    """How long a replica that is stopped may finish what is in flight before it is killed."""
+    """Seconds for a stopped replica to finish requests in flight before it is killed."""
     health_check_period_s: float = 10.0
+    """Seconds between health checks."""
     health_check_timeout_s: float = 30.0
+    """Seconds before a check counts as failed."""
     health_check_failure_threshold: int = 3
-    """Checks in a row that must fail before the replica is replaced."""
+    """Consecutive failed checks before the replica is replaced."""
     start_timeout_s: float = 300.0
-    """How long import and constructor may take together before the replica counts as stuck."""
+    """Seconds for import and constructor together before the replica counts as stuck."""
     max_constructor_retry_count: int = 3
-    """Starts of one version that may fail before its goal fails."""
+    """Failed starts of one version before its goal fails."""
     on_failure: OnFailure = OnFailure.KEEP
-    """What a failed update leaves behind."""
+    """What happens to replicas of the new version when an update fails."""
     max_surge_percent: float = 25.0
-    """How many replicas more than `num_replicas` may run during an update; rounded up."""
+    """Extra replicas allowed during an update, in % of `num_replicas`; rounded up."""
     max_unavailable_percent: float = 25.0
-    """How many replicas fewer may serve during an update where there is no room for more; rounded up."""
+    """Replicas that may be missing during an update when capacity is short, in % of `num_replicas`; rounded up."""
     placement: Placement = Placement.SPREAD
+    """How hosts are chosen for replicas."""
     max_replicas_per_host: int | None = None
-    """Of this backend; None: as many as fit."""
+    """Most replicas of this backend on one host; None: as many as fit."""
     replica_policy: ReplicaPolicyName = ReplicaPolicyName.POWER_OF_TWO_CHOICES
+    """How a router chooses among replicas with a free slot."""
     packing_num: int = 3
-    """Of `ReplicaPolicyName.FIXED_PACKING`."""
+    """Consecutive requests to one replica, with `ReplicaPolicyName.FIXED_PACKING`."""
     backpressure_config: BackpressureConfig = BackpressureConfig()
     outlier_ejection: OutlierEjection = OutlierEjection()
     retry_budget_percent: float = 20.0
-    """How many of a router's requests to this backend may be second sendings after a loss, counted over ten seconds;
-    ten in that time are always allowed."""
+    """Share of a router's requests to this backend that may be retries after a loss, in % over ten seconds; ten
+    retries in that time are always allowed."""
     circuit_breaker: CircuitBreaker = CircuitBreaker()
 
 
@@ -179,11 +185,11 @@ Merged = TypeVar("Merged", BackendConfig, EndpointOptions, HttpOptions)
 
 
 def merged(config: Merged, partial: Mapping[str, Any], field: str) -> Merged:
-    """``config`` with the given fields changed, of the right types but not checked any further.
+    """Return ``config`` with the fields of ``partial`` replaced; types are checked, values are not.
 
-    Of a group of fields such as ``circuit_breaker`` those that are not given stay too.
+    Groups of fields such as ``circuit_breaker`` are merged too: their fields that are not given stay.
 
-    Raises `BadField` with the path of a field that is unknown or of another type.
+    Raises `BadField` with the path of a field that is unknown or of a wrong type.
     """
     known = type(config).__struct_fields__
     for name in partial:

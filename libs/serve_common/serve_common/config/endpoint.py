@@ -1,4 +1,4 @@
-"""How an endpoint is reached and how its requests are told apart; and what all proxies apply to every request."""
+"""Options of an endpoint, and HTTP options that all proxies apply to every request."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class EndpointOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an endpoint's requests are told apart."""
+    """How an endpoint routes its requests and sets their deadlines."""
 
     shard_key_header: str = "X-Serve-Shard-Key"
-    """Requests with the same value of this header go to the same backend and replica; empty pins none."""
+    """Request header whose value pins requests to one backend and replica; empty disables it."""
     backend_header: str = ""
     """Request header whose value selects one of the endpoint's backends, also one of weight 0; a value that names none
     is refused with 400. Empty disables it."""
     relative_slo_ms: float | None = None
-    """Deadline, from arrival, of requests that bear none of their own; None means the request timeout."""
+    """Milliseconds from arrival to the deadline of requests that set none; None means the request timeout."""
 
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
@@ -42,25 +42,27 @@ MIDDLEWARES_MAX = 32
 
 
 BODY_BYTES_MAX = 64 * 1024 * 1024 * 1024
-"""Highest `HttpOptions.body_bytes_max`."""
+"""Upper limit of `HttpOptions.body_bytes_max`."""
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What proxies apply to every request."""
+    """HTTP options that proxies apply to every request."""
 
     request_timeout_s: float = 60.0
-    """How long a request may take from its arrival to its answer."""
+    """Seconds from a request's arrival to the start of its response."""
     body_bytes_max: int = 10 * 1024 * 1024
+    """Largest accepted request body, in bytes."""
     header_timeout_s: float = 10.0
-    """How long a client may take to send the head of a request, from its first byte."""
+    """Seconds for a client to send the head of a request, from its first byte."""
     body_rate_min: int = 500
-    """Bytes a second, on average over ten seconds, that a client must send of a body or take of an answer; 0: any."""
+    """Bytes per second, averaged over ten seconds, that a client must send of a body or receive of a response; 0
+    disables it."""
     keep_alive_timeout_s: float = 90.0
-    """How long a connection may be idle between two requests."""
+    """Seconds that a connection may be idle between two requests."""
     middlewares: list[str] = []
-    """``module:attribute`` each, imported by the proxies; the first is the outermost."""
+    """Middlewares as ``module:attribute``, imported by the proxies; the first is the outermost."""
     access_log: bool = False
-    """A line of log for each HTTP request, when it has ended."""
+    """Whether each HTTP request is logged in one line when it has ended."""
 
 
 def check_http_options(options: HttpOptions, field: str = "options") -> HttpOptions:

@@ -1,4 +1,4 @@
-"""What code a replica runs, what it takes of its host, and whom it may call."""
+"""Code of a replica, the resources it reserves, and which deployments it may call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS_MAX: Final = 100
 
 
 def check_may_call(may_call: Sequence[str], field: str) -> None:
-    """Each is an application, ``application/deployment``, or `EVERYTHING`; raises `BadField`."""
+    """Raise `BadField` unless each entry is an application, ``application/deployment``, or `EVERYTHING`."""
     if len(may_call) > CALLS_MAX:
         raise BadField(field, f"has {len(may_call)} entries; at most {CALLS_MAX} are allowed")
     for called in may_call:
@@ -30,7 +30,7 @@ def check_may_call(may_call: Sequence[str], field: str) -> None:
 
 
 def allows(may_call: Sequence[str] | None, own_tag: str, called_tag: str) -> bool:
-    """Whether a replica of the deployment ``own_tag`` may call ``called_tag``; None is its own application."""
+    """Whether a replica of deployment ``own_tag`` may call ``called_tag``; None allows only its own application."""
     app = called_tag.partition("/")[0]
     if may_call is None:
         return app == own_tag.partition("/")[0]
@@ -40,25 +40,25 @@ def allows(may_call: Sequence[str] | None, own_tag: str, called_tag: str) -> boo
 class RayActorOptions(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """What Ray reserves and sets up for one replica; names and defaults as in Ray Serve."""
+    """Resources and environment of one replica's Ray actor; names and defaults as in Ray Serve."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
     memory: float = 0.0
-    """Bytes; 0 reserves none."""
+    """Bytes to reserve; 0 reserves none."""
     resources: dict[str, float] = {}
-    """Custom resources by name."""
+    """Amounts of custom resources by name."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment; ``env_vars`` is what is supported now."""
+    """Ray's runtime environment; only ``env_vars`` is supported."""
 
 
 class ReplicaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What code a replica runs. A change of it is a new code version: replicas are replaced."""
+    """Code of a replica. Changing it makes a new code version: replicas are replaced."""
 
     import_path: str
     """``module:attribute`` of a class or function, imported in the replica's process."""
     app_dir: str = ""
-    """Directory put first on ``sys.path``, as the replica hosts see it; empty for none."""
+    """Directory that comes first on ``sys.path``, as the replica hosts see it; empty for none."""
     init_args: list[Any] = []
     init_kwargs: dict[str, Any] = {}
     ray_actor_options: RayActorOptions = RayActorOptions()

@@ -1,7 +1,4 @@
-"""Checks that all configured values share.
-
-Why apart from the values: each group of values has a file of its own, and all of them say alike what is wrong.
-"""
+"""Checks shared by all configuration structs, so that their error messages agree."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ import msgspec
 from serve_common.errors import BadField
 
 USER_CONFIG_BYTES_MAX: Final = 64 * 1024
-"""Of each value that users give as JSON: a whole host goal must fit into one NATS message (1 MiB by default)."""
+"""Largest size of a user's JSON value: a whole host goal must fit into one NATS message (1 MiB by default)."""
 NESTING_MAX: Final = 64
-"""Of user values; deeper ones could pass here and then fail in another process' decoder."""
+"""Deepest nesting of a user's value; a deeper one could pass here and fail in another process' decoder."""
 
 
 def shown(value: float) -> str:
-    """A number for people; JSON's whole numbers may be larger than any float."""
+    """Format a number for people; JSON integers may be larger than any float."""
     try:
         return f"{value:g}"
     except OverflowError:
@@ -32,7 +29,7 @@ def check_between(value: float, low: float, high: float, field: str) -> None:
 
 
 def check_import_path(path: str, field: str) -> None:
-    """Raise `BadField` unless ``path`` reads ``module:attribute``."""
+    """Raise `BadField` unless ``path`` has the form ``module:attribute``."""
     module, colon, attribute = path.partition(":")
     named = [*module.split("."), *attribute.split(".")]
     if len(path) > 512 or not colon or not all(part.isidentifier() for part in named):
@@ -40,7 +37,7 @@ def check_import_path(path: str, field: str) -> None:
 
 
 def check_size(value: Any, field: str) -> None:
-    """Raise `BadField` for a user's value that is too large or nested too deep."""
+    """Raise `BadField` for a user's value that is too large or nested too deeply."""
     _check_nesting(value, field)
     size = len(msgspec.json.encode(value))
     if size > USER_CONFIG_BYTES_MAX:
