@@ -66,9 +66,9 @@ def bind_routes(app: Any, cls: type[Any]) -> None:
         bind = _with_dependency if hasattr(route, "dependant") else _with_instance
         endpoint = bind(route.endpoint)
         # Updated in place: other routers and the documentation of the API refer to this very object.
-        vars(route).update(vars(_made_anew(route, endpoint, router)))
+        vars(route).update(vars(_rebuild_route(route, endpoint, router)))
         setattr(route, _OWNER, owner)
-        _answer_only_for(route, owner)
+        _restrict_to(route, owner)
 
 
 def _walk(router: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
@@ -159,7 +159,7 @@ def _parameters(method: Endpoint, signature: inspect.Signature) -> list[inspect.
     return parameters
 
 
-def _made_anew(route: Any, endpoint: Endpoint, router: Any) -> Any:
+def _rebuild_route(route: Any, endpoint: Endpoint, router: Any) -> Any:
     """A route that differs from ``route`` only in its endpoint, built from the attributes of ``route``."""
     made: dict[str, Any] = {}
     for name in inspect.signature(type(route).__init__).parameters:
@@ -173,7 +173,7 @@ def _made_anew(route: Any, endpoint: Endpoint, router: Any) -> Any:
     return type(route)(**made)
 
 
-def _answer_only_for(route: BaseRoute, owner: type[Any]) -> None:
+def _restrict_to(route: BaseRoute, owner: type[Any]) -> None:
     """Restrict ``route`` to instances of ``owner``, for applications that several classes share."""
     matches = route.matches
 
@@ -239,7 +239,7 @@ def ingress(app: Any = None) -> IngressDecorator:
 
     def decorate(cls: type[Any] | None = None) -> type[Any]:
         if cls is None:
-            cls = type("Ingress", (), {"__doc__": "Answers by an application.", "__init__": _take_anything})
+            cls = type("Ingress", (), {"__doc__": "Answers by an application.", "__init__": _store_arguments})
         if not inspect.isclass(cls):
             raise TypeError(f"@ingress decorates a class, not {cls!r}")
         if app is None and _builder_method(cls) is None:
@@ -254,7 +254,7 @@ def ingress(app: Any = None) -> IngressDecorator:
     return decorate
 
 
-def _take_anything(self: Any, *args: Any, **kwargs: Any) -> None:
+def _store_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
     """Constructor of a created class: stores the arguments for the application's routes."""
     self.args = args
     self.kwargs = kwargs
@@ -285,9 +285,9 @@ class _Application:
     def __get__(self, instance: Any, owner: type[Any]) -> Any:
         if instance is None:
             return self
-        return BoundApplication(self._of(instance, owner), instance)
+        return BoundApplication(self._get_application(instance, owner), instance)
 
-    def _of(self, instance: Any, owner: type[Any]) -> Any:
+    def _get_application(self, instance: Any, owner: type[Any]) -> Any:
         if self._app is not None and not self._is_builder:
             return self._app
         with contextlib.suppress(AttributeError):

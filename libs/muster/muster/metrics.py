@@ -104,7 +104,7 @@ def _checked_bounds(name: str, boundaries: Iterable[float] | None) -> tuple[floa
 Tags = Mapping[str, str]
 
 _NO_TAGS: Final = ()
-_making: Final = threading.Lock()
+_lock: Final = threading.Lock()
 _made: Final[set[str]] = set()
 
 
@@ -137,20 +137,20 @@ class Metric:
         keys = self._keys
         if not keys and not tags:
             return _NO_TAGS
-        given: Tags = self._default_tags
+        merged: Tags = self._default_tags
         if tags:
-            given = {**given, **tags} if given else tags
+            merged = {**merged, **tags} if merged else tags
         try:
-            values = tuple([given[key] for key in keys])
+            values = tuple([merged[key] for key in keys])
         except KeyError as missing:
             raise ValueError(
                 f"metric {self._spec.name!r}: no value for the tag {missing.args[0]!r}"
             ) from None
-        if len(given) > len(keys):
-            self._check_tags(given)
+        if len(merged) > len(keys):
+            self._check_tags(merged)
         for value in values:
             if type(value) is not str:
-                self._check_tags(given)
+                self._check_tags(merged)
         return values
 
     def _check_tags(self, tags: Tags) -> None:
@@ -169,7 +169,7 @@ class Counter(Metric):
 
     def __init__(self, name: str, description: str = "", tag_keys: Iterable[str] | None = None) -> None:
         """Raises `MetricRefused` (a ValueError) for an invalid name or tags, or for too many metrics."""
-        super().__init__(_admitted(define(MetricKind.COUNTER, name, description, tag_keys)))
+        super().__init__(_register(define(MetricKind.COUNTER, name, description, tag_keys)))
         self._measure = measures.total(self._spec)
         if not self._keys:
             self._measure.add(0.0)
@@ -211,7 +211,7 @@ class Gauge(Metric):
             raise MetricRefused(
                 f"metric {name!r}: aggregate must be one of {known}, not {aggregate!r}"
             ) from None
-        super().__init__(_admitted(define(MetricKind.GAUGE, name, description, tag_keys)))
+        super().__init__(_register(define(MetricKind.GAUGE, name, description, tag_keys)))
         self._measure = measures.level(self._spec, aggregate=how)
 
     def set(self, value: float, tags: Tags | None = None) -> None:
@@ -242,7 +242,7 @@ class Histogram(Metric):
         tag_keys: Iterable[str] | None = None,
     ) -> None:
         """Raises `MetricRefused` as `Counter` does, and for invalid ``boundaries``."""
-        super().__init__(_admitted(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
+        super().__init__(_register(define(MetricKind.HISTOGRAM, name, description, tag_keys, boundaries)))
         self._measure = measures.distribution(self._spec)
 
     def observe(self, value: float, tags: Tags | None = None) -> None:
@@ -265,9 +265,9 @@ def _again(make: Callable[..., Metric], arguments: tuple[Any, ...], default_tags
     return make(*arguments).set_default_tags(default_tags)
 
 
-def _admitted(spec: MetricSpec) -> MetricSpec:
+def _register(spec: MetricSpec) -> MetricSpec:
     """Return ``spec`` and count it. Raises `MetricRefused` when the process has too many metrics."""
-    with _making:
+    with _lock:
         if spec.name not in _made and len(_made) >= METRICS_MAX:
             raise MetricRefused(f"metric {spec.name!r}: a process may define at most {METRICS_MAX} metrics")
         _made.add(spec.name)

@@ -35,11 +35,11 @@ class OnLoop(Protocol):
 V = TypeVar("V", bound=OnLoop)
 
 
-class _Nobody:
+class _NoInstance:
     """Stands for the instance of a plain function."""
 
 
-_NOBODY = _Nobody()
+_NO_INSTANCE = _NoInstance()
 
 
 @final
@@ -57,7 +57,7 @@ class PerInstance(Generic[V]):
         Raises TypeError for an instance that cannot be referenced weakly, and RuntimeError when it belongs to another
         event loop that still runs.
         """
-        holder = _NOBODY if instance is None else instance
+        holder = _NO_INSTANCE if instance is None else instance
         found = self._values.get(id(holder))
         if found is not None:
             value = found[1]
@@ -70,7 +70,7 @@ class PerInstance(Generic[V]):
                 )
         key = id(holder)
         try:
-            reference = weakref.ref(holder, lambda gone: self._forget(key, gone))
+            reference = weakref.ref(holder, lambda gone: self._drop(key, gone))
         except TypeError as error:
             raise TypeError(f"{type(holder).__name__} needs __weakref__ among its __slots__") from error
         value = self._make()
@@ -81,7 +81,7 @@ class PerInstance(Generic[V]):
         """The values of all live instances."""
         return [value for _, value in list(self._values.values()) if not value.loop.is_closed()]
 
-    def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
+    def _drop(self, key: int, gone: weakref.ref[Any]) -> None:
         found = self._values.get(key)
         if found is not None and found[0] is gone:  # the same id may belong to a new instance by now
             del self._values[key]

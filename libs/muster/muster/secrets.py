@@ -104,10 +104,10 @@ def generate(
                 _write(path, f"{secrets.token_hex(_ENTROPY_BYTES)}\n")
             path.chmod(0o600 if name in READ_AS_ROOT else mode)
         if plain:
-            _keep(made.path(NATS_INCLUDE), _nats_include(made), mode)
+            _write_if_changed(made.path(NATS_INCLUDE), _nats_include(made), mode)
         else:
             for name, text in identities.derive_files(_operator(made, subject_prefix, rotate)).items():
-                _keep(made.path(name), text, 0o600 if name in READ_AS_ROOT else mode)
+                _write_if_changed(made.path(name), text, 0o600 if name in READ_AS_ROOT else mode)
     except OSError as error:
         where = error.filename or directory
         raise SecretUnusable(f"{where} cannot be used for secrets: {error.strerror}") from error
@@ -128,7 +128,7 @@ def _operator(made: Secrets, subject_prefix: str, rotate: Role | None) -> identi
     keys = msgspec.structs.replace(keys, subject_prefix=subject_prefix)
     if rotate is not None:
         keys = identities.rotate_role(keys, rotate, random_bytes=secrets.token_bytes)
-    _keep(path, identities.encode_operator_keys(keys), 0o600)
+    _write_if_changed(path, identities.encode_operator_keys(keys), 0o600)
     return keys
 
 
@@ -137,7 +137,7 @@ def _nats_include(made: Secrets) -> str:
     return "\n".join(("# Made of the files beside it; change those and generate again.", *lines, ""))
 
 
-def _keep(path: Path, text: str, mode: int) -> None:
+def _write_if_changed(path: Path, text: str, mode: int) -> None:
     """Write the file unless it is unchanged: a container mounts the inode, not the name."""
     if not path.exists() or path.read_bytes() != text.encode():
         _write(path, text)

@@ -82,13 +82,13 @@ class RunningBatch:
         "_arguments",
         "_calls",
         "_function",
-        "_has_begun",
-        "_is_unwanted",
+        "_has_started",
+        "_is_abandoned",
+        "_live_calls",
         "_on_end",
-        "_room",
+        "_progress",
         "_task",
-        "_wanted",
-        "began_at",
+        "started_at",
     )
 
     def __init__(
@@ -102,12 +102,12 @@ class RunningBatch:
         self._function = function
         self._arguments = arguments
         self._calls = calls
-        self._wanted = set(calls)
+        self._live_calls = set(calls)
         self._on_end = on_end
-        self._room: asyncio.Event | None = None
+        self._progress: asyncio.Event | None = None
         self._task: OwnedTask | None = None
-        self._has_begun = self._is_unwanted = False
-        self.began_at: float | None = None
+        self._has_started = self._is_abandoned = False
+        self.started_at: float | None = None
         """When the function was called, by `time.monotonic`; None before, and when all callers left first."""
 
     def start(self, tasks: TaskOwner) -> None:
@@ -118,31 +118,31 @@ class RunningBatch:
 
     def left_by(self, call: BatchedCall) -> None:
         """Remove ``call``, whose caller left; the function is cancelled once all callers have left."""
-        self._wanted.discard(call)
+        self._live_calls.discard(call)
         self.has_room()
-        if self._wanted or self._is_unwanted or self._task is None:
+        if self._live_calls or self._is_abandoned or self._task is None:
             return
-        self._is_unwanted = True
-        if self._has_begun:
+        self._is_abandoned = True
+        if self._has_started:
             self._task.cancel()
 
     def has_room(self) -> None:
         """Wake the batch: a slow caller has taken a step, or left."""
-        if self._room is not None:
-            self._room.set()
+        if self._progress is not None:
+            self._progress.set()
 
     async def _run(self) -> None:
-        self._has_begun = True
+        self._has_started = True
         failure: BaseException | None = None
         span: Span | None = None
         try:
-            if not self._is_unwanted:  # all callers may have left since the decision
-                self.began_at = time.monotonic()
-                wanted = [call for call in self._calls if call in self._wanted]
+            if not self._is_abandoned:  # all callers may have left since the decision
+                self.started_at = time.monotonic()
+                wanted = [call for call in self._calls if call in self._live_calls]
                 span = begin_batch(self._function.__qualname__, [call.context for call in wanted])
                 await self._work(wanted, span)
         except asyncio.CancelledError as error:
-            if self._is_unwanted:
+            if self._is_abandoned:
                 return  # cancelled because no caller is left
             if not cancellations():
                 failure = error  # the function's own
@@ -151,7 +151,7 @@ class RunningBatch:
             failure.__cause__ = error
             raise  # cancelled by the closing of the event loop
         except BaseException as error:  # noqa: BLE001 - even SystemExit is for the callers, not for the event loop
-            if not self._wanted:
+            if not self._live_calls:
                 _log.warning("unwanted_batch_failed", function=self._function.__qualname__, error=repr(error))
             failure = error
         finally:
@@ -164,7 +164,7 @@ class RunningBatch:
                     )
             failure = None  # its traceback holds this frame
             self._calls = []
-            self._wanted.clear()
+            self._live_calls.clear()
             self._on_end(self)
 
     async def _work(self, calls: list[BatchedCall], span: Span | None) -> None:
@@ -177,14 +177,14 @@ class RunningBatch:
             args.insert(0, calls[0].instance)
         outcome = self._function(*args, **kwargs)
         if inspect.isasyncgen(outcome):
-            await self._deal_steps(outcome, calls)
+            await self._distribute_steps(outcome, calls)
             return
         results = self._checked(await outcome, len(calls), "returned")
         for call, result in zip(calls, results, strict=True):
             assert isinstance(call, SingleCall)
             call.succeed(result)
 
-    async def _deal_steps(self, steps: AsyncGenerator[Any, Any], calls: list[BatchedCall]) -> None:
+    async def _distribute_steps(self, steps: AsyncGenerator[Any, Any], calls: list[BatchedCall]) -> None:
         streams = [call for call in calls if isinstance(call, StreamedCall)]
         try:
             async for step in steps:
@@ -194,8 +194,8 @@ class RunningBatch:
                 if all(stream.is_settled for stream in streams):
                     return
                 while any(stream.is_behind for stream in streams):
-                    self._room = asyncio.Event()
-                    await self._room.wait()
+                    self._progress = asyncio.Event()
+                    await self._progress.wait()
         finally:
             await steps.aclose()
         for stream in streams:
@@ -272,8 +272,8 @@ class Batcher:
         self._queue: BatchQueue[BatchedCall] = BatchQueue(rules)
         self._running: set[RunningBatch] = set()
         self._tasks = TaskOwner(f"batch.{function.__name__}")
-        self._nobodys_context = before_requests.copy()
-        self._will_look = False
+        self._base_context = before_requests.copy()
+        self._is_check_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
         self._misfits = RateLimitedLogger(_log.warning, MISFIT_INTERVAL_S)
@@ -296,7 +296,7 @@ class Batcher:
             context=request_context.get(),
         )
         if self._queue.add(call):
-            self._look_later()
+            self._schedule_check()
         return call
 
     def leave(self, call: BatchedCall) -> None:
@@ -306,24 +306,24 @@ class Batcher:
             call.running.left_by(call)
         else:
             self._queue.withdraw(call)
-            self._look_later()  # another call may be first now, or a timer may be obsolete
+            self._schedule_check()  # another call may be first now, or a timer may be obsolete
 
     def rules_changed(self) -> None:
         """Apply changed rules; may be called from any thread."""
-        self.loop.call_soon_threadsafe(self._apply_rules, context=self._nobodys_context)
+        self.loop.call_soon_threadsafe(self._apply_rules, context=self._base_context)
 
     def _apply_rules(self) -> None:
         self._queue.rules_changed()
-        self._look_later()
+        self._schedule_check()
 
-    def _look_later(self) -> None:
+    def _schedule_check(self) -> None:
         """Evaluate the queue in the next loop iteration, so that calls of the same iteration are batched together."""
-        if not self._will_look:
-            self._will_look = True
-            self.loop.call_soon(self._look, context=self._nobodys_context)
+        if not self._is_check_scheduled:
+            self._is_check_scheduled = True
+            self.loop.call_soon(self._check, context=self._base_context)
 
-    def _look(self) -> None:
-        self._will_look = False
+    def _check(self) -> None:
+        self._is_check_scheduled = False
         while True:
             decision = self._queue.decide(time.monotonic(), running=len(self._running))
             for call in decision.unsized:
@@ -354,10 +354,10 @@ class Batcher:
 
     def _ended(self, batch: RunningBatch) -> None:
         self._running.discard(batch)
-        if batch.began_at is not None:
-            _SECONDS.observe(time.monotonic() - batch.began_at, self._labels)
+        if batch.started_at is not None:
+            _SECONDS.observe(time.monotonic() - batch.started_at, self._labels)
         if len(self._queue):
-            self._look_later()
+            self._schedule_check()
 
     def _set_timer(self, look_again_at: float | None) -> None:
         if self._timer is not None:
@@ -369,9 +369,9 @@ class Batcher:
         if look_again_at is not None:
             delay_s = look_again_at - time.monotonic()
             self._timer = self.loop.call_later(
-                max(delay_s, 0.0), self._look_by_timer, context=self._nobodys_context
+                max(delay_s, 0.0), self._check_by_timer, context=self._base_context
             )
 
-    def _look_by_timer(self) -> None:
+    def _check_by_timer(self) -> None:
         self._timer = self._timer_at = None
-        self._look()
+        self._check()

@@ -177,7 +177,7 @@ class SingleCall(BatchedCall):
 class StreamedCall(BatchedCall):
     """A call with a streamed result."""
 
-    __slots__ = ("_error", "_is_ended", "_is_left", "_loop", "_steps", "_waiter")
+    __slots__ = ("_error", "_has_caller_left", "_is_ended", "_loop", "_steps", "_waiter")
 
     def __init__(self, *, loop: asyncio.AbstractEventLoop, **fields: Any) -> None:
         super().__init__(**fields)
@@ -185,12 +185,12 @@ class StreamedCall(BatchedCall):
         self._steps: deque[Any] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
-        self._is_ended = self._is_left = False
+        self._is_ended = self._has_caller_left = False
 
     @property
     def is_settled(self) -> bool:
         """True when the stream has ended, or its caller left."""
-        return self._is_ended or self._is_left
+        return self._is_ended or self._has_caller_left
 
     @property
     def is_behind(self) -> bool:
@@ -222,7 +222,7 @@ class StreamedCall(BatchedCall):
 
     def leave(self) -> None:
         """The caller wants no more steps."""
-        self._is_left = True
+        self._has_caller_left = True
         self._steps.clear()
 
     async def next_step(self) -> Any:

@@ -72,7 +72,7 @@ class Decision(NamedTuple, Generic[C]):
 
 
 @final
-class _Line(Generic[C]):
+class _GroupQueue(Generic[C]):
     """The calls of one group: those of the next batch, and those behind them."""
 
     __slots__ = ("behind", "is_closed", "next_batch")
@@ -99,7 +99,7 @@ class BatchQueue(Generic[C]):
         self.last_misfit_error: BaseException | None = None
         """What ``batch_size_fn`` raised for items that it could size one by one; they are then batched apart."""
         self._rules = rules
-        self._lines: dict[str, _Line[C]] = {}
+        self._lines: dict[str, _GroupQueue[C]] = {}
         self._unsized: list[C] = []
         self._length = 0
 
@@ -111,7 +111,7 @@ class BatchQueue(Generic[C]):
         """Add ``call`` to the queue; True when `decide` should run, as a batch or its due time may have changed."""
         line = self._lines.get(call.group)
         if line is None:
-            line = self._lines[call.group] = _Line()
+            line = self._lines[call.group] = _GroupQueue()
         line.behind[call] = None
         self._length += 1
         was_empty = not line.next_batch
@@ -168,12 +168,12 @@ class BatchQueue(Generic[C]):
         found_arrived = look_again_at = math.inf
         for group, line in self._lines.items():
             arrived = line.next_batch[0].arrived_at
-            goes_at = arrived + self._rules.batch_wait_timeout_s
-            if line.is_closed or goes_at <= now:
+            due_at = arrived + self._rules.batch_wait_timeout_s
+            if line.is_closed or due_at <= now:
                 if arrived < found_arrived:
                     found, found_arrived = group, arrived
-            elif goes_at < look_again_at:
-                look_again_at = goes_at
+            elif due_at < look_again_at:
+                look_again_at = due_at
         return found, None if look_again_at == math.inf else look_again_at
 
     def _take(self, group: str, now: float, expired: list[C]) -> list[C] | None:
@@ -194,7 +194,7 @@ class BatchQueue(Generic[C]):
         self._drop_if_empty(group, line)
         return batch
 
-    def _fill(self, line: _Line[C]) -> None:
+    def _fill(self, line: _GroupQueue[C]) -> None:
         """Move calls into the next batch until it is closed or no call is left."""
         rules = self._rules
         while line.behind and not line.is_closed:
@@ -219,7 +219,7 @@ class BatchQueue(Generic[C]):
                 del line.behind[call]
                 line.next_batch.append(call)
 
-    def _drop_if_empty(self, group: str, line: _Line[C]) -> None:
+    def _drop_if_empty(self, group: str, line: _GroupQueue[C]) -> None:
         if not line.next_batch:
             del self._lines[group]
 

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from muster.cli import parsing as values_given
+from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, changing
 from muster.cli.output import brief, complain, print_table, styled, table
 from muster.cli.queries import Question, asking, group
@@ -47,8 +47,8 @@ def read_application(file: str, directory: Path) -> tuple[DeployApplication, lis
         named, base, text = "standard input", directory, sys.stdin.read()
     else:
         path = directory / file
-        named, base, text = file, path.parent, values_given.read_text(path, "--file")
-    value = values_given.yaml_value(text, named)
+        named, base, text = file, path.parent, parsing.read_text(path, "--file")
+    value = parsing.yaml_value(text, named)
     try:
         return _application(value, base)
     except BadField as error:
@@ -84,7 +84,7 @@ def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> Deploy
     check_backend_config(spec.backend_config, f"{at}.backend_config")
     check_endpoint_options(spec.endpoint_options, f"{at}.endpoint_options")
     code = check_replica_config(spec.replica_config, f"{at}.replica_config")
-    place, note = values_given.place_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
+    place, note = parsing.place_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
     if note and note not in notes:
         notes.append(note)
     return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))

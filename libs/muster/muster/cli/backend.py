@@ -36,7 +36,7 @@ def create(
     *,
     tag: Tag,
     import_path: Annotated[str, typer.Argument(help="Class or function to serve, as module:attribute.")],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Create or update a backend, and wait until its replicas run.
 
@@ -47,11 +47,11 @@ def create(
     backend until an endpoint sends to it: 'muster endpoint create',
     'muster traffic set'.
     """
-    return _intent(
+    return _change_request(
         CreateBackend(
             backend_tag=deployment_tag(tag, "BACKEND"),
-            replica_config=replica_config_of(import_path, given, session.directory),
-            backend_config=backend_config_of(given, session.directory),
+            replica_config=replica_config_of(import_path, overrides, session.directory),
+            backend_config=backend_config_of(overrides, session.directory),
         ),
         tag,
         "is created",
@@ -69,7 +69,7 @@ def update(
             "--config", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
         ),
     ] = None,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Change fields of the configuration of a backend or deployment.
 
@@ -79,10 +79,10 @@ def update(
 
     Fields that are not given stay as they are. No replica is replaced.
     """
-    return _intent(
+    return _change_request(
         UpdateBackendConfig(
             backend_tag=deployment_tag(tag, "BACKEND"),
-            config=partial_backend_config(given, config, session.directory),
+            config=partial_backend_config(overrides, config, session.directory),
         ),
         tag,
         "is updated",
@@ -106,7 +106,7 @@ def delete(
     The command is refused while an endpoint sends or copies traffic to it.
     """
     request = DeleteBackend(backend_tag=deployment_tag(tag, "BACKEND"), force_kill=force_kill)
-    return _intent(request, tag, "is deleted", "does not exist")
+    return _change_request(request, tag, "is deleted", "does not exist")
 
 
 @asking
@@ -126,7 +126,9 @@ def list_(session: Session) -> Question[list[BackendView]]:  # noqa: ARG001 - ev
     return Question(lambda admin: admin.get_all_backends(), _show_backends)
 
 
-def _intent(command: Change, tag: str, done: str, already: str = "is already as given") -> ChangeRequest:
+def _change_request(
+    command: Change, tag: str, done: str, already: str = "is already as given"
+) -> ChangeRequest:
     what = f"backend {short_name(tag)}"
     return ChangeRequest(command=command, what=what, done=done, already=already, look="muster backend list")
 

@@ -37,7 +37,7 @@ from serve_common.names import GoalId
 
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 _TIMEOUT_S: Final = 600.0
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,16 +130,16 @@ def _run(context: typer.Context, values: dict[str, Any]) -> None:
     with session.reporting(as_json=as_json):
         data = _read(session.directory / file)
         address = session.find_stack(choice)
-        checked = _asked(session, address, lambda admin: admin.send_backup(data, confirm=False))
+        checked = _query(session, address, lambda admin: admin.send_backup(data, confirm=False))
         if not yes:
             complain(f"{file}: {checked.summary}")
             confirm("Make this, and nothing else, be deployed?")
     with session.reporting(
         as_json=as_json, interrupted="stopped waiting; the restore goes on: 'muster status'"
     ):
-        reply = _asked(session, address, lambda admin: admin.send_backup(data, confirm=True))
-        waits_s = 0.0 if no_wait else timeout_s
-        restored = asyncio.run(_wait(session, address, reply, waits_s))
+        reply = _query(session, address, lambda admin: admin.send_backup(data, confirm=True))
+        wait_s = 0.0 if no_wait else timeout_s
+        restored = asyncio.run(_wait(session, address, reply, wait_s))
         _show(restored, file, as_json=as_json, is_waiting=not no_wait)
 
 
@@ -154,8 +154,8 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _asked(session: Session, address: StackAddress, ask: Callable[[AdminPort], Awaitable[Answer]]) -> Answer:
-    async def run() -> Answer:
+def _query(session: Session, address: StackAddress, ask: Callable[[AdminPort], Awaitable[Reply]]) -> Reply:
+    async def run() -> Reply:
         with Progress("restore") as progress:
             async with session.connect(address, progress) as stack:
                 return await ask(stack.admin)
@@ -163,17 +163,17 @@ def _asked(session: Session, address: StackAddress, ask: Callable[[AdminPort], A
     return asyncio.run(run())
 
 
-async def _wait(session: Session, address: StackAddress, reply: RestoreReply, waits_s: float) -> Restored:
+async def _wait(session: Session, address: StackAddress, reply: RestoreReply, wait_s: float) -> Restored:
     failed: dict[GoalId, str] = {}
     pending: list[GoalId] = []
     loop = asyncio.get_running_loop()
-    give_up_at = loop.time() + waits_s
+    deadline = loop.time() + wait_s
     with Progress("restore") as progress:
         async with session.connect(address, progress) as stack:
-            for goal_id in reply.goal_ids if waits_s else ():
+            for goal_id in reply.goal_ids if wait_s else ():
                 view = await stack.admin.wait_for_goal(
                     goal_id,
-                    deadline_s=max(0.0, give_up_at - loop.time()),
+                    deadline_s=max(0.0, deadline - loop.time()),
                     on_progress=lambda goal: show_progress(goal, progress),
                 )
                 if view.status is GoalStatus.PENDING:
@@ -257,17 +257,17 @@ def secrets(
         after = _files(place)
         made = sorted(after.keys() - before.keys())
         changed = sorted(name for name in after.keys() & before.keys() if after[name] != before[name])
-        kept = sorted(name for name in after.keys() & before.keys() if after[name] == before[name])
+        retained = sorted(name for name in after.keys() & before.keys() if after[name] == before[name])
         if as_json:
-            print_json({"directory": str(place), "made": made, "changed": changed, "kept": kept})
+            print_json({"directory": str(place), "made": made, "changed": changed, "kept": retained})
             return
         for word, names in (("made", made), ("changed", changed)):
             for name in names:
                 say(f"{word} {directory / name}")
         if not made and not changed:
-            say(f"nothing to do: {directory} has all {len(kept)} files")
-        elif kept:
-            say(f"kept {len(kept)} others")
+            say(f"nothing to do: {directory} has all {len(retained)} files")
+        elif retained:
+            say(f"kept {len(retained)} others")
 
 
 def _files(place: Path) -> dict[str, tuple[int, int]]:

@@ -140,7 +140,7 @@ _WILDCARDS = frozenset({"0.0.0.0", "::", ""})  # noqa: S104 - compared with, not
 
 async def perform(
     admin: AdminPort,
-    intent: ChangeRequest,
+    change: ChangeRequest,
     *,
     timeout_s: float,
     is_waiting: bool,
@@ -149,35 +149,35 @@ async def perform(
 ) -> ChangeOutcome:
     """Send the change and wait. ``host`` replaces wildcard addresses of proxies. Raises what the controller raises."""
     loop = asyncio.get_running_loop()
-    begun = loop.time()
-    goal_ids, updating = await _send(admin, intent)
+    started_at = loop.time()
+    goal_ids, updating = await _send(admin, change)
     goal_id = goal_ids[-1] if goal_ids else None
 
-    def passed_s() -> float:
-        return loop.time() - begun
+    def elapsed_s() -> float:
+        return loop.time() - started_at
 
     if not is_waiting:
         result = ChangeResult.ACCEPTED if updating else ChangeResult.UNCHANGED
-        return ChangeOutcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=passed_s())
+        return ChangeOutcome(result=result, goal_id=goal_id, goal_ids=goal_ids, took_s=elapsed_s())
     if not updating:
         # The goal belongs to an earlier change: it matters here only while it is still pending.
         older = await _ended(admin, goal_ids)
         if older is None or older.status is not GoalStatus.PENDING:
-            deployment = await _deployment(admin, intent)
+            deployment = await _deployment(admin, change)
             return ChangeOutcome(
                 result=ChangeResult.UNCHANGED,
                 goal_id=goal_id,
                 goal_ids=goal_ids,
                 error="" if older is None else older.error,
-                took_s=passed_s(),
+                took_s=elapsed_s(),
                 deployment=deployment,
-                urls=await _urls(admin, intent, host),
+                urls=await _urls(admin, change, host),
             )
     view: GoalView | None = None
     for each in goal_ids:
-        left_s = max(0.0, timeout_s - passed_s())
+        remaining_s = max(0.0, timeout_s - elapsed_s())
         view = await admin.wait_for_goal(
-            each, deadline_s=left_s, on_progress=lambda goal: show_progress(goal, progress)
+            each, deadline_s=remaining_s, on_progress=lambda goal: show_progress(goal, progress)
         )
         if view.status is not GoalStatus.SUCCEEDED:
             break
@@ -188,9 +188,9 @@ async def perform(
         goal_ids=goal_ids,
         error="" if view is None else view.error,
         message="" if view is None else view.message,
-        took_s=passed_s(),
-        deployment=await _deployment(admin, intent),
-        urls=await _urls(admin, intent, host) if result is ChangeResult.SUCCEEDED else [],
+        took_s=elapsed_s(),
+        deployment=await _deployment(admin, change),
+        urls=await _urls(admin, change, host) if result is ChangeResult.SUCCEEDED else [],
     )
 
 
@@ -200,8 +200,8 @@ def show_progress(goal: GoalView, progress: Progress) -> None:
         progress.say(goal.message)
 
 
-async def _send(admin: AdminPort, intent: ChangeRequest) -> tuple[list[GoalId], bool]:
-    command = intent.command
+async def _send(admin: AdminPort, change: ChangeRequest) -> tuple[list[GoalId], bool]:
+    command = change.command
     if isinstance(command, Shutdown):
         goal_ids = (await admin.shutdown(command)).goal_ids
         return goal_ids, bool(goal_ids)
@@ -218,23 +218,23 @@ async def _ended(admin: AdminPort, goal_ids: Sequence[GoalId]) -> GoalView | Non
     return None
 
 
-async def _deployment(admin: AdminPort, intent: ChangeRequest) -> DeploymentView | None:
-    if intent.deployment is None:
+async def _deployment(admin: AdminPort, change: ChangeRequest) -> DeploymentView | None:
+    if change.deployment is None:
         return None
     try:
-        return await admin.get_deployment_info(GetDeploymentInfo(name=intent.deployment))
+        return await admin.get_deployment_info(GetDeploymentInfo(name=change.deployment))
     except NotFound:
         return None
 
 
-async def _urls(admin: AdminPort, intent: ChangeRequest, host: str) -> list[str]:
-    if intent.route is None:
+async def _urls(admin: AdminPort, change: ChangeRequest, host: str) -> list[str]:
+    if change.route is None:
         return []
     try:
         proxies = await admin.get_http_proxies()
     except ServeError:
         return []  # only a convenience: the change itself is done
-    return [f"{base}{intent.route}" for base in proxy_urls(proxies, host)]
+    return [f"{base}{change.route}" for base in proxy_urls(proxies, host)]
 
 
 def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
@@ -250,10 +250,10 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
     return sorted(set(urls))
 
 
-def show_plan(view: PlanView, intent: ChangeRequest) -> None:
+def show_plan(view: PlanView, change: ChangeRequest) -> None:
     """Print which replicas would start, stop or be reconfigured, and why."""
     if not view.updating:
-        say(f"nothing to do: {intent.what} {intent.already}")
+        say(f"nothing to do: {change.what} {change.already}")
     elif view.replicas:
         counts = Counter(each.action.value for each in view.replicas)
         would = ", ".join(f"{count} to {action}" for action, count in counts.items())
@@ -266,9 +266,9 @@ def show_plan(view: PlanView, intent: ChangeRequest) -> None:
                 Text(replica),
                 Text(each.why),
             )
-        print_table(f"{intent.what}: {would}", rows)
+        print_table(f"{change.what}: {would}", rows)
     else:
-        say(f"{intent.what}: would change; no replica is touched")
+        say(f"{change.what}: would change; no replica is touched")
     for note in view.notes:
         say(f"note: {note}")
     say("this was a dry run; nothing was changed")
@@ -277,50 +277,50 @@ def show_plan(view: PlanView, intent: ChangeRequest) -> None:
 _SERVING = frozenset({"running", "updating"})
 
 
-def describe(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
+def describe(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
     """Lines that report the outcome and, where known, what to do next."""
-    what, deployment = intent.what, outcome.deployment
+    what, deployment = change.what, outcome.deployment
     match outcome.result:
         case ChangeResult.UNCHANGED:
             state = "" if deployment is None else f"; it is {deployment.status.value}"
-            lines = [f"nothing to do: {what} {intent.already}{state}"]
+            lines = [f"nothing to do: {what} {change.already}{state}"]
             if deployment is not None and deployment.message:
                 lines.append(deployment.message)
             elif deployment is None and outcome.error:
                 lines.append(f"note: its last change, {outcome.goal_id}, failed: {brief(outcome.error)}")
         case ChangeResult.ACCEPTED:
-            lines = [f"accepted as {', '.join(outcome.goal_ids) or 'done'}; {_how_it_goes(intent)}"]
+            lines = [f"accepted as {', '.join(outcome.goal_ids) or 'done'}; {_progress_hint(change)}"]
         case ChangeResult.SUCCEEDED:
             serving = "" if deployment is None else f": {_serving(deployment)}"
-            lines = [f"{what} {intent.done}{serving} ({outcome.took_s:.1f} s)"]
+            lines = [f"{what} {change.done}{serving} ({outcome.took_s:.1f} s)"]
         case ChangeResult.FAILED:
             lines = [f"error: {what}: the change failed:", outcome.error.rstrip()]
-            lines += _after_failure(outcome, intent)
+            lines += _after_failure(outcome, change)
         case ChangeResult.SUPERSEDED:
             lines = [f"error: another change of {what} came after this one: {outcome.error}"]
         case ChangeResult.PENDING:
-            waits = f": {outcome.message}" if outcome.message else ""
+            reason = f": {outcome.message}" if outcome.message else ""
             lines = [
-                f"error: {what}: not done after {outcome.took_s:.0f} s{waits}",
-                f"It goes on; {_how_it_goes(intent)}, 'muster goal wait {outcome.goal_id}' waits for it.",
+                f"error: {what}: not done after {outcome.took_s:.0f} s{reason}",
+                f"It goes on; {_progress_hint(change)}, 'muster goal wait {outcome.goal_id}' waits for it.",
             ]
-    return [*lines, *(_curl(url, intent) for url in outcome.urls)]
+    return [*lines, *(_curl(url, change) for url in outcome.urls)]
 
 
-def _how_it_goes(intent: ChangeRequest) -> str:
-    return f"'{intent.look}' shows how it goes"
+def _progress_hint(change: ChangeRequest) -> str:
+    return f"'{change.look}' shows how it goes"
 
 
-def _after_failure(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
+def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
     lines = []
-    command = intent.command
+    command = change.command
     if (
         isinstance(command, Deploy)
         and "ModuleNotFoundError" in outcome.error
         and not command.replica_config.app_dir
     ):
         lines.append("hint: --app-dir tells in which directory the replicas find the module")
-    if intent.deployment is None:
+    if change.deployment is None:
         return lines
     deployment = outcome.deployment
     serving = [] if deployment is None else [r for r in deployment.replicas if r.state in _SERVING]
@@ -330,7 +330,7 @@ def _after_failure(outcome: ChangeOutcome, intent: ChangeRequest) -> list[str]:
     elif deployment is not None and _is_at_zero(deployment):
         lines.append("What was there before is back, scaled to zero as it was.")
     else:
-        lines.append(f"Nothing serves {intent.what}.")
+        lines.append(f"Nothing serves {change.what}.")
     return lines
 
 
@@ -349,8 +349,8 @@ def _replicas(count: int) -> str:
     return f"{count} replica" if count == 1 else f"{count} replicas"
 
 
-def _curl(url: str, intent: ChangeRequest) -> str:
-    flag = "" if not intent.methods or "GET" in intent.methods else f"-X {intent.methods[0]} "
+def _curl(url: str, change: ChangeRequest) -> str:
+    flag = "" if not change.methods or "GET" in change.methods else f"-X {change.methods[0]} "
     return f"  curl {flag}{url}"
 
 
@@ -364,7 +364,7 @@ def changing(
     """Turn a function from ``(session, *, arguments)`` to `ChangeRequest` into a command.
 
     ``options`` are added to its own parameters; those set on the command line are passed as the keyword argument
-    ``given``, by name.
+    ``overrides``, by name.
     """
     names = [each.name for each in options]
     shared = (
@@ -378,26 +378,26 @@ def changing(
     def make(build: Callable[..., ChangeRequest]) -> Callable[..., None]:
         def run(context: typer.Context, values: dict[str, Any]) -> None:
             session = session_of(context)
-            as_json, waits = values.pop("as_json"), values.pop("timeout_s")
+            as_json, wait_s = values.pop("as_json"), values.pop("timeout_s")
             no_wait, dry_run = values.pop("no_wait"), values.pop(DRY_RUN)
             choice = stack_choice(values)
             if options:
-                taken = {name: values.pop(name) for name in names}
-                values["given"] = {name: value for name, value in taken.items() if value is not None}
+                parsed = {name: values.pop(name) for name in names}
+                values["overrides"] = {name: value for name, value in parsed.items() if value is not None}
             with session.reporting(as_json=as_json):
-                intent = build(session, **values)
+                change = build(session, **values)
                 address = session.find_stack(choice)
                 if dry_run:
-                    _show_plan(asyncio.run(_plan(session, address, intent)), intent, as_json=as_json)
+                    _show_plan(asyncio.run(_plan(session, address, change)), change, as_json=as_json)
                     return
-                if intent.question:
-                    confirm(intent.question)
-            goes_on = f"stopped waiting; the change goes on: '{intent.look}'"
+                if change.question:
+                    confirm(change.question)
+            goes_on = f"stopped waiting; the change goes on: '{change.look}'"
             with session.reporting(as_json=as_json, interrupted=goes_on):
                 outcome = asyncio.run(
-                    _perform(session, address, intent, timeout_s=waits, is_waiting=not no_wait)
+                    _perform(session, address, change, timeout_s=wait_s, is_waiting=not no_wait)
                 )
-                _show(outcome, intent, as_json=as_json)
+                _show(outcome, change, as_json=as_json)
                 if outcome.exit_code is not ExitCode.OK:
                     raise typer.Exit(outcome.exit_code)
 
@@ -406,20 +406,20 @@ def changing(
     return make
 
 
-async def _plan(session: Session, address: StackAddress, intent: ChangeRequest) -> PlanView:
-    with Progress(intent.what) as progress:
+async def _plan(session: Session, address: StackAddress, change: ChangeRequest) -> PlanView:
+    with Progress(change.what) as progress:
         async with session.connect(address, progress) as stack:
-            return await stack.admin.plan(intent.command)
+            return await stack.admin.plan(change.command)
 
 
 async def _perform(
-    session: Session, address: StackAddress, intent: ChangeRequest, *, timeout_s: float, is_waiting: bool
+    session: Session, address: StackAddress, change: ChangeRequest, *, timeout_s: float, is_waiting: bool
 ) -> ChangeOutcome:
-    with Progress(intent.what) as progress:
+    with Progress(change.what) as progress:
         async with session.connect(address, progress) as stack:
             return await perform(
                 stack.admin,
-                intent,
+                change,
                 timeout_s=timeout_s,
                 is_waiting=is_waiting,
                 host=address.host,
@@ -439,18 +439,18 @@ def confirm(question: str) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _show_plan(view: PlanView, intent: ChangeRequest, *, as_json: bool) -> None:
+def _show_plan(view: PlanView, change: ChangeRequest, *, as_json: bool) -> None:
     if as_json:
         print_json(view)
     else:
-        show_plan(view, intent)
+        show_plan(view, change)
 
 
-def _show(outcome: ChangeOutcome, intent: ChangeRequest, *, as_json: bool) -> None:
+def _show(outcome: ChangeOutcome, change: ChangeRequest, *, as_json: bool) -> None:
     if as_json:
         print_json(outcome)
         if outcome.result is not ChangeResult.FAILED:
             return
-    tell = say if outcome.exit_code is ExitCode.OK else complain
-    for line in describe(outcome, intent):
-        tell(line)
+    emit = say if outcome.exit_code is ExitCode.OK else complain
+    for line in describe(outcome, change):
+        emit(line)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from muster.cli import parsing as values_given
+from muster.cli import parsing
 from muster.cli.output import complain
 from muster.cli.queries import option, option_of
 from serve_common.config.autoscaling import AutoscalingConfig
@@ -157,7 +157,7 @@ def _text_with_default(name: str, text: str) -> str:
     if isinstance(default, Enum):
         return f"{text} Default: {default.value.replace('_', '-')}."
     if isinstance(default, msgspec.Struct):
-        return f"{text} Default: {values_given.group_text(default)}."
+        return f"{text} Default: {parsing.group_text(default)}."
     return f"{text} Default: {default:g}."
 
 
@@ -180,18 +180,20 @@ BACKEND_CHANGES: Final = tuple(
 _BACKEND_FIELDS: Final = frozenset(name for name, *_rest in _FIELDS)
 
 
-def backend_config_of(given: Mapping[str, Any], directory: Path) -> BackendConfig:
+def backend_config_of(overrides: Mapping[str, Any], directory: Path) -> BackendConfig:
     """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option."""
     try:
-        return check_backend_config(merged(BackendConfig(), _fields(given, directory), "backend_config"))
+        return check_backend_config(merged(BackendConfig(), _fields(overrides, directory), "backend_config"))
     except BadField as error:
         raise named_by_option(error, "backend_config") from error
 
 
-def partial_backend_config(given: Mapping[str, Any], config: str | None, directory: Path) -> dict[str, Any]:
+def partial_backend_config(
+    overrides: Mapping[str, Any], config: str | None, directory: Path
+) -> dict[str, Any]:
     """Collect the given fields: those of the JSON object ``config``, overridden by options. Raises `BadField`."""
-    partial = dict(values_given.read_object(config, directory, "--config"))
-    for name, value in _fields(given, directory).items():
+    partial = dict(parsing.read_object(config, directory, "--config"))
+    for name, value in _fields(overrides, directory).items():
         known = partial.get(name)
         partial[name] = {**known, **value} if name in _GROUPS and isinstance(known, dict) else value
     if not partial:
@@ -203,21 +205,21 @@ def partial_backend_config(given: Mapping[str, Any], config: str | None, directo
     return partial
 
 
-def replica_config_of(import_path: str, given: Mapping[str, Any], directory: Path) -> ReplicaConfig:
+def replica_config_of(import_path: str, overrides: Mapping[str, Any], directory: Path) -> ReplicaConfig:
     """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option.
 
     Prints a note when the directory exists only on the replica hosts.
     """
-    app_dir, note = values_given.place_app_dir(given.get("app_dir"), directory)
+    app_dir, note = parsing.place_app_dir(overrides.get("app_dir"), directory)
     if note:
         complain(note)
-    read = values_given.read_json
+    read = parsing.read_json
     config = ReplicaConfig(
         import_path=import_path,
         app_dir=app_dir,
-        init_args=read(given.get("init_args"), "--init-args", list[Any], "an array") or [],
-        init_kwargs=read(given.get("init_kwargs"), "--init-kwargs", dict[str, Any], "an object") or {},
-        ray_actor_options=_actor_options(given),
+        init_args=read(overrides.get("init_args"), "--init-args", list[Any], "an array") or [],
+        init_kwargs=read(overrides.get("init_kwargs"), "--init-kwargs", dict[str, Any], "an object") or {},
+        ray_actor_options=_actor_options(overrides),
     )
     try:
         return check_replica_config(config)
@@ -236,10 +238,10 @@ def named_by_option(error: BadField, prefix: str) -> BadField:
     return BadField(f"{option_of(field)}{dot}{rest}", error.reason)
 
 
-def _fields(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    fields = {name: value for name, value in given.items() if name in _BACKEND_FIELDS}
+def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    fields = {name: value for name, value in overrides.items() if name in _BACKEND_FIELDS}
     if "user_config" in fields:
-        fields["user_config"] = values_given.read_user_config(fields["user_config"], directory)
+        fields["user_config"] = parsing.read_user_config(fields["user_config"], directory)
     if "may_call" in fields:
         fields["may_call"] = [name.strip() for name in fields["may_call"].split(",") if name.strip()]
     for name, kind in _CHOICES.items():
@@ -251,15 +253,15 @@ def _fields(given: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         if name == "autoscaling_config" and fields[name].strip() == _OFF:
             fields[name] = None
         else:
-            fields[name] = values_given.read_group(fields[name], option_of(name), group)
+            fields[name] = parsing.read_group(fields[name], option_of(name), group)
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain
 
 
-def _actor_options(given: Mapping[str, Any]) -> RayActorOptions:
-    text = given.get("ray_actor_options")
-    options = values_given.read_json(text, "--ray-actor-options", RayActorOptions, "an object")
-    amounts = {name: given[name] for name in ("num_cpus", "num_gpus") if name in given}
+def _actor_options(overrides: Mapping[str, Any]) -> RayActorOptions:
+    text = overrides.get("ray_actor_options")
+    options = parsing.read_json(text, "--ray-actor-options", RayActorOptions, "an object")
+    amounts = {name: overrides[name] for name in ("num_cpus", "num_gpus") if name in overrides}
     return msgspec.structs.replace(options or RayActorOptions(), **amounts)
 
 
@@ -300,16 +302,16 @@ ENDPOINT_CHANGES: Final = tuple(
 _ENDPOINT_NAMES: Final = frozenset(name for name, *_rest in _ENDPOINT_FIELDS)
 
 
-def endpoint_options_of(given: Mapping[str, Any]) -> EndpointOptions:
+def endpoint_options_of(overrides: Mapping[str, Any]) -> EndpointOptions:
     """Build complete options: given fields, defaults for the rest. Raises `BadField` naming the option."""
-    return _checked({name: value for name, value in given.items() if name in _ENDPOINT_NAMES})
+    return _checked({name: value for name, value in overrides.items() if name in _ENDPOINT_NAMES})
 
 
 def partial_endpoint_options(
-    given: Mapping[str, Any], options: str | None, directory: Path
+    overrides: Mapping[str, Any], options: str | None, directory: Path
 ) -> dict[str, Any]:
     """Collect the given fields: those of the JSON object ``options``, overridden by options. Raises `BadField`."""
-    partial = {**values_given.read_object(options, directory, "--options"), **given}
+    partial = {**parsing.read_object(options, directory, "--options"), **overrides}
     if not partial:
         raise BadField("options", "nothing is given; --help shows them")
     _checked(partial)

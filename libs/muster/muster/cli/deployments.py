@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from muster.cli import parsing as values_given
+from muster.cli import parsing
 from muster.cli.changes import DRY_RUN, EXIT_CODES, RESULT_OF, ChangeRequest, changing, show_progress
 from muster.cli.config_options import (
     BACKEND_OPTIONS,
@@ -72,7 +72,7 @@ def deploy(
         str | None,
         typer.Option("--prev-version", help="Refuse the change unless this version is deployed now."),
     ] = None,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Create or update a deployment, and wait until it serves.
 
@@ -91,13 +91,13 @@ def deploy(
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
         name=tag,
-        replica_config=replica_config_of(import_path, given, session.directory),
-        backend_config=backend_config_of(given, session.directory),
+        replica_config=replica_config_of(import_path, overrides, session.directory),
+        backend_config=backend_config_of(overrides, session.directory),
         route_prefix=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
-        endpoint_options=endpoint_options_of(given),
+        endpoint_options=endpoint_options_of(overrides),
         version=version,
         prev_version=prev_version,
-        **values_given.read_methods(methods),
+        **parsing.read_methods(methods),
     )
     return intent_to_deploy(request)
 
@@ -371,10 +371,8 @@ def call(
     session = session_of(context)
     with session.reporting(as_json=as_json):
         tag = deployment_tag(name)
-        body = values_given.read_body(
-            data, session.directory, sys.stdin.buffer.read() if data == "-" else None
-        )
-        headers = values_given.read_headers(header or ())
+        body = parsing.read_body(data, session.directory, sys.stdin.buffer.read() if data == "-" else None)
+        headers = parsing.read_headers(header or ())
         stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
         answer = asyncio.run(_call(session, stack, tag, body=body, headers=headers, timeout_s=timeout_s))
         if as_json:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from muster.cli import parsing as values_given
+from muster.cli import parsing
 from muster.cli.changes import ChangeRequest, changing
 from muster.cli.config_options import (
     ENDPOINT_CHANGES,
@@ -61,7 +61,7 @@ def create_endpoint(
         str | None,
         typer.Option("--methods", metavar="GET,POST", help="Accepted HTTP methods. Default: GET,POST."),
     ] = None,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Create an endpoint, and wait until every proxy routes it.
 
@@ -73,10 +73,10 @@ def create_endpoint(
     tag = deployment_tag(name, "ENDPOINT")
     request = CreateEndpoint(
         endpoint=tag,
-        traffic=values_given.read_shares(weights, "BACKEND=WEIGHT"),
+        traffic=parsing.read_shares(weights, "BACKEND=WEIGHT"),
         route=None if route is None else check_route(route, "--route"),
-        options=endpoint_options_of(given),
-        **values_given.read_methods(methods),
+        options=endpoint_options_of(overrides),
+        **parsing.read_methods(methods),
     )
     what = f"endpoint {short_name(tag)}"
     return ChangeRequest(command=request, what=what, done="is created", look="muster endpoint list")
@@ -93,7 +93,7 @@ def endpoint_options(
             "--options", metavar="JSON|@FILE", help="Fields to change, as an object; options override them."
         ),
     ] = None,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Change the options of an endpoint while it serves.
 
@@ -107,7 +107,7 @@ def endpoint_options(
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
         command=SetEndpointOptions(
-            endpoint=tag, options=partial_endpoint_options(given, options, session.directory)
+            endpoint=tag, options=partial_endpoint_options(overrides, options, session.directory)
         ),
         what=f"options of {short_name(tag)}",
         done="are changed",
@@ -161,9 +161,9 @@ def _show_endpoints(views: Sequence[EndpointView]) -> None:
 
 def _options(options: EndpointOptions) -> str:
     """The options that differ from their defaults, as text."""
-    default, given = EndpointOptions(), msgspec.structs.asdict(options)
+    default, values = EndpointOptions(), msgspec.structs.asdict(options)
     return (
-        ", ".join(f"{name}={value}" for name, value in given.items() if value != getattr(default, name))
+        ", ".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name))
         or "-"
     )
 
@@ -193,7 +193,7 @@ def set_traffic(
     The weights replace all earlier ones; backends left out get no requests.
     """
     tag = deployment_tag(name, "ENDPOINT")
-    read = values_given.read_shares(weights, "BACKEND=WEIGHT")
+    read = parsing.read_shares(weights, "BACKEND=WEIGHT")
     return ChangeRequest(
         command=SetTraffic(endpoint=tag, weights=read),
         what=f"traffic of {short_name(tag)}",
@@ -225,7 +225,7 @@ def shadow_traffic(
     Callers are not affected: its responses and errors are dropped.
     """
     tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
-    share = values_given.read_share(proportion, "PROPORTION")
+    share = parsing.read_share(proportion, "PROPORTION")
     return ChangeRequest(
         command=ShadowTraffic(endpoint=tag, backend_tag=copied_to, proportion=share),
         what=f"shadow traffic of {short_name(tag)} to {short_name(copied_to)}",
@@ -271,7 +271,7 @@ HTTP_CHANGES: Final = tuple(
 def set_http_options(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> ChangeRequest:
     """Change options of all proxies while they run.
 
@@ -280,7 +280,7 @@ def set_http_options(
 
     Options that are not given stay as they are.
     """
-    partial = {name: value for name, value in given.items() if value != []}
+    partial = {name: value for name, value in overrides.items() if value != []}
     if partial.get("middlewares") == [""]:
         partial["middlewares"] = []
     if not partial:

@@ -83,8 +83,8 @@ async def events(
         matching.learn(shown)
         _show_each(shown, as_json=as_json)
         while True:
-            heard = await feed.hear()
-            event = None if heard is None else read_event(heard, subjects, clock.now())
+            message = await feed.hear()
+            event = None if message is None else read_event(message, subjects, clock.now())
             if event is not None and matching.is_meant(event) and event not in shown:
                 _show_each([event], as_json=as_json)
 
@@ -122,12 +122,12 @@ class Matching:
         return is_meant
 
 
-def read_event(heard: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
+def read_event(message: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
     """Decode the event in a message; None for one that this version cannot read."""
     try:
-        if not heard.subject.startswith(subjects.event(_GOAL, "")):
-            return msgspec.json.decode(heard.payload, type=EventView)
-        goal = msgspec.json.decode(heard.payload, type=GoalView)
+        if not message.subject.startswith(subjects.event(_GOAL, "")):
+            return msgspec.json.decode(message.payload, type=EventView)
+        goal = msgspec.json.decode(message.payload, type=GoalView)
     except UNREADABLE:
         return None
     return EventView(

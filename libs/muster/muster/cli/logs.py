@@ -37,7 +37,7 @@ _SHOWN: Final = frozenset(
         *("service", "replica_tag", "backend_tag", "proxy_id", "host_id", "controller_id"),
     )
 )
-_OF_USERS: Final = ("log", "print")
+_USER_EVENTS: Final = ("log", "print")
 
 
 def show_line(console: Console, line: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
     text.append(f"{_time_of(line):<12} ", style="dim")
     text.append(f"{level.upper():<8} ", style=style)
     text.append(f"{who(line)} ", style="cyan")
-    is_users = line.get("event") in _OF_USERS
+    is_users = line.get("event") in _USER_EVENTS
     if is_users and line.get("event") == "log":
         text.append(f"{line.get('logger', '')}: ", style="bold")
     text.append(_text(line.get("message" if is_users else "event", "")), style=style)
@@ -143,16 +143,16 @@ async def logs(
         level=_level(level),
         request_id=request_id or "",
     )
-    following = _Following(wanted, Subjects(address.subject_prefix), as_json=as_json)
-    async with session.listen(address, following.subjects) as feed:
-        await following.recall(feed, tail)
+    follower = _LogFollower(wanted, Subjects(address.subject_prefix), as_json=as_json)
+    async with session.listen(address, follower.subjects) as feed:
+        await follower.recall(feed, tail)
         while follow:
-            heard = await feed.hear()
-            if heard is not None:
-                following.show(heard)
+            message = await feed.hear()
+            if message is not None:
+                follower.show(message)
 
 
-class _Following:
+class _LogFollower:
     """Filters and prints the lines of one run of `muster logs`."""
 
     def __init__(self, wanted: LogFilter, subjects: Subjects, *, as_json: bool) -> None:
@@ -174,34 +174,34 @@ class _Following:
     async def recall(self, feed: Feed, tail: int) -> None:
         """Print the newest retained lines, then new lines that arrived while those were requested."""
         limit = min(tail, RECALL_LINES_MAX)
-        ask = RecallLogs(token=self._token, limit=limit, filter=self._wanted)
+        request = RecallLogs(token=self._token, limit=limit, filter=self._wanted)
         if limit:
-            await feed.publish(self._subjects.log_recall, msgspec.json.encode(ask))
+            await feed.publish(self._subjects.log_recall, msgspec.json.encode(request))
         loop = asyncio.get_running_loop()
-        until = loop.time() + (_RECALL_S if limit else 0.0)
+        deadline = loop.time() + (_RECALL_S if limit else 0.0)
         recalled: dict[bytes, dict[str, Any]] = {}
         new: dict[bytes, dict[str, Any]] = {}
-        while (left_s := until - loop.time()) > 0:
-            heard = await feed.hear(left_s)
-            if heard is not None:
-                is_old = self._subjects.kind_of_log(heard.subject) == RECALLED
-                (recalled if is_old else new).update(self._lines(heard))
+        while (left_s := deadline - loop.time()) > 0:
+            message = await feed.hear(left_s)
+            if message is not None:
+                is_old = self._subjects.kind_of_log(message.subject) == RECALLED
+                (recalled if is_old else new).update(self._lines(message))
         old = [(data, line) for data, line in recalled.items() if data not in new]
         old.sort(key=lambda each: str(each[1].get("timestamp", "")))
         for data, line in [*old[-tail:], *new.items()]:
             self._show(data, line)
 
-    def show(self, heard: FeedMessage) -> None:
+    def show(self, message: FeedMessage) -> None:
         """Print the lines of a message that match the filter; replies to `recall` are skipped."""
-        if self._subjects.kind_of_log(heard.subject) != RECALLED:
-            for data, line in self._lines(heard):
+        if self._subjects.kind_of_log(message.subject) != RECALLED:
+            for data, line in self._lines(message):
                 self._show(data, line)
 
-    def _lines(self, heard: FeedMessage) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        kind = self._subjects.kind_of_log(heard.subject)
+    def _lines(self, message: FeedMessage) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        kind = self._subjects.kind_of_log(message.subject)
         if kind == RECALLED:
-            kind = heard.subject.rpartition(".")[2]
-        for data in heard.payload.splitlines():
+            kind = message.subject.rpartition(".")[2]
+        for data in message.payload.splitlines():
             line = read_line(data)
             if self._wanted.matches(kind_of(line, kind), line):
                 yield data, line

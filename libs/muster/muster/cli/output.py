@@ -21,7 +21,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from muster.cli import parsing as values_given
+from muster.cli import parsing
 from serve_common.api.views import ReplicaView
 from serve_common.config.backend import BackendConfig
 from serve_common.config.endpoint import METHODS
@@ -33,7 +33,7 @@ _BRIEF_MAX = 160
 _TRACEBACK_BEGINS = "Traceback (most recent call last):"
 
 
-_OBEYED: Final = re.compile(
+_CONTROL_CHARACTERS: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """Control characters of terminals: those that move the cursor, colour, set titles or reverse text, C1 included; also
@@ -42,7 +42,7 @@ surrogates, which cannot be encoded. Line breaks and tabs are not among them."""
 
 def plain(text: str) -> str:
     """``text`` as it may be printed: control characters are replaced by �."""
-    return _OBEYED.sub("�", text.replace("\r\n", "\n"))
+    return _CONTROL_CHARACTERS.sub("�", text.replace("\r\n", "\n"))
 
 
 def print_json(value: Any) -> None:
@@ -57,7 +57,7 @@ def print_json_line(document: str) -> None:
 
 def _escaped(document: str) -> str:
     """The same JSON with control characters escaped."""
-    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
+    return _CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
 def say(text: str) -> None:
@@ -261,7 +261,7 @@ def methods_text(methods: Sequence[str]) -> str:
 def value_text(value: Any) -> str:
     """Format a value: text unchanged, a group of fields as its option takes it, anything else as JSON."""
     if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
-        return values_given.group_text(value)
+        return parsing.group_text(value)
     plain = msgspec.to_builtins(value)
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 

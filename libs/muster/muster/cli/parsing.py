@@ -109,10 +109,10 @@ def read_body(data: str | None, directory: Path, standard_input: bytes | None) -
     return data.encode()
 
 
-def read_headers(given: Sequence[str]) -> dict[str, str]:
+def read_headers(lines: Sequence[str]) -> dict[str, str]:
     """Parse headers written as ``Name: value``. Raises `BadField`."""
     headers: dict[str, str] = {}
-    for line in given:
+    for line in lines:
         name, colon, value = line.partition(":")
         if not colon or not name.strip() or not line.isprintable() or not line.isascii():
             raise BadField("--header", f"{line[:80]!r} must read 'Name: value'")
@@ -120,13 +120,13 @@ def read_headers(given: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def read_shares(given: Sequence[str], field: str) -> dict[str, float]:
+def read_shares(shares: Sequence[str], field: str) -> dict[str, float]:
     """Parse ``BACKEND=WEIGHT`` into weights by tag; ``BACKEND`` alone has weight 1. Raises `BadField`.
 
     The controller checks the sum.
     """
     weights: dict[str, float] = {}
-    for text in given:
+    for text in shares:
         name, equals, number = text.partition("=")
         try:
             weight = float(number) if equals else 1.0
@@ -153,25 +153,25 @@ def read_methods(text: str | None) -> dict[str, Any]:
     return {"methods": [method.strip().upper() for method in text.split(",") if method.strip()]}
 
 
-def place_app_dir(given: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
+def place_app_dir(app_dir: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
     """Resolve ``--app-dir`` to the path on replica hosts; returns it with a note for the user, or an empty note.
 
     A directory that exists locally becomes its absolute path; any other absolute path is taken as the hosts see it.
     Raises `BadField` for a file and for a relative path that does not exist.
     """
-    if given is None:
+    if app_dir is None:
         return "", ""
-    here = directory / given
+    here = directory / app_dir
     if here.is_dir():
         return os.path.abspath(here), ""  # noqa: PTH100 - resolve() would follow links, which hosts may see otherwise
     if here.exists():
-        raise BadField(field, f"{given} is not a directory")
-    if not given.startswith("/"):
+        raise BadField(field, f"{app_dir} is not a directory")
+    if not app_dir.startswith("/"):
         raise BadField(
             field,
-            f"there is no directory {given} here; a path in the hosts' containers begins with '/'",
+            f"there is no directory {app_dir} here; a path in the hosts' containers begins with '/'",
         )
-    return given, f"note: {given} does not exist here; it is taken as a path on the replica hosts"
+    return app_dir, f"note: {app_dir} does not exist here; it is taken as a path on the replica hosts"
 
 
 def read_text(path: Path, field: str) -> str:

@@ -133,14 +133,14 @@ def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Param
 
 
 _RETRY_S = 15.0
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
-class Question(msgspec.Struct, Generic[Answer], frozen=True):
+class Question(msgspec.Struct, Generic[Reply], frozen=True):
     """A query to the controller, and how its reply is printed for a person."""
 
-    ask: Callable[[AdminPort], Awaitable[Answer]]
-    show: Callable[[Answer], None]
+    ask: Callable[[AdminPort], Awaitable[Reply]]
+    show: Callable[[Reply], None]
 
 
 def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
     return composed(build, run, STACK_OPTIONS)
 
 
-async def _ask(session: Session, address: StackAddress, question: Question[Answer], title: str) -> Answer:
+async def _ask(session: Session, address: StackAddress, question: Question[Reply], title: str) -> Reply:
     with Progress(title.replace("_", " ").strip()) as progress:
         async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
             return await question.ask(stack.admin)

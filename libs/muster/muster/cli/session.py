@@ -39,7 +39,7 @@ from serve_common.identities.roles import Role
 from serve_common.runtime.settings import Environment
 
 SECRETS_DIRECTORY: Final = "secrets"
-_OWN_USERS: Final = frozenset({DEFAULT_USER, "client"})
+_STORED_USERS: Final = frozenset({DEFAULT_USER, "client"})
 """Users whose credentials are stored with a stack: people, and deployment handles outside of replicas."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
@@ -70,26 +70,26 @@ def find_stack(options: StackChoice, variables: Mapping[str, str], directory: Pa
     """
     environment = Environment(variables)
     field = "--nats" if options.nats else "MUSTER_NATS_URL"
-    given = options.nats or environment.optional("MUSTER_NATS_URL")
+    url = options.nats or environment.optional("MUSTER_NATS_URL")
     embedded = running_embedded(variables, directory)
-    if given is None and embedded is not None:
-        given = embedded.nats_url
+    if url is None and embedded is not None:
+        url = embedded.nats_url
     password = _given_password(options, environment)
     credentials = _given_credentials(options, environment, directory)
     composed = _secrets_of_compose(directory)
-    if given is None and (composed is not None or password is not None or credentials is not None):
-        given = DEFAULT_URL
-    if given is None:
+    if url is None and (composed is not None or password is not None or credentials is not None):
+        url = DEFAULT_URL
+    if url is None:
         raise BusUnavailable(
             "no stack was found; start one with 'muster up', or say where one is with --nats or MUSTER_NATS_URL"
         )
-    parsed = parse_urls(given, field)
+    parsed = parse_urls(url, field)
     user = options.user or parsed.user or environment.text("MUSTER_NATS_USER", DEFAULT_USER)
     if options.password_file is None and parsed.password is not None:
         password = parsed.password
         credentials = None if options.creds is None else credentials
-    if password is None and credentials is None and user in _OWN_USERS:
-        credentials, password = _own(user, parsed.urls, embedded, composed)
+    if password is None and credentials is None and user in _STORED_USERS:
+        credentials, password = _stored_credentials(user, parsed.urls, embedded, composed)
     return StackAddress(
         urls=parsed.urls,
         credentials_file=credentials,
@@ -122,7 +122,7 @@ def _given_password(options: StackChoice, environment: Environment) -> str | Non
     return None
 
 
-def _own(
+def _stored_credentials(
     user: str, urls: tuple[str, ...], embedded: RunRecord | None, composed: Path | None
 ) -> tuple[str | None, str | None]:
     """The file of credentials, or else the password, that is stored with the stack."""
@@ -144,12 +144,14 @@ def _hosts(urls: tuple[str, ...]) -> set[str]:
 def running_embedded(variables: Mapping[str, str], directory: Path) -> RunRecord | None:
     """The stack that `muster up` runs from ``directory`` or a parent; None when there is none."""
     named = Environment(variables).optional("MUSTER_STATE_DIR")
-    places = [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _upwards(directory)]
+    places = (
+        [directory / named] if named else [place / DEFAULT_STATE_DIR for place in _with_parents(directory)]
+    )
     return next(filter(None, map(running_stack, places)), None)
 
 
 def _secrets_of_compose(directory: Path) -> Path | None:
-    for place in _upwards(directory):
+    for place in _with_parents(directory):
         candidate = place / SECRETS_DIRECTORY
         found = Secrets(candidate)
         if found.credentials_file(Role.ADMIN).is_file() or found.nats_password_file("admin").is_file():
@@ -157,7 +159,7 @@ def _secrets_of_compose(directory: Path) -> Path | None:
     return None
 
 
-def _upwards(directory: Path) -> Iterator[Path]:
+def _with_parents(directory: Path) -> Iterator[Path]:
     yield directory
     yield from directory.parents
 

@@ -97,10 +97,9 @@ def _increase(before: float, after: float) -> float:
 def increases(before: Mapping[str, float], after: Mapping[str, float]) -> dict[float, float]:
     """The increase of each cumulative bucket, by its upper bound."""
     whole = max(after.values(), default=0.0)
-    began_anew = whole < max(before.values(), default=0.0)
+    was_reset = whole < max(before.values(), default=0.0)
     return {
-        float(bound): count - (0.0 if began_anew else before.get(bound, 0.0))
-        for bound, count in after.items()
+        float(bound): count - (0.0 if was_reset else before.get(bound, 0.0)) for bound, count in after.items()
     }
 
 
@@ -162,7 +161,7 @@ async def top(
             while True:
                 await asyncio.sleep(interval)
                 try:
-                    after, rows = await _look(stack.admin, before)
+                    after, rows = await _sample(stack.admin, before)
                 except TransientError as error:
                     if live is None:
                         raise
@@ -172,14 +171,14 @@ async def top(
                 if as_json:
                     _print(rows, after, once=once)
                 elif live is None:
-                    get_console().print(_shown(rows, after))
+                    get_console().print(_render(rows, after))
                 else:
-                    live.update(_shown(rows, after), refresh=True)
+                    live.update(_render(rows, after), refresh=True)
                 if once:
                     return
 
 
-async def _look(admin: AdminPort, before: LoadView) -> tuple[LoadView, list[TopRow]]:
+async def _sample(admin: AdminPort, before: LoadView) -> tuple[LoadView, list[TopRow]]:
     after = await admin.get_load()
     return after, top_rows(before, after, await _status(admin), await admin.get_autoscaling())
 
@@ -200,7 +199,7 @@ def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
         print_json_line(msgspec.json.encode(document).decode())
 
 
-def _shown(rows: Sequence[TopRow], load: LoadView) -> Group:
+def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
     shown: list[Table | Text] = [_table(rows)]
     if load.unreachable:
         text = f"not counted, for they do not answer: {', '.join(load.unreachable)}"

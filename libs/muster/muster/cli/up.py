@@ -51,11 +51,11 @@ class UpReport:
             return
         match event.happened:
             case Happened.READY if event.restarts:
-                self.tell(f"{event.name} is back (pid {event.pid}, start {event.restarts + 1})")
+                self._print(f"{event.name} is back (pid {event.pid}, start {event.restarts + 1})")
             case Happened.READY:
-                self.tell(f"  {event.name:<14}is ready")
+                self._print(f"  {event.name:<14}is ready")
             case Happened.DIED:
-                self.tell(f"{event.name} died: {event.detail}")
+                self._print(f"{event.name} died: {event.detail}")
             case Happened.STARTED | Happened.STOPPED:
                 return  # expected: the user requested it
 
@@ -64,12 +64,12 @@ class UpReport:
         if self._as_json:
             self._emit("notice", text=text)
         else:
-            self.tell(f"  {text}")
+            self._print(f"  {text}")
 
     def starting(self) -> None:
         """Report that the stack starts."""
         if not self._as_json:
-            self.tell("starting the stack: NATS, Postgres, controller, replica host, proxy")
+            self._print("starting the stack: NATS, Postgres, controller, replica host, proxy")
 
     def ready(self, record: RunRecord, seconds: float) -> None:
         """Report that everything is ready, with addresses and paths."""
@@ -78,44 +78,44 @@ class UpReport:
             return
         rows = {
             "HTTP": record.http_url,
-            "NATS": f"{record.nats_url}  (nats --creds {self._seen(record.secrets)}/admin.creds)",
+            "NATS": f"{record.nats_url}  (nats --creds {self._relative(record.secrets)}/admin.creds)",
             "NATS monitor": record.nats_monitor_url,
             "Postgres": record.postgres_dsn,
             **{f"{name} metrics": f"{url}/metrics" for name, url in record.ops_urls.items()},
-            "state": self._seen(record.state_dir),
-            "logs": f"{self._seen(record.state_dir)}/logs",
+            "state": self._relative(record.state_dir),
+            "logs": f"{self._relative(record.state_dir)}/logs",
         }
         width = max(map(len, rows)) + 2
         lines = [f"ready after {seconds:.1f} s", "", *(f"  {k:<{width}}{v}" for k, v in rows.items()), ""]
-        self.tell("\n".join(lines))
+        self._print("\n".join(lines))
 
     def example(self, lines: list[str], *, is_serving: bool) -> None:
         """Report the outcome of deploying the example."""
         if self._as_json:
             self._emit("example", is_serving=is_serving, text="\n".join(lines))
         else:
-            self.tell("\n".join(lines))
+            self._print("\n".join(lines))
 
     def staying(self) -> None:
         """Report that startup is complete and how to stop the stack."""
         if not self._as_json:
-            self.tell("Ctrl-C stops it.")
+            self._print("Ctrl-C stops it.")
 
     def stopping(self) -> None:
         """Report that a stop was requested."""
         if self._as_json:
             self._emit("stopping")
         else:
-            self.tell("\nstopping; once more kills at once")
+            self._print("\nstopping; once more kills at once")
 
     def stopped(self, seconds: float) -> None:
         """Report that everything is stopped."""
         if self._as_json:
             self._emit("stopped", seconds=round(seconds, 3))
         else:
-            self.tell(f"stopped after {seconds:.1f} s; the state is kept")
+            self._print(f"stopped after {seconds:.1f} s; the state is kept")
 
-    def tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Print a text on standard output."""
         # A closed terminal or pipe must not end a stack that serves.
         with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ class UpReport:
         with contextlib.suppress(OSError):
             print_json_line(json.dumps({"event": event, **facts}, ensure_ascii=False))
 
-    def _seen(self, path: str) -> str:
+    def _relative(self, path: str) -> str:
         return seen_from(self._directory, path)
 
 
@@ -143,7 +143,7 @@ def _plain(value: Any) -> dict[str, Any]:
 _ROUTE: Final = "/digits"
 _DEPLOY_TIMEOUT_S: Final = 180.0
 _HEALTHY_TIMEOUT_S: Final = 60.0
-_LOOK_AGAIN_S: Final = 0.25
+_POLL_S: Final = 0.25
 
 
 class ExampleDeployment:
@@ -171,18 +171,18 @@ class ExampleDeployment:
             return (
                 [f"error: {self.name}: {trouble}"]
                 if trouble is not None
-                else self._what_to_try(there.route_prefix)
+                else self._example_commands(there.route_prefix)
             )
         if not self._folder.is_dir():
             raise PermanentError(f"there is no {self._folder}; examples come with the source")
-        intent = intent_to_deploy(self._request())
+        change = intent_to_deploy(self._request())
         outcome = await perform(
-            admin, intent, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
+            admin, change, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
         )
         self.is_serving = outcome.exit_code is ExitCode.OK
         if not self.is_serving:
-            return describe(outcome, intent)
-        return [describe(outcome, intent)[0], *self._what_to_try(_ROUTE)]
+            return describe(outcome, change)
+        return [describe(outcome, change)[0], *self._example_commands(_ROUTE)]
 
     def _request(self) -> Deploy:
         return Deploy(
@@ -208,17 +208,17 @@ class ExampleDeployment:
 
     async def _wait_until_healthy(self, admin: AdminPort, progress: Progress) -> str | None:
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + _HEALTHY_TIMEOUT_S
+        deadline = loop.time() + _HEALTHY_TIMEOUT_S
         while True:
             deployment = await admin.get_deployment_info(GetDeploymentInfo(name=self.name))
             if deployment.status is DeploymentStatus.HEALTHY:
                 return None
-            if loop.time() >= give_up_at:
+            if loop.time() >= deadline:
                 return f"is {deployment.status.value}: {brief(deployment.message)}"
             progress.say(deployment.message or deployment.status.value)
-            await asyncio.sleep(_LOOK_AGAIN_S)
+            await asyncio.sleep(_POLL_S)
 
-    def _what_to_try(self, route: str | None) -> list[str]:
+    def _example_commands(self, route: str | None) -> list[str]:
         if route is None:
             return [f"{self.name} serves, without a route"]
         url = f"{self._http_url}{route}"
@@ -236,7 +236,7 @@ class ExampleDeployment:
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXAMPLE_RETRY_S: Final = 60.0
-_TWICE_AT_ONCE_S: Final = 0.5
+_SAME_SIGNAL_S: Final = 0.5
 """Seconds within which a second signal is the same request: shells, `timeout` and `make` also signal the group."""
 
 
@@ -248,7 +248,7 @@ class UpRun:
         self._session = session
         self._stack = stack
         self._report = report
-        self._stop_asked_at: float | None = None
+        self._stop_requested_at: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def run(self, *, deploy_example: bool) -> None:
@@ -256,31 +256,31 @@ class UpRun:
         loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._hear_signal)
-        begun = loop.time()
+            loop.add_signal_handler(number, self._on_signal)
+        started_at = loop.time()
         self._report.starting()
         try:
             async with self._stack:
-                self._report.ready(self._stack.record, loop.time() - begun)
+                self._report.ready(self._stack.record, loop.time() - started_at)
                 if deploy_example:
                     await self._deploy_example()
                 self._report.staying()
                 await loop.create_future()  # until it is cancelled
         except asyncio.CancelledError:
-            if self._stop_asked_at is None or self._task is None:
+            if self._stop_requested_at is None or self._task is None:
                 raise
             self._task.uncancel()
-            self._report.stopped(loop.time() - self._stop_asked_at)
+            self._report.stopped(loop.time() - self._stop_requested_at)
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _hear_signal(self) -> None:
-        if self._stop_asked_at is None and self._task is not None:
-            self._stop_asked_at = self._now()
+    def _on_signal(self) -> None:
+        if self._stop_requested_at is None and self._task is not None:
+            self._stop_requested_at = self._now()
             self._report.stopping()
             self._task.cancel()
-        elif self._stop_asked_at is not None and self._now() - self._stop_asked_at >= _TWICE_AT_ONCE_S:
+        elif self._stop_requested_at is not None and self._now() - self._stop_requested_at >= _SAME_SIGNAL_S:
             self._kill()
 
     @staticmethod

@@ -336,16 +336,16 @@ class AdminQueries(AdminRequests):
         ``on_progress`` is called with every view, about once a second. Raises `NotFound` for an unknown id.
         """
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + deadline_s
+        deadline = loop.time() + deadline_s
         while True:
-            left_s = max(0.0, give_up_at - loop.time())
+            left_s = max(0.0, deadline - loop.time())
             slice_s = min(WAIT_SLICE_S, left_s)
             view: GoalView = await self._asker.ask(
                 WaitForGoal(goal_id=goal_id, timeout_s=slice_s),
                 attempt_s=slice_s + SLICE_SLACK_S,
             )
             on_progress(view)
-            if view.status is not GoalStatus.PENDING or loop.time() >= give_up_at:
+            if view.status is not GoalStatus.PENDING or loop.time() >= deadline:
                 return view
 
 

@@ -48,24 +48,24 @@ class Caller:
         """
         subject = self._subjects.call(EndpointTag(deployment_tag(name)))
         loop = asyncio.get_running_loop()
-        begun = loop.time()
+        started_at = loop.time()
         while True:
             try:
-                left_s = max(0.1, begun + timeout_s - loop.time())
-                answer = await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
+                left_s = max(0.1, started_at + timeout_s - loop.time())
+                reply = await self._requests.request(subject, body, timeout_s=left_s, headers=headers)
                 break
             except NobodyListens as error:
-                if loop.time() >= begun + min(self._retry_for_s, timeout_s):
+                if loop.time() >= started_at + min(self._retry_for_s, timeout_s):
                     raise TransientError(
                         f"no proxy answers calls at {self._requests.where}; is one running?"
                     ) from error
             except NoAnswer as error:
                 raise DeadlineExceeded(f"{name} did not answer within {timeout_s:g} s: {error}") from error
             await asyncio.sleep(self._retry_pause_s)
-        failure = error_of(answer)
+        failure = error_of(reply)
         if failure is not None:
             raise failure
-        return answer
+        return reply
 
 
 def who_am_i() -> str:

@@ -38,8 +38,8 @@ class NatsFeed:
         """Connects in `open`."""
         self._address = address
         self._client: Client | None = None
-        self._heard: deque[FeedMessage] = deque(maxlen=_WAITING_MAX)
-        self._came = asyncio.Event()
+        self._queue: deque[FeedMessage] = deque(maxlen=_WAITING_MAX)
+        self._arrived = asyncio.Event()
 
     async def open(self, subjects: Sequence[str]) -> None:
         """Connect and subscribe. Raises `BusUnavailable` and `BusAuthorizationFailed`."""
@@ -48,7 +48,7 @@ class NatsFeed:
         client = self._client = await connect_nats(settings, name="muster feed", deadline_s=_CONNECT_S)
         try:
             for subject in subjects:
-                await client.subscribe(subject, cb=self._take)
+                await client.subscribe(subject, cb=self._on_message)
             await client.flush(_FLUSH_S)
         except (NatsError, OSError, TimeoutError) as error:
             raise BusUnavailable(f"NATS at {address.where} failed: {error!r}") from error
@@ -65,12 +65,12 @@ class NatsFeed:
         """Wait for the next message; None after ``within_s`` seconds."""
         try:
             async with asyncio.timeout(within_s):
-                while not self._heard:
-                    self._came.clear()
-                    await self._came.wait()
+                while not self._queue:
+                    self._arrived.clear()
+                    await self._arrived.wait()
         except TimeoutError:
             return None
-        return self._heard.popleft()
+        return self._queue.popleft()
 
     async def publish(self, subject: str, payload: bytes) -> None:
         """Publish a message. Raises `BusUnavailable`."""
@@ -80,9 +80,9 @@ class NatsFeed:
         except (NatsError, OSError) as error:
             raise BusUnavailable(f"NATS at {self._address.where} failed: {error!r}") from error
 
-    async def _take(self, message: Msg) -> None:
-        self._heard.append(FeedMessage(message.subject, message.data))
-        self._came.set()
+    async def _on_message(self, message: Msg) -> None:
+        self._queue.append(FeedMessage(message.subject, message.data))
+        self._arrived.set()
 
 
 _REQUEST_CONNECT_S: Final = 2
@@ -98,7 +98,7 @@ class NatsRequests:
         """Connects at the first request, and again whenever the connection was lost."""
         self._address = address
         self._client: Client | None = None
-        self._dialling = asyncio.Lock()
+        self._connect_lock = asyncio.Lock()
         self._limits: set[asyncio.Timeout] = set()
         self._forbidden: str | None = None
         self._last_error: Exception | None = None
@@ -111,13 +111,13 @@ class NatsRequests:
     async def connect(self, *, within_s: float, on_retry: Callable[[str], None] = lambda _why: None) -> None:
         """Retry for ``within_s`` until connected. Raises `BusUnavailable` or `BusAuthorizationFailed`."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + within_s
+        deadline = loop.time() + within_s
         while True:
             try:
                 await self._connected()
                 return
             except BusUnavailable as error:
-                if loop.time() + _PAUSE_S >= give_up_at:
+                if loop.time() + _PAUSE_S >= deadline:
                     raise
                 on_retry(str(error))
             await asyncio.sleep(_PAUSE_S)
@@ -163,12 +163,12 @@ class NatsRequests:
         return AdminReply(message.data, message.headers or {})
 
     async def _connected(self) -> Client:
-        async with self._dialling:
+        async with self._connect_lock:
             if self._client is None or not self._client.is_connected:
-                self._client = await self._dial()
+                self._client = await self._open_connection()
             return self._client
 
-    async def _dial(self) -> Client:
+    async def _open_connection(self) -> Client:
         address = self._address
         settings = address.bus_settings(_INBOX_PREFIX)
         client = Client()
@@ -189,8 +189,8 @@ class NatsRequests:
                     reconnect_time_wait=0,
                     ping_interval=5,
                     max_outstanding_pings=2,
-                    error_cb=self._hear_error,
-                    closed_cb=self._hear_closed,
+                    error_cb=self._on_error,
+                    closed_cb=self._on_closed,
                 )
         except (NatsError, OSError, TimeoutError) as error:
             if not client.is_closed:
@@ -207,13 +207,13 @@ class NatsRequests:
         given = "with the password that was given" if self._address.password else "without a password"
         return f"NATS at {self.where} refused the user {self._address.user!r} {given}"
 
-    async def _hear_error(self, error: Exception) -> None:
+    async def _on_error(self, error: Exception) -> None:
         self._last_error = error
         if "permissions violation" in str(error).lower():
             self._forbidden = str(error).removeprefix("nats: ")
             self._end_requests()
 
-    async def _hear_closed(self) -> None:
+    async def _on_closed(self) -> None:
         self._end_requests()
 
     def _end_requests(self) -> None:

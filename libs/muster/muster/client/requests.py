@@ -107,13 +107,13 @@ def error_of(answer: AdminReply) -> ServeError | None:
     number = answer.headers.get(ERROR_CODE_HEADER)
     if short is None and number is None:
         return None
-    said = short or f"error {number}"
+    summary = short or f"error {number}"
     try:
         view = _read_error(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         # Not our format: a response of the user's code, or the micro library's own reply to an exception.
         text = answer.body[:_FOREIGN_BODY_MAX].decode(errors="replace").strip()
-        return ServeError(f"{said}: {text}" if text else said)
+        return ServeError(f"{summary}: {text}" if text else summary)
     return error_from_view(view)
 
 
@@ -177,16 +177,16 @@ class Asker:
         body = msgspec.json.encode(with_request_id(request) if is_command else request)
         headers = self._headers if is_command else None
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._retry_for_s
+        deadline = loop.time() + self._retry_for_s
         while True:
             try:
                 answer = await self._requests.request(subject, body, timeout_s=attempt_s, headers=headers)
                 return read_reply(verb, answer, VERBS[verb][1])
             # Fenced out means that another controller leads by now: retry with that one.
             except (TransientError, FencedOut) as error:
-                if loop.time() + self._retry_pause_s >= give_up_at:
-                    raise self._last_word(error) from error
-                self._on_retry(str(self._last_word(error)))
+                if loop.time() + self._retry_pause_s >= deadline:
+                    raise self._describe_error(error) from error
+                self._on_retry(str(self._describe_error(error)))
             await asyncio.sleep(self._retry_pause_s)
 
     async def ask_all(self, query: PagedQuery, name_of: Callable[[Item], str]) -> list[Item]:
@@ -215,7 +215,7 @@ class Asker:
                 raise ServeError(f"the answer to {VERB_OF[type(query)]} repeats itself after {after!r}")
             after = last
 
-    def _last_word(self, error: ServeError) -> ServeError:
+    def _describe_error(self, error: ServeError) -> ServeError:
         if isinstance(error, NobodyListens):
             return TransientError(f"no controller answers at {self._requests.where}; is one running?")
         if isinstance(error, NoAnswer):

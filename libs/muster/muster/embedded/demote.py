@@ -38,19 +38,19 @@ def _check(result: int, what: str) -> None:
 def become_nobody_with_a_capability(uid: int, gid: int) -> None:
     """Change the user, keep one capability, and let programs that we execute inherit it."""
     header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-    held = ctypes.create_string_buffer(24)
-    _check(_libc.capget(ctypes.create_string_buffer(header), held), "capget")
-    permitted = struct.unpack("IIIIII", held.raw)[1]
-    kept = next((bit for bit in (CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE) if permitted & (1 << bit)), None)
+    current = ctypes.create_string_buffer(24)
+    _check(_libc.capget(ctypes.create_string_buffer(header), current), "capget")
+    permitted = struct.unpack("IIIIII", current.raw)[1]
+    retained = next((bit for bit in (CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE) if permitted & (1 << bit)), None)
     _check(_libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "PR_SET_KEEPCAPS")
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
-    bits = 0 if kept is None else 1 << kept
+    bits = 0 if retained is None else 1 << retained
     wanted = struct.pack("IIIIII", bits, bits, bits, 0, 0, 0)
     _check(_libc.capset(ctypes.create_string_buffer(header), ctypes.create_string_buffer(wanted)), "capset")
-    if kept is not None:
-        _check(_libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, kept, 0, 0), "PR_CAP_AMBIENT_RAISE")
+    if retained is not None:
+        _check(_libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, retained, 0, 0), "PR_CAP_AMBIENT_RAISE")
 
 
 def become_nobody_in_a_namespace(uid: int, gid: int) -> None:

@@ -33,9 +33,9 @@ def disk_is_full(path: Path) -> str | None:
 
 _log = structlog.get_logger()
 
-_ROOM_BYTES: Final = 4 * FULL_BELOW_BYTES
+_FREE_ENOUGH_BYTES: Final = 4 * FULL_BELOW_BYTES
 """Free bytes at which the disk no longer counts as full."""
-_LOOK_S: Final = 0.5
+_CHECK_S: Final = 0.5
 _RELOAD_WITHIN_S: Final = 5.0
 _FAILED_WRITE: Final = ("write error", "no space left", "out of resources")
 """Texts by which nats-server reports that a stream's storage failed."""
@@ -65,19 +65,19 @@ class DiskWatch:
     async def run(self) -> None:
         """Check periodically, until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_CHECK_S)
             try:
-                await self._look()
+                await self._check()
             except OSError as error:
                 _log.warning("disk_not_watched", path=str(self._root), error=str(error))
 
-    async def _look(self) -> None:
-        told = disk_is_full(self._root)
-        if told is not None and not self._is_full:
+    async def _check(self) -> None:
+        message = disk_is_full(self._root)
+        if message is not None and not self._is_full:
             self._is_full = True
-            self._notice(f"{told}: what is deployed serves on, changes fail until then")
+            self._notice(f"{message}: what is deployed serves on, changes fail until then")
         found = os.statvfs(self._root)
-        if found.f_bavail * found.f_frsize < _ROOM_BYTES:
+        if found.f_bavail * found.f_frsize < _FREE_ENOUGH_BYTES:
             return
         if self._is_full:
             self._is_full = False

@@ -178,7 +178,7 @@ class EmbeddedPostgres:
             log_path=self._paths.log(POSTGRES),
             ready=self._probe(environment),
             ready_timeout_s=60.0,
-            before_start=self._forget_dead_postmaster,
+            before_start=self._remove_stale_pid_file,
             stop_signal=signal.SIGINT,  # "fast": ends sessions, rolls back, writes a checkpoint
             stop_timeout_s=2.5,
         )
@@ -206,7 +206,7 @@ class EmbeddedPostgres:
                 f"initdb failed with exit code {ended.returncode}:\n{ended.stderr.strip()[-2000:]}"
             )
 
-    def _forget_dead_postmaster(self) -> None:
+    def _remove_stale_pid_file(self) -> None:
         """Remove the pid file of a killed server if its pid now belongs to another program.
 
         Postgres would refuse to start, taking that program for a server. The stack's lock ensures that none of ours

@@ -28,10 +28,10 @@ def find_marked(stack_id: str, process: str | None = None) -> list[psutil.Proces
     Never the calling process itself nor its ancestors: `muster up` may be run by a process within a stack.
     """
     own = psutil.Process()
-    spared = {own.pid, *(parent.pid for parent in own.parents())}
+    excluded = {own.pid, *(parent.pid for parent in own.parents())}
     found = []
     for candidate in psutil.process_iter():
-        if candidate.pid in spared:
+        if candidate.pid in excluded:
             continue
         try:
             environment = candidate.environ()

@@ -194,10 +194,10 @@ class EmbeddedStack:
         self._lock = await asyncio.to_thread(lock_state, self._paths)
         try:
             try:
-                specs = await self._prepared()
+                specs = await self._prepare_in_thread()
             except OSError as error:
                 raise StackFailed(f"{self._paths.root} cannot hold the stack's state: {error}") from error
-            self._supervisor = Supervisor(self.record.stack_id, specs, self._hear)
+            self._supervisor = Supervisor(self.record.stack_id, specs, self._on_process_event)
             self._write_record(self.record)
             await self._supervisor.start()
             self._tasks = TaskOwner("stack")
@@ -223,7 +223,7 @@ class EmbeddedStack:
         self._lock.close()
         self._lock = None
 
-    async def _prepared(self) -> Sequence[ProcessSpec]:
+    async def _prepare_in_thread(self) -> Sequence[ProcessSpec]:
         notices: list[str] = []
         preparing = asyncio.get_running_loop().run_in_executor(None, self._prepare, notices)
         try:
@@ -284,7 +284,7 @@ class EmbeddedStack:
             ops_urls={name: f"http://127.0.0.1:{ports[use]}" for name, use in ops.items()},
         )
 
-    def _hear(self, event: ProcessEvent) -> None:
+    def _on_process_event(self, event: ProcessEvent) -> None:
         self._write_record(self.record)
         self._on_event(event)
 

@@ -166,17 +166,17 @@ class SupervisedProcess:
             wait_s = backoff_s(
                 max(0, crashes - 1), self.spec.restart_backoff_min_s, self.spec.restart_backoff_max_s
             )
-            told = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
+            message = f"{describe_exit(code)}; starting it again in {wait_s:.1f} s"
             full = disk_is_full(self.spec.log_path.parent)
-            self._tell(Happened.DIED, told if full is None else f"{told} ({full})")
+            self._emit(Happened.DIED, message if full is None else f"{message} ({full})")
             self._pid = 0
             # A killed guardian could not clean up; any other has left nothing.
             await asyncio.to_thread(kill_marked, self._stack_id, self.spec.name)
             await asyncio.sleep(wait_s)
             self._restarts += 1
 
-    async def stop(self, give_up_at: float) -> None:
-        """Stop the process in order; kill it and its descendants at ``give_up_at`` (the loop's time)."""
+    async def stop(self, stop_deadline: float) -> None:
+        """Stop the process in order; kill it and its descendants at ``stop_deadline`` (the loop's time)."""
         self.is_stopping = True
         async with self._starting:
             process = self._guardian
@@ -184,15 +184,15 @@ class SupervisedProcess:
             return
         loop = asyncio.get_running_loop()
         for number, deadline in (
-            (signal.SIGTERM, give_up_at),
-            (signal.SIGQUIT, max(give_up_at, loop.time()) + KILL_WAIT_S),
-            (signal.SIGKILL, max(give_up_at, loop.time()) + 2 * KILL_WAIT_S),
+            (signal.SIGTERM, stop_deadline),
+            (signal.SIGQUIT, max(stop_deadline, loop.time()) + KILL_WAIT_S),
+            (signal.SIGKILL, max(stop_deadline, loop.time()) + 2 * KILL_WAIT_S),
         ):
             _signal(process, number)
             if await _ended(process, deadline - loop.time()):
                 break
         self._is_ready = False
-        self._tell(Happened.STOPPED)
+        self._emit(Happened.STOPPED)
         self._pid = 0
 
     async def _run_once(self, first_deadline: float) -> int:
@@ -203,7 +203,7 @@ class SupervisedProcess:
             if self.is_stopping:
                 return 0
             process = await self._spawn()
-        self._tell(Happened.STARTED)
+        self._emit(Happened.STARTED)
         watch = TaskOwner(
             f"readiness {self.spec.name}", on_failure=lambda _name, error: self._on_first_start(error)
         )
@@ -265,7 +265,7 @@ class SupervisedProcess:
             await asyncio.sleep(_PROBE_WAIT_S)
         if process.returncode is None:
             self._is_ready = True
-            self._tell(Happened.READY)
+            self._emit(Happened.READY)
             self.was_ready.set()
             self._on_first_start(None)
 
@@ -277,7 +277,7 @@ class SupervisedProcess:
             f"{spec.name} did not start ({why}). The end of {spec.log_path}:\n{last_lines(spec.log_path)}"
         )
 
-    def _tell(self, happened: Happened, detail: str = "") -> None:
+    def _emit(self, happened: Happened, detail: str = "") -> None:
         self._on_event(
             ProcessEvent(
                 name=self.spec.name, happened=happened, pid=self._pid, restarts=self._restarts, detail=detail
@@ -313,9 +313,8 @@ class Supervisor:
     def __init__(self, stack_id: str, specs: Sequence[ProcessSpec], on_event: OnEvent) -> None:
         """``specs`` are in an order in which every process comes after those it depends on."""
         self._stack_id = stack_id
-        self._charges = {
-            spec.name: SupervisedProcess(spec, stack_id, self._hear_of_first_start, on_event)
-            for spec in specs
+        self._supervised = {
+            spec.name: SupervisedProcess(spec, stack_id, self._handle_first_start, on_event) for spec in specs
         }
         for position, spec in enumerate(specs):
             missing = set(spec.depends_on) - {earlier.name for earlier in specs[:position]}
@@ -327,7 +326,7 @@ class Supervisor:
     @property
     def processes(self) -> list[RunningProcess]:
         """Current state of every process."""
-        return [charge.running for charge in self._charges.values()]
+        return [supervised.running for supervised in self._supervised.values()]
 
     async def start(self) -> None:
         """Start all processes in order; return when all are ready.
@@ -337,9 +336,9 @@ class Supervisor:
         """
         self._outcome = asyncio.get_running_loop().create_future()
         guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 1)
-        for charge in self._charges.values():
-            needed = [self._charges[name].was_ready for name in charge.spec.depends_on]
-            self._owner.start(charge.keep(needed), name=charge.spec.name)
+        for supervised in self._supervised.values():
+            needed = [self._supervised[name].was_ready for name in supervised.spec.depends_on]
+            self._owner.start(supervised.keep(needed), name=supervised.spec.name)
         self._owner.start(self._sweep(), name="sweep")
         failure = await self._outcome
         if failure is not None:
@@ -348,20 +347,22 @@ class Supervisor:
 
     async def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """Stop every process, the last one first; kill those left after ``timeout_s``. Idempotent."""
-        give_up_at = asyncio.get_running_loop().time() + timeout_s
+        stop_deadline = asyncio.get_running_loop().time() + timeout_s
         self._end_start(StartFailed("it was stopped before everything was ready"))
-        for charge in self._charges.values():
-            charge.is_stopping = True
-        for charge in reversed(self._charges.values()):
-            await charge.stop(give_up_at)
+        for supervised in self._supervised.values():
+            supervised.is_stopping = True
+        for supervised in reversed(self._supervised.values()):
+            await supervised.stop(stop_deadline)
         await self._owner.close(timeout_s=KILL_WAIT_S)
         count = await asyncio.to_thread(kill_marked, self._stack_id)
         if count:
             _log.warning("leftovers_killed", stack_id=self._stack_id, count=count)
         guardian.prctl(guardian.PR_SET_CHILD_SUBREAPER, 0)
 
-    def _hear_of_first_start(self, failure: BaseException | None) -> None:
-        if failure is not None or all(charge.was_ready.is_set() for charge in self._charges.values()):
+    def _handle_first_start(self, failure: BaseException | None) -> None:
+        if failure is not None or all(
+            supervised.was_ready.is_set() for supervised in self._supervised.values()
+        ):
             self._end_start(failure)
 
     def _end_start(self, failure: BaseException | None) -> None:
@@ -374,8 +375,8 @@ class Supervisor:
         while True:
             await asyncio.sleep(_SWEEP_S)
             zombies = await asyncio.to_thread(reap_zombies, zombies)
-            for charge in self._charges.values():
+            for supervised in self._supervised.values():
                 try:
-                    await asyncio.to_thread(cut_when_long, charge.spec.log_path)
+                    await asyncio.to_thread(cut_when_long, supervised.spec.log_path)
                 except OSError as error:
-                    _log.warning("log_not_cut", path=str(charge.spec.log_path), error=str(error))
+                    _log.warning("log_not_cut", path=str(supervised.spec.log_path), error=str(error))

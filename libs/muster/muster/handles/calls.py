@@ -107,16 +107,16 @@ class ItemStream:
     """Items of one response. `put`, `end`, `wait_room` and `make_room` are for the router's thread, the rest for the
     reader's."""
 
-    def __init__(self, ask_for_room: Callable[[], None]) -> None:
-        """The reader calls ``ask_for_room`` when it has read while the router waits for capacity."""
+    def __init__(self, request_capacity: Callable[[], None]) -> None:
+        """The reader calls ``request_capacity`` when it has read while the router waits for capacity."""
         self.wakers: Final = Wakers()
         self.is_ended = False
         self._failure: Exception | None = None
         self._pieces: deque[memoryview] = deque()
         self._put_bytes = 0
         self._taken_bytes = 0
-        self._room: asyncio.Event | None = None
-        self._ask_for_room = ask_for_room
+        self._capacity: asyncio.Event | None = None
+        self._request_capacity = request_capacity
         self._reader = ItemReader()
 
     # -- the router's thread --
@@ -138,17 +138,17 @@ class ItemStream:
     async def wait_room(self) -> None:
         """Wait while more than `HELD_BYTES_MAX` wait to be read."""
         while self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:
-            room = self._room = asyncio.Event()
+            room = self._capacity = asyncio.Event()
             if (
                 self._put_bytes - self._taken_bytes > HELD_BYTES_MAX
             ):  # the reader checks for the event after it has read
                 await room.wait()
-        self._room = None
+        self._capacity = None
 
     def make_room(self) -> None:
         """Wake `wait_room`, which checks the capacity again."""
-        if self._room is not None:
-            self._room.set()
+        if self._capacity is not None:
+            self._capacity.set()
 
     # -- the reader's thread --
 
@@ -168,8 +168,8 @@ class ItemStream:
                 piece = self._pieces.popleft()
                 self._taken_bytes += len(piece)
                 self._reader.feed(piece)
-                if self._room is not None:
-                    self._ask_for_room()
+                if self._capacity is not None:
+                    self._request_capacity()
             elif not is_ended:
                 return NOTHING_YET
             elif self._failure is not None:
@@ -365,7 +365,7 @@ class HandleCall:
         self.finish(CallOutcome(failure=error))
 
 
-_families: Final[WeakKeyDictionary[asyncio.Task[object], set[HandleCall]]] = WeakKeyDictionary()
+_calls_by_task: Final[WeakKeyDictionary[asyncio.Task[object], set[HandleCall]]] = WeakKeyDictionary()
 
 
 def bind_to_request(call: HandleCall) -> None:
@@ -386,18 +386,18 @@ def bind_to_request(call: HandleCall) -> None:
         return
     if task is None:
         return
-    family = _families.get(task)
-    if family is None:
-        family = _families[task] = set()
-        task.add_done_callback(_leave)
-    family.add(call)
-    call.on_done = family.discard
+    task_calls = _calls_by_task.get(task)
+    if task_calls is None:
+        task_calls = _calls_by_task[task] = set()
+        task.add_done_callback(_on_task_done)
+    task_calls.add(call)
+    call.on_done = task_calls.discard
 
 
-def _leave(task: asyncio.Task[object]) -> None:
-    family = _families.pop(task, None)
-    if family and task.cancelled():
-        for call in list(family):
+def _on_task_done(task: asyncio.Task[object]) -> None:
+    task_calls = _calls_by_task.pop(task, None)
+    if task_calls and task.cancelled():
+        for call in list(task_calls):
             call.cancel()
 
 

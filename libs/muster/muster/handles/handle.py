@@ -232,7 +232,7 @@ class DeploymentHandle:
         unix_now = 0.0 if options.absolute_slo_ms is None else _clock.now()
         context = request_context.get()
         replica = current_replica()
-        body, sources = _prepared(args, kwargs)
+        body, sources = _build_body(args, kwargs)
         router = runtime()
         traceparent = "" if context is None else context.traceparent
         tracer = process_tracer()
@@ -282,7 +282,7 @@ class DeploymentHandle:
         for it. ``timeout_s``, ``relative_slo_ms`` and ``absolute_slo_ms`` (since 1970): the response must start by
         then; the earliest counts. ``idempotent``: the call may be sent again when its replica dies.
         """
-        given = {
+        overrides = {
             "method_name": method_name,
             "model_id": multiplexed_model_id,
             "stream": stream,
@@ -292,7 +292,7 @@ class DeploymentHandle:
             "absolute_slo_ms": absolute_slo_ms,
             "is_repeatable": idempotent,
         }
-        changed = {name: value for name, value in given.items() if value is not _UNSET}
+        changed = {name: value for name, value in overrides.items() if value is not _UNSET}
         options = check_options(msgspec.structs.replace(self._options, **changed))
         return DeploymentHandle(self._deployment_name, self._app_name, options)
 
@@ -334,7 +334,7 @@ def get_app_handle(name: str) -> DeploymentHandle:
     return DeploymentHandle("", check_name(name, "name"))
 
 
-def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sources | None]:
+def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sources | None]:
     """The body, or the arguments to build it from once other calls have ended."""
     for value in args:
         if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
@@ -346,11 +346,12 @@ def _prepared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sou
         else:
             return pickle_arguments(args, kwargs), None
     return b"", Sources(
-        [_part(value) for value in args], {name: _part(value) for name, value in kwargs.items()}
+        [_pickle_argument(value) for value in args],
+        {name: _pickle_argument(value) for name, value in kwargs.items()},
     )
 
 
-def _part(value: Any) -> Any:
+def _pickle_argument(value: Any) -> Any:
     if isinstance(value, DeploymentResponse):
         return value.call
     if isinstance(value, DeploymentResponseGenerator):

@@ -60,20 +60,20 @@ def pickle_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
         body = pickle.dumps((tuple(args), kwargs), pickle.HIGHEST_PROTOCOL)
     else:
         body = cloudpickle.dumps((tuple(args), dict(kwargs)))
-    return _limited(body)
+    return _check_size(body)
 
 
 def pickle_one(value: Any) -> Sent:
     """Pickle one argument, to be joined with others later; raises as `pickle_arguments` does."""
-    return Sent(_limited(cloudpickle.dumps(value)))
+    return Sent(_check_size(cloudpickle.dumps(value)))
 
 
 def join_arguments(args: Sequence[Sent], kwargs: Mapping[str, Sent]) -> bytes:
     """Build the body of a call from pickled arguments. Raises `LimitReached`."""
-    return _limited(pickle.dumps((tuple(args), dict(kwargs)), pickle.HIGHEST_PROTOCOL))
+    return _check_size(pickle.dumps((tuple(args), dict(kwargs)), pickle.HIGHEST_PROTOCOL))
 
 
-def _limited(body: bytes) -> bytes:
+def _check_size(body: bytes) -> bytes:
     if len(body) > BODY_BYTES_MAX:
         raise ArgumentsTooLarge(
             f"the arguments have {len(body)} bytes; a call takes at most {BODY_BYTES_MAX}"
@@ -97,7 +97,7 @@ def to_exception(error: ServeError) -> Exception:
     Sets `ServeError.is_of_call` unless the deployment's code raised it or the caller cancelled the call.
     """
     if isinstance(error, ReplicaError):
-        exception = _of_replica(error)
+        exception = _from_replica_error(error)
         is_own = error.code == UserCodeRaised.error_code
     else:
         exception = error
@@ -107,11 +107,11 @@ def to_exception(error: ServeError) -> Exception:
     return exception
 
 
-def _of_replica(error: ReplicaError) -> Exception:
+def _from_replica_error(error: ReplicaError) -> Exception:
     raised = _read_raised(error.raised)
     exception = None if raised is None else _restore(raised.pickled)
     if exception is None:
-        exception = _by_code(error)
+        exception = _from_code(error)
     if raised is not None and raised.traceback:
         # The newest one contains those before it.
         notes = [note for note in getattr(exception, "__notes__", ()) if not note.startswith(_REMOTE)]
@@ -140,7 +140,7 @@ def _restore(pickled: bytes) -> Exception | None:
     return exception if is_usable else None
 
 
-def _by_code(error: ReplicaError) -> Exception:
+def _from_code(error: ReplicaError) -> Exception:
     message = str(error)
     if error.code == BadField.error_code:
         field, _, reason = message.partition(": ")

@@ -70,7 +70,7 @@ class HandleRouter:
     def take(self, call: HandleCall) -> None:
         """Do the next step for ``call``; for `Mailbox`."""
         try:
-            self._look_at(call)
+            self._process(call)
         except ServeError as error:
             call.fail(error)
         except Exception as error:  # noqa: BLE001 - the caller must get the error, and other calls must go on
@@ -84,14 +84,14 @@ class HandleRouter:
                 self._routes.confirm(HTTP_KEY)  # HTTP's options mean nothing here
         finally:
             self._ingresses.clear()
-            self._try_waiting()
+            self._retry_waiting()
 
     def fail_all(self, error: ServeError) -> None:
         """Fail waiting and future calls permanently."""
         if self.failure is None:
             self.failure = error
             self.failed_at = time.monotonic()
-        self._try_waiting()
+        self._retry_waiting()
 
     def queues(self) -> dict[BackendTag, HandleQueue]:
         """Queue of each backend that was called; callable from any thread."""
@@ -112,7 +112,7 @@ class HandleRouter:
 
     # -- before a call is a request --
 
-    def _look_at(self, call: HandleCall) -> None:
+    def _process(self, call: HandleCall) -> None:
         if call.outcome is not None:
             return
         if call.is_cancelled:
@@ -157,7 +157,7 @@ class HandleRouter:
         left_s = call.deadline - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"the deadline of the call of {endpoint.tag!r} had passed")
-        ask = RequestSpec(
+        spec = RequestSpec(
             endpoint=endpoint,
             kind=RequestKind.PYTHON,
             method="",
@@ -176,15 +176,15 @@ class HandleRouter:
             trace=call.trace,
         )
         if endpoint.shadows:
-            self._shadows.copy(ask)
+            self._shadows.copy(spec)
 
-        def on_answer(routed: Call, answer: Response) -> None:
-            self._answered(call, routed, answer)
+        def on_response(routed: Call, response: Response) -> None:
+            self._on_response(call, routed, response)
 
         def on_error(_routed: Call, error: ServeError) -> None:
             call.fail(error)
 
-        routed = self._dispatcher.begin(ask, on_answer, on_error)
+        routed = self._dispatcher.begin(spec, on_response, on_error)
         if call.outcome is None:
             call.routed = routed
 
@@ -224,12 +224,12 @@ class HandleRouter:
         now = self._loop.time()
         for call in [call for call in self._waiting if now >= call.wait_until]:
             del self._waiting[call]
-            call.fail(self._why_waited(call))
+            call.fail(self._wait_error(call))
         self._is_sweeping = bool(self._waiting)
         if self._is_sweeping:
             self._loop.call_later(_SWEEP_S, self._sweep)
 
-    def _why_waited(self, call: HandleCall) -> ServeError:
+    def _wait_error(self, call: HandleCall) -> ServeError:
         if call.deadline <= time.monotonic():
             return DeadlineExceeded(f"the deadline of the call of {call.endpoint!r} has passed")
         if not self._routes.is_filled:
@@ -238,7 +238,7 @@ class HandleRouter:
             return NotFound(f"there is no application {call.endpoint[:-1]!r} with an ingress")
         return NotFound(f"there is no deployment {call.endpoint!r}")
 
-    def _try_waiting(self) -> None:
+    def _retry_waiting(self) -> None:
         for call in list(self._waiting):
             self.take(call)
 
@@ -252,17 +252,17 @@ class HandleRouter:
 
     # -- answers --
 
-    def _answered(self, call: HandleCall, routed: Call, answer: Response) -> None:
+    def _on_response(self, call: HandleCall, routed: Call, response: Response) -> None:
         """Runs in the read path of the bus connection."""
         if call.items is not None:
-            call.items.put(answer.body if answer.stream is None else _NO_BYTES)
-        if answer.stream is None:
-            call.finish(CallOutcome(body=answer.body))
+            call.items.put(response.body if response.stream is None else _NO_BYTES)
+        if response.stream is None:
+            call.finish(CallOutcome(body=response.body))
             return
         call.routed = routed  # the response may arrive before `begin` returns
-        call.work = self._tasks.start(self._follow(call, routed, answer.stream), "answer")
+        call.work = self._tasks.start(self._read_stream(call, routed, response.stream), "answer")
 
-    async def _follow(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:
+    async def _read_stream(self, call: HandleCall, routed: Call, body: ResponseBody) -> None:
         """Read a streamed response."""
         pieces: list[memoryview] = []
         size = 0

@@ -87,7 +87,7 @@ _CONNECT_ROUND_S: Final = 10.0
 _FLUSH_S: Final = 5.0
 _CLOSE_TIMEOUT_S: Final = 2.0
 _START_TIMEOUT_S: Final = 10.0
-_TRY_ANEW_S: Final = 1.0
+_RETRY_AFTER_S: Final = 1.0
 """Seconds between a failure and a new attempt: a program that calls in a loop must not connect as often."""
 
 
@@ -97,7 +97,7 @@ class _Parts:
 
     def __init__(self, settings: BusSettings, login: Login | None, name: str) -> None:
         """Creates all components and starts none; must be called on the loop."""
-        chance = random.Random()  # noqa: S311 - spreads load, guards nothing
+        rng = random.Random()  # noqa: S311 - spreads load, guards nothing
         self._settings = settings
         self._bus = BusConnection(
             BusOptions(
@@ -111,14 +111,14 @@ class _Parts:
                 ping_interval_s=ROUTER_PING_INTERVAL_S,
                 outstanding_pings_max=ROUTER_PINGS_MAX,
             ),
-            chance,
+            rng,
         )
         subjects, loop = Subjects(settings.subject_prefix), asyncio.get_running_loop()
-        routes = Routes(chance.random)
+        routes = Routes(rng.random)
         inbox = Inbox(self._bus, f"handles-{uuid.uuid4().hex[:12]}")
         outgoing = Outgoing(self._bus, inbox, subjects)
         dispatcher = Dispatcher(routes, outgoing, bus_wait_s=BUS_WAIT_S)
-        shadows = Shadows(dispatcher, chance.random, loop.time)
+        shadows = Shadows(dispatcher, rng.random, loop.time)
         self.router = HandleRouter(dispatcher, routes, shadows)
         self.mailbox: Mailbox[HandleCall] = Mailbox(loop, self.router.take)
         self._bucket = BucketConnection(
@@ -126,7 +126,7 @@ class _Parts:
         )
         models = ModelHolders(routes, subjects, loop.time)
         self._bus.subscribe(subjects.all_models, models.take)
-        self._beat = RequestTimers(dispatcher, routes, outgoing, models)
+        self._timers = RequestTimers(dispatcher, routes, outgoing, models)
         self._tasks = TaskOwner("handles", on_failure=self._task_failed)
         self._bus.on_connected.append(dispatcher.bus_is_back)
         self._bus.on_answers_again.append(dispatcher.bus_answers_again)
@@ -136,7 +136,7 @@ class _Parts:
     def start(self) -> None:
         """Connect in the background; calls wait meanwhile."""
         self._tasks.start(self._connect(), "connect")
-        self._tasks.start(self._beat.run(), "beat")
+        self._tasks.start(self._timers.run(), "beat")
         if isinstance(self._login, HeldLogin):
             self._login.listen(self._renew)
 
@@ -203,7 +203,7 @@ class Runtime:
         self._thread = LoopThread("muster-handles")
         replica = current_replica()
         login = login_of(settings) if replica is None or settings is not replica.bus else replica.login
-        self._parts = self._thread.submit(_made(settings, login, name)).result(_START_TIMEOUT_S)
+        self._parts = self._thread.submit(_start_parts(settings, login, name)).result(_START_TIMEOUT_S)
         self._mailbox = self._parts.mailbox
         if replica is not None:
             replica.handle_queues = self._parts.router.queues
@@ -212,7 +212,7 @@ class Runtime:
     def is_spent(self) -> bool:
         """True when it has failed permanently, long enough ago to replace it by a new one."""
         router = self._parts.router
-        return router.failure is not None and time.monotonic() - router.failed_at >= _TRY_ANEW_S
+        return router.failure is not None and time.monotonic() - router.failed_at >= _RETRY_AFTER_S
 
     def post(self, call: HandleCall) -> None:
         """Hand ``call`` to the router."""
@@ -230,7 +230,7 @@ class Runtime:
         self._thread.stop(_CLOSE_TIMEOUT_S)
 
 
-async def _made(settings: BusSettings, login: Login | None, name: str) -> _Parts:
+async def _start_parts(settings: BusSettings, login: Login | None, name: str) -> _Parts:
     parts = _Parts(settings, login, name)
     parts.start()
     return parts
@@ -238,7 +238,7 @@ async def _made(settings: BusSettings, login: Login | None, name: str) -> _Parts
 
 _lock = threading.Lock()
 _runtime: Runtime | None = None
-_chosen: BusSettings | None = None
+_chosen_settings: BusSettings | None = None
 """Settings that `connect` or `use` was called with; None: search for a stack."""
 
 
@@ -253,7 +253,7 @@ def runtime() -> Runtime:
             _runtime.close()
             _runtime = None
         if _runtime is None:
-            _runtime = Runtime(_chosen or find_bus(), _own_name())
+            _runtime = Runtime(_chosen_settings or find_bus(), _own_name())
         return _runtime
 
 
@@ -285,9 +285,9 @@ def connect(
 
 def use(settings: BusSettings) -> None:
     """Like `connect`, with complete settings."""
-    global _runtime, _chosen  # noqa: PLW0603 - as above
+    global _runtime, _chosen_settings  # noqa: PLW0603 - as above
     with _lock:
-        _chosen = settings
+        _chosen_settings = settings
         if _runtime is not None:
             _runtime.close()
         _runtime = Runtime(settings, _own_name())
@@ -295,9 +295,9 @@ def use(settings: BusSettings) -> None:
 
 def disconnect() -> None:
     """Fail the calls under way, disconnect, and discard the settings of `connect`; the next call connects again."""
-    global _runtime, _chosen
+    global _runtime, _chosen_settings
     with _lock:
-        running, _runtime, _chosen = _runtime, None, None
+        running, _runtime, _chosen_settings = _runtime, None, None
         if running is not None:
             running.close()
 
@@ -307,7 +307,7 @@ def _own_name() -> str:
     return f"handles of {'process ' + str(os.getpid()) if replica is None else replica.replica_tag}"
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """Discard the runtime in a forked child: its thread does not exist there, its calls belong to the parent."""
     global _runtime, _lock  # noqa: PLW0603 - as above
     _runtime = None
@@ -315,4 +315,4 @@ def _forget() -> None:
 
 
 atexit.register(disconnect)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)

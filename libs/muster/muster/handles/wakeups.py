@@ -24,7 +24,7 @@ def _wake(waiter: asyncio.Future[None]) -> None:
 _mailboxes: Final[dict[asyncio.AbstractEventLoop, Mailbox[asyncio.Future[None]]]] = {}
 
 
-def _mailbox_of(loop: asyncio.AbstractEventLoop) -> Mailbox[asyncio.Future[None]]:
+def _get_mailbox(loop: asyncio.AbstractEventLoop) -> Mailbox[asyncio.Future[None]]:
     mailbox = _mailboxes.get(loop)
     if mailbox is None:
         for other in [known for known in list(_mailboxes) if known.is_closed()]:
@@ -37,7 +37,7 @@ def waiter_here() -> tuple[asyncio.Future[None], Waker]:
     """A future of the running loop, and a waker that resolves it from any thread."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[None] = loop.create_future()
-    mailbox = _mailbox_of(loop)
+    mailbox = _get_mailbox(loop)
     return waiter, lambda: mailbox.put(waiter)
 
 

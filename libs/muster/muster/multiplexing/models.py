@@ -26,20 +26,20 @@ _log = structlog.get_logger(__name__)
 CLOSE_TIMEOUT_S: Final = 30.0
 
 
-async def close_model(model_id: str, held: list[Any]) -> None:
-    """Close the only model in ``held`` and let go of it; ``held`` is empty afterwards.
+async def close_model(model_id: str, holder: list[Any]) -> None:
+    """Close the only model in ``holder`` and let go of it; ``holder`` is empty afterwards.
 
     An ``aclose()`` or an async ``__del__`` is awaited; a plain ``__del__`` is called by Python itself, once, in a
     thread. What they raise is logged: no caller waits for it.
     """
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await _close(held[0])
+            await _close(holder[0])
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError) and cancellations():
             raise
         _log.exception("model_not_closed", model_id=model_id, error=repr(error))
-    if await asyncio.to_thread(_let_go, held):
+    if await asyncio.to_thread(_release, holder):
         _log.info("model_still_referenced", model_id=model_id)
 
 
@@ -57,14 +57,14 @@ async def _close(model: Any) -> None:
                 model.__class__ = type(kind.__name__, (kind,), quiet)
 
 
-def _let_go(held: list[Any]) -> bool:
+def _release(holder: list[Any]) -> bool:
     """Drop the reference; True when the model is still referenced elsewhere."""
     try:
-        reference = weakref.ref(held[0])
+        reference = weakref.ref(holder[0])
     except TypeError:
-        held.clear()
+        holder.clear()
         return False
-    held.clear()
+    holder.clear()
     if reference() is not None:
         gc.collect()
     return reference() is not None
@@ -87,18 +87,18 @@ _ERROR: Final = ("error",)
 class _Model:
     """One model, from its first request until it is closed."""
 
-    __slots__ = ("has_begun", "held", "is_evicted", "is_loaded", "load", "model_id", "users", "waiting")
+    __slots__ = ("has_started", "holder", "is_evicted", "is_loaded", "load", "model_id", "users", "waiting")
 
     def __init__(self, model_id: str) -> None:
         self.model_id = model_id
-        self.held: list[Any] = []
+        self.holder: list[Any] = []
         """The user's object as the only element, once it is loaded."""
         self.is_loaded = False
         self.is_evicted = False
         self.users: set[asyncio.Task[Any]] = set()
         self.waiting: dict[asyncio.Future[None], asyncio.Task[Any] | None] = {}
         self.load: OwnedTask | None = None
-        self.has_begun = False
+        self.has_started = False
 
 
 @final
@@ -107,20 +107,20 @@ class Models:
 
     def __init__(self, name: str, places: int) -> None:
         self.loop = asyncio.get_running_loop()
-        self._shelf: ModelCache[_Model] = ModelCache(places)
-        self._wanted: dict[str, _Model] = {}
+        self._cache: ModelCache[_Model] = ModelCache(places)
+        self._pending: dict[str, _Model] = {}
         """Models that wait for a place."""
         self._waiting_tasks: set[asyncio.Task[Any]] = set()
         """Tasks that wait for a model, and so use no other one meanwhile."""
         self._waiting_for_place: list[asyncio.Future[None]] = []
         self._num_loaded = 0
         self._tasks = TaskOwner(f"models.{name}")
-        self._nobodys_context = before_requests.copy()
+        self._base_context = before_requests.copy()
         _all.add(self)
 
     def ids(self) -> list[str]:
         """Ids of the models that are held or being loaded."""
-        return [*self._shelf, *self._wanted]
+        return [*self._cache, *self._pending]
 
     @property
     def num_loaded(self) -> int:
@@ -129,15 +129,15 @@ class Models:
 
     async def get(self, model_id: str, load: Load) -> Any:
         """Return the model, loading it with ``load`` if needed. Raises what ``load`` raises."""
-        model = self._shelf.use(model_id) or self._wanted.get(model_id)
+        model = self._cache.use(model_id) or self._pending.get(model_id)
         if model is None:
-            model = self._wanted[model_id] = _Model(model_id)
-            model.load = self._nobodys_context.run(self._start, self._load(model, load), model_id)
+            model = self._pending[model_id] = _Model(model_id)
+            model.load = self._base_context.run(self._start, self._load(model, load), model_id)
             publish_models()
         self._note_user(model)
         if not model.is_loaded:
             await self._wait_for(model)
-        return model.held[0]
+        return model.holder[0]
 
     def _start(self, coro: Any, name: str) -> OwnedTask:
         return self._tasks.start(coro, name)
@@ -150,16 +150,16 @@ class Models:
             return
         model.users.add(task)
 
-        def is_done(task: asyncio.Task[Any]) -> None:
+        def on_done(task: asyncio.Task[Any]) -> None:
             model.users.discard(task)
             if model.users:
                 return
             if model.is_evicted:
-                self._nobodys_context.run(self._start, self._close(model), model.model_id)
+                self._base_context.run(self._start, self._close(model), model.model_id)
             else:
-                self._look_for_places()
+                self._notify_place_waiters()
 
-        task.add_done_callback(is_done)
+        task.add_done_callback(on_done)
 
     async def _wait_for(self, model: _Model) -> None:
         task = asyncio.current_task()
@@ -167,7 +167,7 @@ class Models:
         model.waiting[loaded] = task
         if task is not None:
             self._waiting_tasks.add(task)
-            self._look_for_places()  # models that this task used may be evicted now
+            self._notify_place_waiters()  # models that this task used may be evicted now
         try:
             await loaded
         finally:
@@ -176,14 +176,14 @@ class Models:
             model.waiting.pop(loaded, None)
             if loaded.done() and not loaded.cancelled():
                 loaded.exception()  # retrieved, as it may have been set at the moment this task was cancelled
-            if not model.waiting and self._wanted.get(model.model_id) is model:
+            if not model.waiting and self._pending.get(model.model_id) is model:
                 # No caller is left, and it has no place yet.
-                del self._wanted[model.model_id]
-                if model.has_begun and model.load is not None:
+                del self._pending[model.model_id]
+                if model.has_started and model.load is not None:
                     model.load.cancel()
                 publish_models()
 
-    def _tell(self, model: _Model, error: BaseException | None) -> None:
+    def _notify(self, model: _Model, error: BaseException | None) -> None:
         """Wake all callers that wait for ``model``, with ``error`` if loading failed."""
         for loaded, task in model.waiting.items():
             if task is not None:
@@ -197,64 +197,66 @@ class Models:
     # -- loading --
 
     async def _load(self, model: _Model, load: Load) -> None:
-        model.has_begun = True
+        model.has_started = True
         model_id = model.model_id
-        if self._wanted.get(model_id) is not model:
+        if self._pending.get(model_id) is not model:
             return  # the callers were gone before this started
         request_context.set(RequestContext(model_id=model_id))
         failure: BaseException | None = None
-        began_at: float | None = None
+        started_at: float | None = None
         try:
             await self._take_place(model)
-            began_at = self.loop.time()
-            model.held.append(await load())
+            started_at = self.loop.time()
+            model.holder.append(await load())
             model.is_loaded = True
             self._num_loaded += 1
         except BaseException as error:  # noqa: BLE001 - even SystemExit is for the callers, not for the event loop
             failure = error
-            if self._wanted.get(model_id) is model:
-                del self._wanted[model_id]
-            elif self._shelf.use(model_id) is model:
-                self._shelf.remove(model_id)
+            if self._pending.get(model_id) is model:
+                del self._pending[model_id]
+            elif self._cache.use(model_id) is model:
+                self._cache.remove(model_id)
             if isinstance(error, asyncio.CancelledError | StopIteration):
                 failure = RuntimeError(f"loading model {model_id!r} ended with {type(error).__name__}")
                 failure.__cause__ = error
             if not model.waiting and not isinstance(error, asyncio.CancelledError):
                 _log.error("model_not_loaded", model_id=model_id, exc_info=error)
-        if began_at is not None:
+        if started_at is not None:
             _LOADS.add(1.0, _OK if failure is None else _ERROR)
-            _LOAD_SECONDS.observe(self.loop.time() - began_at)
-        self._tell(model, failure)
+            _LOAD_SECONDS.observe(self.loop.time() - started_at)
+        self._notify(model, failure)
         failure = None  # its traceback holds this frame
-        self._look_for_places()
+        self._notify_place_waiters()
         publish_models()
 
     async def _take_place(self, model: _Model) -> None:
         """Give ``model`` a place in the cache; another one may have to be evicted first."""
-        goes: _Model | None = None
+        evicted: _Model | None = None
         wait_until = self.loop.time() + PLACE_WAIT_S
-        while not self._shelf.has_room:
-            goes = self._evict(self._is_idle)
-            if goes is None and self.loop.time() >= wait_until:
-                goes = self._evict(lambda other: other.is_loaded)
-                if goes is not None:
-                    _log.warning("model_evicted_in_use", model_id=goes.model_id, for_model_id=model.model_id)
-            if goes is None:
+        while not self._cache.has_room:
+            evicted = self._evict(self._is_idle)
+            if evicted is None and self.loop.time() >= wait_until:
+                evicted = self._evict(lambda other: other.is_loaded)
+                if evicted is not None:
+                    _log.warning(
+                        "model_evicted_in_use", model_id=evicted.model_id, for_model_id=model.model_id
+                    )
+            if evicted is None:
                 await self._wait_for_change(wait_until)
-        self._shelf.put(model.model_id, model)
-        del self._wanted[model.model_id]
+        self._cache.put(model.model_id, model)
+        del self._pending[model.model_id]
         publish_models()
-        if goes is not None and not goes.users:
-            await self._close(goes)
+        if evicted is not None and not evicted.users:
+            await self._close(evicted)
 
     def _is_idle(self, model: _Model) -> bool:
         return model.is_loaded and model.users <= self._waiting_tasks
 
     def _evict(self, may_go: Callable[[_Model], bool]) -> _Model | None:
-        model_id = self._shelf.choose_who_goes(may_go)
+        model_id = self._cache.choose_who_goes(may_go)
         if model_id is None:
             return None
-        model = self._shelf.remove(model_id)
+        model = self._cache.remove(model_id)
         assert model is not None
         model.is_evicted = True
         _EVICTIONS.add(1.0)
@@ -272,29 +274,29 @@ class Models:
         finally:
             self._waiting_for_place.remove(change)
 
-    def _look_for_places(self) -> None:
+    def _notify_place_waiters(self) -> None:
         for change in self._waiting_for_place:
             if not change.done():
                 change.set_result(None)
 
     async def _close(self, model: _Model) -> None:
         try:
-            await close_model(model.model_id, model.held)
+            await close_model(model.model_id, model.holder)
         finally:
             self._num_loaded -= 1
-            _show_loaded()
+            _update_loaded_gauge()
 
 
 _all: weakref.WeakSet[Models] = weakref.WeakSet()
 
 
-def _show_loaded() -> None:
+def _update_loaded_gauge() -> None:
     _LOADED.set(sum(models.num_loaded for models in _all))
 
 
 def publish_models() -> None:
     """Publish to routers which models this replica holds, in all instances; does nothing outside of replicas."""
-    _show_loaded()
+    _update_loaded_gauge()
     replica = current_replica()
     if replica is not None and replica.publish_models is not None:
         replica.publish_models(sorted({model_id for models in _all for model_id in models.ids()}))
