@@ -13,9 +13,9 @@ import typer
 from rich.text import Text
 
 from muster.cli import parsing
-from muster.cli.changes import ChangeRequest, changing
-from muster.cli.output import brief, complain, print_table, styled, table
-from muster.cli.queries import Question, asking, group
+from muster.cli.changes import ChangeRequest, change_command
+from muster.cli.output import print_error, print_table, shorten, style_state, table
+from muster.cli.queries import ReadRequest, group, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import DeleteApplication, DeployApplication, DeploymentSpec
 from serve_common.api.views import ApplicationView
@@ -84,7 +84,7 @@ def _spec(spec: DeploymentSpec, at: str, base: Path, notes: list[str]) -> Deploy
     check_backend_config(spec.backend_config, f"{at}.backend_config")
     check_endpoint_options(spec.endpoint_options, f"{at}.endpoint_options")
     code = check_replica_config(spec.replica_config, f"{at}.replica_config")
-    place, note = parsing.place_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
+    place, note = parsing.resolve_app_dir(code.app_dir or None, base, f"{at}.replica_config.app_dir")
     if note and note not in notes:
         notes.append(note)
     return msgspec.structs.replace(spec, replica_config=msgspec.structs.replace(code, app_dir=place))
@@ -110,7 +110,7 @@ def _field_of(text: str) -> BadField:
 app = group("Applications, several deployments as one: deploy, delete, list.")
 
 
-@changing(timeout_s=600.0)
+@change_command(timeout_s=600.0)
 def deploy(
     session: Session,
     *,
@@ -147,13 +147,16 @@ def deploy(
     """
     request, notes = read_application(file, session.directory)
     for note in notes:
-        complain(note)
+        print_error(note)
     return ChangeRequest(
-        command=request, what=f"application {request.name}", done="is deployed", look="muster app list"
+        command=request,
+        what=f"application {request.name}",
+        done="is deployed",
+        progress_command="muster app list",
     )
 
 
-@changing()
+@change_command()
 def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -171,14 +174,14 @@ def delete(
         what=f"application {name}",
         done="is deleted",
         already="does not exist",
-        look="muster app list",
+        progress_command="muster app list",
     )
 
 
-@asking
-def list_(session: Session) -> Question[list[ApplicationView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_(session: Session) -> ReadRequest[list[ApplicationView]]:  # noqa: ARG001 - every command gets it
     """List applications."""
-    return Question(lambda admin: admin.get_all_applications(), _show_applications)
+    return ReadRequest(lambda admin: admin.get_all_applications(), _show_applications)
 
 
 def _show_applications(views: Sequence[ApplicationView]) -> None:
@@ -186,11 +189,11 @@ def _show_applications(views: Sequence[ApplicationView]) -> None:
     for view in views:
         rows.add_row(
             Text(view.name),
-            styled(view.status.value),
+            style_state(view.status.value),
             Text(view.route_prefix or "-"),
             Text(view.ingress),
             Text(", ".join(view.deployments)),
-            Text(brief(view.message)),
+            Text(shorten(view.message)),
         )
     print_table("Applications", rows)
 

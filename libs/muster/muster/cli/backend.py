@@ -8,17 +8,26 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from muster.cli.changes import ChangeRequest, changing
+from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.config_options import (
     BACKEND_CHANGES,
     BACKEND_OPTIONS,
     CODE_OPTIONS,
-    backend_config_of,
-    partial_backend_config,
-    replica_config_of,
+    build_backend_config,
+    build_replica_config,
+    parse_backend_overrides,
 )
-from muster.cli.output import brief, config_facts, counts, print_facts, print_table, short_name, styled, table
-from muster.cli.queries import Question, asking, group
+from muster.cli.output import (
+    counts,
+    get_config_facts,
+    print_facts,
+    print_table,
+    short_name,
+    shorten,
+    style_state,
+    table,
+)
+from muster.cli.queries import ReadRequest, group, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import Change, CreateBackend, DeleteBackend, UpdateBackendConfig
 from serve_common.api.queries import GetBackendConfig
@@ -30,7 +39,7 @@ Tag = Annotated[str, typer.Argument(metavar="BACKEND", help="Tag of the backend,
 app = group("Backends, code with its replicas: create, update, delete, config, list.")
 
 
-@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
+@change_command(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS))
 def create(
     session: Session,
     *,
@@ -50,15 +59,15 @@ def create(
     return _change_request(
         CreateBackend(
             backend_tag=deployment_tag(tag, "BACKEND"),
-            replica_config=replica_config_of(import_path, overrides, session.directory),
-            backend_config=backend_config_of(overrides, session.directory),
+            replica_config=build_replica_config(import_path, overrides, session.directory),
+            backend_config=build_backend_config(overrides, session.directory),
         ),
         tag,
         "is created",
     )
 
 
-@changing(timeout_s=600.0, options=BACKEND_CHANGES)
+@change_command(timeout_s=600.0, options=BACKEND_CHANGES)
 def update(
     session: Session,
     *,
@@ -82,14 +91,14 @@ def update(
     return _change_request(
         UpdateBackendConfig(
             backend_tag=deployment_tag(tag, "BACKEND"),
-            config=partial_backend_config(overrides, config, session.directory),
+            config=parse_backend_overrides(overrides, config, session.directory),
         ),
         tag,
         "is updated",
     )
 
 
-@changing()
+@change_command()
 def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -109,33 +118,35 @@ def delete(
     return _change_request(request, tag, "is deleted", "does not exist")
 
 
-@asking
+@query_command
 def config(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     tag: Tag,
-) -> Question[BackendConfigView]:
+) -> ReadRequest[BackendConfigView]:
     """Show a backend's configuration."""
     query = GetBackendConfig(backend_tag=deployment_tag(tag, "BACKEND"))
-    return Question(lambda admin: admin.get_backend_config(query), _show_config)
+    return ReadRequest(lambda admin: admin.get_backend_config(query), _show_config)
 
 
-@asking
-def list_(session: Session) -> Question[list[BackendView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_(session: Session) -> ReadRequest[list[BackendView]]:  # noqa: ARG001 - every command gets it
     """List backends, those of deployments included."""
-    return Question(lambda admin: admin.get_all_backends(), _show_backends)
+    return ReadRequest(lambda admin: admin.get_all_backends(), _show_backends)
 
 
 def _change_request(
     command: Change, tag: str, done: str, already: str = "is already as given"
 ) -> ChangeRequest:
     what = f"backend {short_name(tag)}"
-    return ChangeRequest(command=command, what=what, done=done, already=already, look="muster backend list")
+    return ChangeRequest(
+        command=command, what=what, done=done, already=already, progress_command="muster backend list"
+    )
 
 
 def _show_config(view: BackendConfigView) -> None:
     facts = {"backend": short_name(view.backend_tag), "version": view.version or "(none)"}
-    print_facts({**facts, **config_facts(view.backend_config, view.replica_config)})
+    print_facts({**facts, **get_config_facts(view.backend_config, view.replica_config)})
 
 
 def _show_backends(views: Sequence[BackendView]) -> None:
@@ -143,10 +154,10 @@ def _show_backends(views: Sequence[BackendView]) -> None:
     for view in views:
         rows.add_row(
             Text(short_name(view.backend_tag)),
-            styled(view.status.value),
+            style_state(view.status.value),
             Text(counts(view.replicas, view.backend_config)),
             Text(view.replica_config.import_path),
-            Text(brief(view.message)),
+            Text(shorten(view.message)),
         )
     print_table("Backends", rows)
 

@@ -14,20 +14,20 @@ import typer
 
 from muster import secrets as stack_secrets
 from muster.cli.changes import confirm, show_progress
-from muster.cli.output import Progress, complain, print_json, say
+from muster.cli.output import Progress, print_error, print_json, print_line
 from muster.cli.ports import AdminPort
 from muster.cli.queries import (
     STACK_OPTIONS,
     JsonOption,
     NoWaitOption,
-    Question,
+    ReadRequest,
     TimeoutOption,
-    asking,
-    composed,
+    build_command,
     parameter,
-    stack_choice,
+    pop_stack_choice,
+    query_command,
 )
-from muster.cli.session import ExitCode, Session, session_of
+from muster.cli.session import ExitCode, Session, get_session
 from muster.client.address import StackAddress
 from serve_common.api.commands import RestoreReply
 from serve_common.api.views import GoalStatus
@@ -57,13 +57,13 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     pending: list[GoalId] = []
 
 
-@asking
+@query_command
 def backup(
     session: Session,
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, readable by its owner only.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-) -> Question[Written]:
+) -> ReadRequest[Written]:
     """Write everything that is deployed into a file.
 
     Example:
@@ -84,7 +84,7 @@ def backup(
         _write(path, data)
         return Written(file=str(file), size_bytes=len(data))
 
-    return Question(ask, lambda done: say(f"{done.file} is written ({done.size_bytes} bytes)"))
+    return ReadRequest(ask, lambda done: print_line(f"{done.file} is written ({done.size_bytes} bytes)"))
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -123,16 +123,16 @@ def _restore(
 
 
 def _run(context: typer.Context, values: dict[str, Any]) -> None:
-    session = session_of(context)
+    session = get_session(context)
     as_json, timeout_s, no_wait = values.pop("as_json"), values.pop("timeout_s"), values.pop("no_wait")
-    choice = stack_choice(values)
+    choice = pop_stack_choice(values)
     file, yes = values["file"], values["yes"]
     with session.reporting(as_json=as_json):
         data = _read(session.directory / file)
         address = session.find_stack(choice)
         checked = _query(session, address, lambda admin: admin.send_backup(data, confirm=False))
         if not yes:
-            complain(f"{file}: {checked.summary}")
+            print_error(f"{file}: {checked.summary}")
             confirm("Make this, and nothing else, be deployed?")
     with session.reporting(
         as_json=as_json, interrupted="stopped waiting; the restore goes on: 'muster status'"
@@ -187,11 +187,11 @@ def _show(restored: Restored, file: Path, *, as_json: bool, is_waiting: bool) ->
     if as_json:
         print_json(restored)
     elif not restored.failed and not restored.pending:
-        say(f"{file} is {'restored' if is_waiting else 'accepted'}: {restored.backup}")
+        print_line(f"{file} is {'restored' if is_waiting else 'accepted'}: {restored.backup}")
     for goal_id, why in restored.failed.items():
-        complain(f"{goal_id} failed: {why}")
+        print_error(f"{goal_id} failed: {why}")
     if restored.pending:
-        complain(f"{len(restored.pending)} goals are still pending: 'muster status'")
+        print_error(f"{len(restored.pending)} goals are still pending: 'muster status'")
     if restored.failed:
         raise typer.Exit(ExitCode.FAILED)
     if restored.pending:
@@ -199,7 +199,7 @@ def _show(restored: Restored, file: Path, *, as_json: bool, is_waiting: bool) ->
 
 
 _restore.__name__ = "restore"
-restore = composed(
+restore = build_command(
     _restore,
     _run,
     (
@@ -245,7 +245,7 @@ def secrets(
     nats_identities.conf has changed, restart NATS; after --rotate, restart the
     processes of that role too.
     """
-    session = session_of(context)
+    session = get_session(context)
     with session.reporting(as_json=as_json):
         if rotate is not None and plain:
             raise BadField("--rotate", "plain users have passwords: remove their files and generate again")
@@ -263,11 +263,11 @@ def secrets(
             return
         for word, names in (("made", made), ("changed", changed)):
             for name in names:
-                say(f"{word} {directory / name}")
+                print_line(f"{word} {directory / name}")
         if not made and not changed:
-            say(f"nothing to do: {directory} has all {len(retained)} files")
+            print_line(f"nothing to do: {directory} has all {len(retained)} files")
         elif retained:
-            say(f"kept {len(retained)} others")
+            print_line(f"kept {len(retained)} others")
 
 
 def _files(place: Path) -> dict[str, tuple[int, int]]:

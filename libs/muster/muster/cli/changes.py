@@ -16,13 +16,13 @@ from rich.text import Text
 
 from muster.cli.output import (
     Progress,
-    brief,
-    complain,
+    print_error,
     print_json,
+    print_line,
     print_table,
-    say,
     short_name,
-    styled,
+    shorten,
+    style_state,
     table,
 )
 from muster.cli.ports import AdminPort
@@ -31,11 +31,11 @@ from muster.cli.queries import (
     DryRunOption,
     NoWaitOption,
     TimeoutOption,
-    composed,
+    build_command,
     parameter,
-    stack_choice,
+    pop_stack_choice,
 )
-from muster.cli.session import ExitCode, Session, session_of
+from muster.cli.session import ExitCode, Session, get_session
 from muster.client.address import StackAddress
 from serve_common.api.commands import Change, CreateEndpoint, Deploy, DeployApplication, Shutdown
 from serve_common.api.queries import GetDeploymentInfo
@@ -54,7 +54,7 @@ class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Predicate after success, such as ``is created``."""
     already: str = "is already as given"
     """Predicate when there was nothing to do."""
-    look: str = "muster status"
+    progress_command: str = "muster status"
     """The command that shows progress."""
     deployment: str | None = None
     """The deployment whose replicas are reported at the end; None for none."""
@@ -103,7 +103,7 @@ EXIT_CODES = {
     ChangeResult.SUPERSEDED: ExitCode.FAILED,
     ChangeResult.PENDING: ExitCode.TIMED_OUT,
 }
-RESULT_OF = {
+RESULT_BY_STATUS = {
     GoalStatus.SUCCEEDED: ChangeResult.SUCCEEDED,
     GoalStatus.FAILED: ChangeResult.FAILED,
     GoalStatus.SUPERSEDED: ChangeResult.SUPERSEDED,
@@ -181,7 +181,7 @@ async def perform(
         )
         if view.status is not GoalStatus.SUCCEEDED:
             break
-    result = ChangeResult.SUCCEEDED if view is None else RESULT_OF[view.status]
+    result = ChangeResult.SUCCEEDED if view is None else RESULT_BY_STATUS[view.status]
     return ChangeOutcome(
         result=result,
         goal_id=goal_id if view is None else view.goal_id,
@@ -253,7 +253,7 @@ def proxy_urls(proxies: Sequence[ProxyView], host: str) -> list[str]:
 def show_plan(view: PlanView, change: ChangeRequest) -> None:
     """Print which replicas would start, stop or be reconfigured, and why."""
     if not view.updating:
-        say(f"nothing to do: {change.what} {change.already}")
+        print_line(f"nothing to do: {change.what} {change.already}")
     elif view.replicas:
         counts = Counter(each.action.value for each in view.replicas)
         would = ", ".join(f"{count} to {action}" for action, count in counts.items())
@@ -261,17 +261,17 @@ def show_plan(view: PlanView, change: ChangeRequest) -> None:
         for each in view.replicas:
             replica = "(new)" if each.replica_tag is None else short_name(each.replica_tag)
             rows.add_row(
-                styled(each.action.value),
+                style_state(each.action.value),
                 Text(short_name(each.backend_tag)),
                 Text(replica),
                 Text(each.why),
             )
         print_table(f"{change.what}: {would}", rows)
     else:
-        say(f"{change.what}: would change; no replica is touched")
+        print_line(f"{change.what}: would change; no replica is touched")
     for note in view.notes:
-        say(f"note: {note}")
-    say("this was a dry run; nothing was changed")
+        print_line(f"note: {note}")
+    print_line("this was a dry run; nothing was changed")
 
 
 _SERVING = frozenset({"running", "updating"})
@@ -287,7 +287,7 @@ def describe(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
             if deployment is not None and deployment.message:
                 lines.append(deployment.message)
             elif deployment is None and outcome.error:
-                lines.append(f"note: its last change, {outcome.goal_id}, failed: {brief(outcome.error)}")
+                lines.append(f"note: its last change, {outcome.goal_id}, failed: {shorten(outcome.error)}")
         case ChangeResult.ACCEPTED:
             lines = [f"accepted as {', '.join(outcome.goal_ids) or 'done'}; {_progress_hint(change)}"]
         case ChangeResult.SUCCEEDED:
@@ -308,7 +308,7 @@ def describe(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
 
 
 def _progress_hint(change: ChangeRequest) -> str:
-    return f"'{change.look}' shows how it goes"
+    return f"'{change.progress_command}' shows how it goes"
 
 
 def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
@@ -358,7 +358,7 @@ DRY_RUN = "dry_run"
 """Parameter that every changing command has, and no other command."""
 
 
-def changing(
+def change_command(
     *, timeout_s: float = 120.0, options: Sequence[inspect.Parameter] = ()
 ) -> Callable[[Callable[..., ChangeRequest]], Callable[..., None]]:
     """Turn a function from ``(session, *, arguments)`` to `ChangeRequest` into a command.
@@ -377,10 +377,10 @@ def changing(
 
     def make(build: Callable[..., ChangeRequest]) -> Callable[..., None]:
         def run(context: typer.Context, values: dict[str, Any]) -> None:
-            session = session_of(context)
+            session = get_session(context)
             as_json, wait_s = values.pop("as_json"), values.pop("timeout_s")
             no_wait, dry_run = values.pop("no_wait"), values.pop(DRY_RUN)
-            choice = stack_choice(values)
+            choice = pop_stack_choice(values)
             if options:
                 parsed = {name: values.pop(name) for name in names}
                 values["overrides"] = {name: value for name, value in parsed.items() if value is not None}
@@ -392,7 +392,7 @@ def changing(
                     return
                 if change.question:
                     confirm(change.question)
-            goes_on = f"stopped waiting; the change goes on: '{change.look}'"
+            goes_on = f"stopped waiting; the change goes on: '{change.progress_command}'"
             with session.reporting(as_json=as_json, interrupted=goes_on):
                 outcome = asyncio.run(
                     _perform(session, address, change, timeout_s=wait_s, is_waiting=not no_wait)
@@ -401,7 +401,7 @@ def changing(
                 if outcome.exit_code is not ExitCode.OK:
                     raise typer.Exit(outcome.exit_code)
 
-        return composed(build, run, shared)
+        return build_command(build, run, shared)
 
     return make
 
@@ -432,10 +432,10 @@ def confirm(question: str) -> None:
     try:
         is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:
-        complain("")
+        print_error("")
         raise BadField("--yes", "is needed where nobody answers; nothing was changed") from error
     if not is_sure:
-        complain("nothing was changed")
+        print_error("nothing was changed")
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -451,6 +451,6 @@ def _show(outcome: ChangeOutcome, change: ChangeRequest, *, as_json: bool) -> No
         print_json(outcome)
         if outcome.result is not ChangeResult.FAILED:
             return
-    emit = say if outcome.exit_code is ExitCode.OK else complain
+    emit = print_line if outcome.exit_code is ExitCode.OK else print_error
     for line in describe(outcome, change):
         emit(line)

@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from muster.cli import parsing
-from muster.cli.output import complain
-from muster.cli.queries import option, option_of
+from muster.cli.output import print_error
+from muster.cli.queries import get_option_name, option
 from serve_common.config.autoscaling import AutoscalingConfig
 from serve_common.config.backend import (
     BackendConfig,
@@ -180,15 +180,15 @@ BACKEND_CHANGES: Final = tuple(
 _BACKEND_FIELDS: Final = frozenset(name for name, *_rest in _FIELDS)
 
 
-def backend_config_of(overrides: Mapping[str, Any], directory: Path) -> BackendConfig:
+def build_backend_config(overrides: Mapping[str, Any], directory: Path) -> BackendConfig:
     """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option."""
     try:
         return check_backend_config(merged(BackendConfig(), _fields(overrides, directory), "backend_config"))
     except BadField as error:
-        raise named_by_option(error, "backend_config") from error
+        raise name_option(error, "backend_config") from error
 
 
-def partial_backend_config(
+def parse_backend_overrides(
     overrides: Mapping[str, Any], config: str | None, directory: Path
 ) -> dict[str, Any]:
     """Collect the given fields: those of the JSON object ``config``, overridden by options. Raises `BadField`."""
@@ -201,18 +201,18 @@ def partial_backend_config(
     try:
         check_backend_config(merged(BackendConfig(), partial, "backend_config"))
     except BadField as error:
-        raise named_by_option(error, "backend_config") from error
+        raise name_option(error, "backend_config") from error
     return partial
 
 
-def replica_config_of(import_path: str, overrides: Mapping[str, Any], directory: Path) -> ReplicaConfig:
+def build_replica_config(import_path: str, overrides: Mapping[str, Any], directory: Path) -> ReplicaConfig:
     """Build a complete configuration: given fields, defaults for the rest. Raises `BadField` naming the option.
 
     Prints a note when the directory exists only on the replica hosts.
     """
-    app_dir, note = parsing.place_app_dir(overrides.get("app_dir"), directory)
+    app_dir, note = parsing.resolve_app_dir(overrides.get("app_dir"), directory)
     if note:
-        complain(note)
+        print_error(note)
     read = parsing.read_json
     config = ReplicaConfig(
         import_path=import_path,
@@ -224,10 +224,10 @@ def replica_config_of(import_path: str, overrides: Mapping[str, Any], directory:
     try:
         return check_replica_config(config)
     except BadField as error:
-        raise named_by_option(error, "replica_config") from error
+        raise name_option(error, "replica_config") from error
 
 
-def named_by_option(error: BadField, prefix: str) -> BadField:
+def name_option(error: BadField, prefix: str) -> BadField:
     """The same error naming the option that sets the field, if the field is one of ``prefix``."""
     name = error.field.removeprefix(f"{prefix}.")
     if name == error.field:
@@ -235,7 +235,7 @@ def named_by_option(error: BadField, prefix: str) -> BadField:
     field, dot, rest = name.partition(".")
     if field == "import_path":
         return BadField("import_path", error.reason)
-    return BadField(f"{option_of(field)}{dot}{rest}", error.reason)
+    return BadField(f"{get_option_name(field)}{dot}{rest}", error.reason)
 
 
 def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _fields(overrides: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         if name == "autoscaling_config" and fields[name].strip() == _OFF:
             fields[name] = None
         else:
-            fields[name] = parsing.read_group(fields[name], option_of(name), group)
+            fields[name] = parsing.read_group(fields[name], get_option_name(name), group)
     plain: dict[str, Any] = msgspec.to_builtins(fields)
     return plain
 
@@ -302,12 +302,12 @@ ENDPOINT_CHANGES: Final = tuple(
 _ENDPOINT_NAMES: Final = frozenset(name for name, *_rest in _ENDPOINT_FIELDS)
 
 
-def endpoint_options_of(overrides: Mapping[str, Any]) -> EndpointOptions:
+def build_endpoint_options(overrides: Mapping[str, Any]) -> EndpointOptions:
     """Build complete options: given fields, defaults for the rest. Raises `BadField` naming the option."""
     return _checked({name: value for name, value in overrides.items() if name in _ENDPOINT_NAMES})
 
 
-def partial_endpoint_options(
+def parse_endpoint_overrides(
     overrides: Mapping[str, Any], options: str | None, directory: Path
 ) -> dict[str, Any]:
     """Collect the given fields: those of the JSON object ``options``, overridden by options. Raises `BadField`."""
@@ -324,4 +324,4 @@ def _checked(fields: Mapping[str, Any]) -> EndpointOptions:
             merged(EndpointOptions(), fields, "endpoint_options"), "endpoint_options"
         )
     except BadField as error:
-        raise named_by_option(error, "endpoint_options") from error
+        raise name_option(error, "endpoint_options") from error

@@ -12,16 +12,23 @@ import typer
 from typer.core import TyperGroup
 
 from muster.cli import parsing
-from muster.cli.changes import DRY_RUN, EXIT_CODES, RESULT_OF, ChangeRequest, changing, show_progress
+from muster.cli.changes import (
+    DRY_RUN,
+    EXIT_CODES,
+    RESULT_BY_STATUS,
+    ChangeRequest,
+    change_command,
+    show_progress,
+)
 from muster.cli.config_options import (
     BACKEND_OPTIONS,
     CODE_OPTIONS,
     ENDPOINT_OPTIONS,
-    backend_config_of,
-    endpoint_options_of,
-    replica_config_of,
+    build_backend_config,
+    build_endpoint_options,
+    build_replica_config,
 )
-from muster.cli.output import Progress, complain, print_json, say, short_name, write_body
+from muster.cli.output import Progress, print_error, print_json, print_line, short_name, write_body
 from muster.cli.queries import (
     CredsOption,
     JsonOption,
@@ -29,10 +36,10 @@ from muster.cli.queries import (
     PasswordFileOption,
     TimeoutOption,
     UserOption,
+    get_option_name,
     group,
-    option_of,
 )
-from muster.cli.session import ExitCode, Session, StackChoice, session_of
+from muster.cli.session import ExitCode, Session, StackChoice, get_session
 from muster.client.requests import AdminReply
 from serve_common.api.commands import DeleteDeployment, Deploy, Rollback, Scale, Shutdown
 from serve_common.api.views import GoalStatus, GoalView
@@ -42,7 +49,7 @@ from serve_common.errors import BadField
 from serve_common.names import GoalId, check_route, deployment_tag
 
 
-@changing(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS, *ENDPOINT_OPTIONS))
+@change_command(timeout_s=600.0, options=(*CODE_OPTIONS, *BACKEND_OPTIONS, *ENDPOINT_OPTIONS))
 def deploy(
     session: Session,
     *,
@@ -91,22 +98,26 @@ def deploy(
     tag = deployment_tag(f"{app}/{name}" if app is not None else name, "--name")
     request = Deploy(
         name=tag,
-        replica_config=replica_config_of(import_path, overrides, session.directory),
-        backend_config=backend_config_of(overrides, session.directory),
+        replica_config=build_replica_config(import_path, overrides, session.directory),
+        backend_config=build_backend_config(overrides, session.directory),
         route_prefix=None if route_prefix is None else check_route(route_prefix, "--route-prefix"),
-        endpoint_options=endpoint_options_of(overrides),
+        endpoint_options=build_endpoint_options(overrides),
         version=version,
         prev_version=prev_version,
         **parsing.read_methods(methods),
     )
-    return intent_to_deploy(request)
+    return build_deploy_request(request)
 
 
-def intent_to_deploy(request: Deploy) -> ChangeRequest:
+def build_deploy_request(request: Deploy) -> ChangeRequest:
     """Build the change request of a deploy, with the texts of its report."""
     what = short_name(request.name)
     return ChangeRequest(
-        command=request, what=what, done="is deployed", look=f"muster status {what}", deployment=request.name
+        command=request,
+        what=what,
+        done="is deployed",
+        progress_command=f"muster status {what}",
+        deployment=request.name,
     )
 
 
@@ -115,7 +126,7 @@ Name = Annotated[
 ]
 
 
-@changing()
+@change_command()
 def scale(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -139,12 +150,12 @@ def scale(
         what=what,
         done=f"is scaled to {num_replicas}",
         already=f"has {num_replicas} replicas already",
-        look=f"muster status {what}",
+        progress_command=f"muster status {what}",
         deployment=tag,
     )
 
 
-@changing(timeout_s=600.0)
+@change_command(timeout_s=600.0)
 def rollback(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -179,12 +190,12 @@ def rollback(
         what=what,
         done=f"is rolled back to {words}",
         already=f"is {words} already",
-        look=f"muster status {what}",
+        progress_command=f"muster status {what}",
         deployment=tag,
     )
 
 
-@changing()
+@change_command()
 def delete(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -205,7 +216,7 @@ def delete(
         what=what,
         done="is deleted",
         already="does not exist",
-        look=f"muster status {what}",
+        progress_command=f"muster status {what}",
     )
 
 
@@ -231,15 +242,15 @@ def wait(
 
     With --timeout-s 0 it only prints the current state.
     """
-    session = session_of(context)
+    session = get_session(context)
     with session.reporting(as_json=as_json, interrupted="stopped waiting; the change goes on"):
         stack = StackChoice(nats=nats, creds=creds, user=user, password_file=password_file)
         view = asyncio.run(_wait(session, stack, GoalId(goal_id), timeout_s))
-        code = EXIT_CODES[RESULT_OF[view.status]]
+        code = EXIT_CODES[RESULT_BY_STATUS[view.status]]
         if as_json:
             print_json(view)
         else:
-            (say if code is ExitCode.OK else complain)(_describe(view))
+            (print_line if code is ExitCode.OK else print_error)(_describe(view))
         if code is not ExitCode.OK:
             raise typer.Exit(code)
 
@@ -284,7 +295,7 @@ def plan(context: typer.Context) -> None:
     Shows which replicas would start, stop or be reconfigured, and why.
     Equivalent to the command with --dry-run.
     """
-    session = session_of(context)
+    session = get_session(context)
     root = context.find_root()
     words, command, rest = _named(root, context.args)
     with session.reporting(as_json="--json" in rest):
@@ -293,7 +304,7 @@ def plan(context: typer.Context) -> None:
         if not isinstance(command, TyperGroup):
             if all(each.name != DRY_RUN for each in command.params):
                 raise BadField("plan", f"'{' '.join(words)}' changes nothing; there is nothing to plan")
-            rest = [option_of(DRY_RUN), *rest]
+            rest = [get_option_name(DRY_RUN), *rest]
     planned = root.command
     assert isinstance(planned, TyperGroup)
     _word, first, _rest = planned.resolve_command(root, words)
@@ -314,7 +325,7 @@ def _named(root: Any, arguments: list[str]) -> tuple[list[str], Any, list[str]]:
     return words, command, rest
 
 
-@changing(timeout_s=600.0)
+@change_command(timeout_s=600.0)
 def shutdown(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -368,7 +379,7 @@ def call(
     The call goes over NATS, as from any NATS client, and so also reaches a
     deployment without a route.
     """
-    session = session_of(context)
+    session = get_session(context)
     with session.reporting(as_json=as_json):
         tag = deployment_tag(name)
         body = parsing.read_body(data, session.directory, sys.stdin.buffer.read() if data == "-" else None)

@@ -10,16 +10,24 @@ import typer
 from rich.text import Text
 
 from muster.cli import parsing
-from muster.cli.changes import ChangeRequest, changing
+from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.config_options import (
     ENDPOINT_CHANGES,
     ENDPOINT_OPTIONS,
-    endpoint_options_of,
-    named_by_option,
-    partial_endpoint_options,
+    build_endpoint_options,
+    name_option,
+    parse_endpoint_overrides,
 )
-from muster.cli.output import methods_text, print_facts, print_table, shares, short_name, table, value_text
-from muster.cli.queries import Question, asking, group, option
+from muster.cli.output import (
+    format_methods,
+    format_shares,
+    format_value,
+    print_facts,
+    print_table,
+    short_name,
+    table,
+)
+from muster.cli.queries import ReadRequest, group, option, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import (
     CreateEndpoint,
@@ -47,7 +55,7 @@ Weights = Annotated[
 endpoint_app = group("Endpoints with routes and options: create, options, delete, list.")
 
 
-@changing(options=ENDPOINT_OPTIONS)
+@change_command(options=ENDPOINT_OPTIONS)
 def create_endpoint(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -73,16 +81,18 @@ def create_endpoint(
     tag = deployment_tag(name, "ENDPOINT")
     request = CreateEndpoint(
         endpoint=tag,
-        traffic=parsing.read_shares(weights, "BACKEND=WEIGHT"),
+        traffic=parsing.parse_shares(weights, "BACKEND=WEIGHT"),
         route=None if route is None else check_route(route, "--route"),
-        options=endpoint_options_of(overrides),
+        options=build_endpoint_options(overrides),
         **parsing.read_methods(methods),
     )
     what = f"endpoint {short_name(tag)}"
-    return ChangeRequest(command=request, what=what, done="is created", look="muster endpoint list")
+    return ChangeRequest(
+        command=request, what=what, done="is created", progress_command="muster endpoint list"
+    )
 
 
-@changing(options=ENDPOINT_CHANGES)
+@change_command(options=ENDPOINT_CHANGES)
 def endpoint_options(
     session: Session,
     *,
@@ -107,16 +117,16 @@ def endpoint_options(
     tag = deployment_tag(name, "ENDPOINT")
     return ChangeRequest(
         command=SetEndpointOptions(
-            endpoint=tag, options=partial_endpoint_options(overrides, options, session.directory)
+            endpoint=tag, options=parse_endpoint_overrides(overrides, options, session.directory)
         ),
         what=f"options of {short_name(tag)}",
         done="are changed",
         already="are already as given",
-        look="muster endpoint list",
+        progress_command="muster endpoint list",
     )
 
 
-@changing()
+@change_command()
 def delete_endpoint(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -135,14 +145,14 @@ def delete_endpoint(
         what=f"endpoint {short_name(tag)}",
         done="is deleted",
         already="does not exist",
-        look="muster endpoint list",
+        progress_command="muster endpoint list",
     )
 
 
-@asking
-def list_endpoints(session: Session) -> Question[list[EndpointView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_endpoints(session: Session) -> ReadRequest[list[EndpointView]]:  # noqa: ARG001 - every command gets it
     """List endpoints with their routes and traffic."""
-    return Question(lambda admin: admin.get_all_endpoints(), _show_endpoints)
+    return ReadRequest(lambda admin: admin.get_all_endpoints(), _show_endpoints)
 
 
 def _show_endpoints(views: Sequence[EndpointView]) -> None:
@@ -151,9 +161,9 @@ def _show_endpoints(views: Sequence[EndpointView]) -> None:
         rows.add_row(
             Text(short_name(view.endpoint_tag)),
             Text(view.route or "-"),
-            Text(methods_text(view.methods)),
-            Text(shares(view.traffic)),
-            Text(shares(view.shadows)),
+            Text(format_methods(view.methods)),
+            Text(format_shares(view.traffic)),
+            Text(format_shares(view.shadows)),
             Text(_options(view.options)),
         )
     print_table("Endpoints", rows)
@@ -177,7 +187,7 @@ endpoint_app.command("list")(list_endpoints)
 traffic_app = group("Traffic split of an endpoint over its backends: set, shadow.")
 
 
-@changing()
+@change_command()
 def set_traffic(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -193,16 +203,16 @@ def set_traffic(
     The weights replace all earlier ones; backends left out get no requests.
     """
     tag = deployment_tag(name, "ENDPOINT")
-    read = parsing.read_shares(weights, "BACKEND=WEIGHT")
+    read = parsing.parse_shares(weights, "BACKEND=WEIGHT")
     return ChangeRequest(
         command=SetTraffic(endpoint=tag, weights=read),
         what=f"traffic of {short_name(tag)}",
         done="is set",
-        look="muster endpoint list",
+        progress_command="muster endpoint list",
     )
 
 
-@changing()
+@change_command()
 def shadow_traffic(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -225,12 +235,12 @@ def shadow_traffic(
     Callers are not affected: its responses and errors are dropped.
     """
     tag, copied_to = deployment_tag(name, "ENDPOINT"), deployment_tag(backend, "BACKEND")
-    share = parsing.read_share(proportion, "PROPORTION")
+    share = parsing.parse_share(proportion, "PROPORTION")
     return ChangeRequest(
         command=ShadowTraffic(endpoint=tag, backend_tag=copied_to, proportion=share),
         what=f"shadow traffic of {short_name(tag)} to {short_name(copied_to)}",
         done="is set" if share else "is ended",
-        look="muster endpoint list",
+        progress_command="muster endpoint list",
     )
 
 
@@ -241,10 +251,10 @@ traffic_app.command("shadow")(shadow_traffic)
 http_app = group("HTTP options of all proxies: show, set.")
 
 
-@asking
-def show_http_options(session: Session) -> Question[HttpOptions]:  # noqa: ARG001 - every command gets it
+@query_command
+def show_http_options(session: Session) -> ReadRequest[HttpOptions]:  # noqa: ARG001 - every command gets it
     """Show the options of all proxies."""
-    return Question(lambda admin: admin.get_http_config(), _show_http_options)
+    return ReadRequest(lambda admin: admin.get_http_config(), _show_http_options)
 
 
 _FIELDS: Final = (
@@ -267,7 +277,7 @@ HTTP_CHANGES: Final = tuple(
 )
 
 
-@changing(options=HTTP_CHANGES)
+@change_command(options=HTTP_CHANGES)
 def set_http_options(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -288,18 +298,18 @@ def set_http_options(
     try:
         check_http_options(merged(HttpOptions(), partial, "options"))
     except BadField as error:
-        raise named_by_option(error, "options") from error
+        raise name_option(error, "options") from error
     return ChangeRequest(
         command=SetHttpOptions(options=partial),
         what="options of all proxies",
         done="are changed",
         already="are already as given",
-        look="muster http show",
+        progress_command="muster http show",
     )
 
 
 def _show_http_options(options: HttpOptions) -> None:
-    print_facts({name: value_text(value) for name, value in msgspec.structs.asdict(options).items()})
+    print_facts({name: format_value(value) for name, value in msgspec.structs.asdict(options).items()})
 
 
 http_app.command("show")(show_http_options)

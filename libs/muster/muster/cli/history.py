@@ -11,18 +11,18 @@ from rich.text import Text
 
 from muster.cli.output import (
     Progress,
-    brief,
+    format_time,
     get_console,
-    moment,
     print_json,
     print_json_line,
+    print_line,
     print_table,
-    say,
     short_name,
-    styled,
+    shorten,
+    style_state,
     table,
 )
-from muster.cli.queries import Question, asking, streaming
+from muster.cli.queries import ReadRequest, query_command, stream_command
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.requests import FeedMessage
@@ -38,7 +38,7 @@ _GOAL: Final = "goal"
 _RETRY_S: Final = 15.0
 
 
-@streaming
+@stream_command
 async def events(
     session: Session,
     address: StackAddress,
@@ -76,20 +76,20 @@ async def events(
             _show_events(found)
         return
     subjects = Subjects(address.subject_prefix)
-    matching, clock = Matching(subject), SystemClock()
+    event_filter, clock = EventFilter(subject), SystemClock()
     # Subscribe first: an event between the two is received twice rather than never.
     async with session.listen(address, [subjects.events]) as feed:
         shown = await _ask(session, address, query)
-        matching.learn(shown)
+        event_filter.add_goals(shown)
         _show_each(shown, as_json=as_json)
         while True:
             message = await feed.hear()
-            event = None if message is None else read_event(message, subjects, clock.now())
-            if event is not None and matching.is_meant(event) and event not in shown:
+            event = None if message is None else decode_event(message, subjects, clock.now())
+            if event is not None and event_filter.matches(event) and event not in shown:
                 _show_each([event], as_json=as_json)
 
 
-class Matching:
+class EventFilter:
     """Filters events by subject, like the controller's `GetEvents`, as far as the client can."""
 
     def __init__(self, subject: str | None) -> None:
@@ -104,25 +104,25 @@ class Matching:
             except BadField:
                 self._goals.add(subject)  # a replica's tag or a goal's id, say
 
-    def learn(self, events: Iterable[EventView]) -> None:
+    def add_goals(self, events: Iterable[EventView]) -> None:
         """Also match the goals of these events, which matched."""
         self._goals |= {event.goal_id for event in events if event.goal_id}
 
-    def is_meant(self, event: EventView) -> bool:
+    def matches(self, event: EventView) -> bool:
         """Whether the event is about the subject."""
         if self._subject is None:
             return True
-        is_meant = (
+        matches = (
             event.subject in self._names
             or event.goal_id in (self._subject, *self._goals)
             or (event.kind == "replica" and backend_tag_of(ReplicaTag(event.subject)) in self._names)
         )
-        if is_meant:
-            self.learn([event])
-        return is_meant
+        if matches:
+            self.add_goals([event])
+        return matches
 
 
-def read_event(message: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
+def decode_event(message: FeedMessage, subjects: Subjects, now: float) -> EventView | None:
     """Decode the event in a message; None for one that this version cannot read."""
     try:
         if not message.subject.startswith(subjects.event(_GOAL, "")):
@@ -152,11 +152,11 @@ def _show_each(events: Sequence[EventView], *, as_json: bool) -> None:
         if as_json:
             print_json_line(msgspec.json.encode(event).decode())
             continue
-        text = Text(f"{moment(event.at)} ", style="dim")
+        text = Text(f"{format_time(event.at)} ", style="dim")
         text.append(f"{event.kind:<11} ", style="")
         text.append(f"{short_name(event.subject)} ", style="cyan")
-        text.append_text(styled(event.state))
-        text.append(f" {brief(event.message)}")
+        text.append_text(style_state(event.state))
+        text.append(f" {shorten(event.message)}")
         console.print(text, soft_wrap=True)
 
 
@@ -164,16 +164,16 @@ def _show_events(views: Sequence[EventView]) -> None:
     rows = table("at", "kind", "subject", "state", "message")
     for view in views:
         rows.add_row(
-            Text(moment(view.at)),
+            Text(format_time(view.at)),
             Text(view.kind),
             Text(short_name(view.subject)),
-            styled(view.state),
-            Text(brief(view.message)),
+            style_state(view.state),
+            Text(shorten(view.message)),
         )
     print_table("Events", rows)
 
 
-@asking
+@query_command
 def history(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -189,7 +189,7 @@ def history(
     before: Annotated[
         int | None, typer.Option("--before", min=1, help="Show only entries older than the one with this id.")
     ] = None,
-) -> Question[list[HistoryView]]:
+) -> ReadRequest[list[HistoryView]]:
     """Show what was changed, and who claimed to do it, the newest first.
 
     Examples:
@@ -204,17 +204,17 @@ def history(
     def show(views: Sequence[HistoryView]) -> None:
         _show_history(views)
         if len(views) == limit:
-            say(f"older ones: --before {views[-1].id}")
+            print_line(f"older ones: --before {views[-1].id}")
 
-    return Question(lambda admin: admin.get_history(query), show)
+    return ReadRequest(lambda admin: admin.get_history(query), show)
 
 
-@asking
+@query_command
 def revisions(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the deployment or backend.")],
-) -> Question[list[RevisionView]]:
+) -> ReadRequest[list[RevisionView]]:
     """Show the revisions of a deployment that rollback can return to.
 
     Example:
@@ -227,9 +227,9 @@ def revisions(
     def show(views: Sequence[RevisionView]) -> None:
         _show_revisions(views)
         if len(views) > 1:
-            say(f"'muster rollback {short_name(tag)} --to-revision N' goes back to one")
+            print_line(f"'muster rollback {short_name(tag)} --to-revision N' goes back to one")
 
-    return Question(lambda admin: admin.get_revisions(GetRevisions(name=tag)), show)
+    return ReadRequest(lambda admin: admin.get_revisions(GetRevisions(name=tag)), show)
 
 
 def _show_history(views: Sequence[HistoryView]) -> None:
@@ -237,7 +237,7 @@ def _show_history(views: Sequence[HistoryView]) -> None:
     for view in views:
         rows.add_row(
             Text(str(view.id)),
-            Text(moment(view.at)),
+            Text(format_time(view.at)),
             Text(view.who or "-"),
             Text(view.verb),
             Text(short_name(view.subject)),
@@ -251,8 +251,8 @@ def _show_revisions(views: Sequence[RevisionView]) -> None:
     for view in views:
         rows.add_row(
             Text(f"{view.revision}{' (now)' if view.is_current else ''}"),
-            Text(moment(view.at)),
-            styled(view.status.value),
+            Text(format_time(view.at)),
+            style_state(view.status.value),
             Text(view.version or "-"),
             Text(view.import_path),
             Text(str(view.num_replicas)),

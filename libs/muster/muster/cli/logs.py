@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from muster.cli.output import get_console, print_json_line, short_name
-from muster.cli.queries import streaming
+from muster.cli.queries import stream_command
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from muster.client.requests import Feed, FeedMessage
@@ -47,7 +47,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
     text = Text()
     text.append(f"{_time_of(line):<12} ", style="dim")
     text.append(f"{level.upper():<8} ", style=style)
-    text.append(f"{who(line)} ", style="cyan")
+    text.append(f"{get_process_name(line)} ", style="cyan")
     is_users = line.get("event") in _USER_EVENTS
     if is_users and line.get("event") == "log":
         text.append(f"{line.get('logger', '')}: ", style="bold")
@@ -62,7 +62,7 @@ def show_line(console: Console, line: Mapping[str, Any]) -> None:
             console.print(Text(_indented(_text(line[name])), style="dim"), soft_wrap=True)
 
 
-def who(line: Mapping[str, Any]) -> str:
+def get_process_name(line: Mapping[str, Any]) -> str:
     """The process that logged the line."""
     if line.get("replica_tag"):
         return short_name(str(line["replica_tag"]))
@@ -89,7 +89,7 @@ _RECALL_S: Final = 0.7
 """Seconds for processes to send their retained lines."""
 
 
-@streaming
+@stream_command
 async def logs(
     session: Session,
     address: StackAddress,

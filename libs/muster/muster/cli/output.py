@@ -60,12 +60,12 @@ def _escaped(document: str) -> str:
     return _CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", document)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line of the result on standard output."""
     typer.echo(plain(text))
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """Print a line on standard error."""
     typer.echo(plain(text), err=True)
 
@@ -104,7 +104,7 @@ def get_console() -> Console:
 def write_body(body: bytes) -> None:
     """Write a response to standard output: unchanged, but on a terminal through `plain`."""
     if sys.stdout.isatty():
-        say(body.decode(errors="replace").removesuffix("\n"))
+        print_line(body.decode(errors="replace").removesuffix("\n"))
     else:
         sys.stdout.buffer.write(body)
         sys.stdout.flush()
@@ -123,7 +123,7 @@ def plain_event(_logger: object, _method: str, event: MutableMapping[str, Any]) 
     return {name: plain(value if isinstance(value, str) else repr(value)) for name, value in event.items()}
 
 
-def brief(text: str) -> str:
+def shorten(text: str) -> str:
     """Shorten a text to one line; a traceback becomes its exception, which is its last line."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
@@ -170,7 +170,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Show what the command waits for now; an unchanged text is not repeated."""
-        text = brief(text)
+        text = shorten(text)
         if not text or text == self._last:
             return
         self._last = text
@@ -178,7 +178,7 @@ class Progress:
         if self._status is not None:
             self._status.update(Text(line))
         else:
-            complain(line)
+            print_error(line)
 
 
 _STYLES = {
@@ -198,7 +198,7 @@ def table(*columns: str) -> Table:
     return made
 
 
-def styled(value: str) -> Text:
+def style_state(value: str) -> Text:
     """The name of a state in its colour."""
     return Text(value, style=_STYLES.get(value, ""))
 
@@ -219,7 +219,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
     rows = Table(box=None, show_header=False, pad_edge=False)
     for title, value in facts.items():
         if value:
-            rows.add_row(Text(title, style="bold"), styled(value))
+            rows.add_row(Text(title, style="bold"), style_state(value))
     get_console().print(rows)
 
 
@@ -229,10 +229,10 @@ def print_replicas(replicas: Sequence[ReplicaView]) -> None:
     for replica in replicas:
         rows.add_row(
             Text(short_name(replica.replica_tag)),
-            styled(replica.state),
+            style_state(replica.state),
             Text(replica.host_id or "-"),
             Text(replica.version or "-"),
-            Text(brief(replica.message)),
+            Text(shorten(replica.message)),
         )
     print_table("Replicas", rows)
 
@@ -242,23 +242,23 @@ def counts(replicas: Sequence[ReplicaView], config: BackendConfig) -> str:
     return f"{sum(replica.state in _RUNNING for replica in replicas)}/{config.num_replicas}"
 
 
-def config_facts(backend_config: BackendConfig, replica_config: ReplicaConfig) -> dict[str, str]:
+def get_config_facts(backend_config: BackendConfig, replica_config: ReplicaConfig) -> dict[str, str]:
     """The fields of both configurations as text, by field name."""
-    return {**facts_of(replica_config), **facts_of(backend_config)}
+    return {**get_facts(replica_config), **get_facts(backend_config)}
 
 
-def facts_of(fields: msgspec.Struct) -> dict[str, str]:
+def get_facts(fields: msgspec.Struct) -> dict[str, str]:
     """The non-empty fields as text, by field name."""
     named = msgspec.structs.asdict(fields)
-    return {name: value_text(value) for name, value in named.items() if value not in ("", [], {}, None)}
+    return {name: format_value(value) for name, value in named.items() if value not in ("", [], {}, None)}
 
 
-def methods_text(methods: Sequence[str]) -> str:
+def format_methods(methods: Sequence[str]) -> str:
     """HTTP methods as a list; ``all`` when none is missing."""
     return "all" if set(methods) == set(METHODS) else ", ".join(methods)
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value: text unchanged, a group of fields as its option takes it, anything else as JSON."""
     if isinstance(value, msgspec.Struct) and not isinstance(value, RayActorOptions):
         return parsing.group_text(value)
@@ -266,11 +266,11 @@ def value_text(value: Any) -> str:
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()
 
 
-def moment(at: float | None) -> str:
+def format_time(at: float | None) -> str:
     """Format seconds since 1970 as date and time in UTC; ``-`` for None."""
     return "-" if at is None else datetime.fromtimestamp(at, tz=UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def shares(amounts: Mapping[str, float]) -> str:
+def format_shares(amounts: Mapping[str, float]) -> str:
     """Format weights or proportions as ``name=share``, sorted by name; ``-`` for none."""
     return ", ".join(f"{short_name(name)}={amount:g}" for name, amount in sorted(amounts.items())) or "-"

@@ -120,7 +120,7 @@ def read_headers(lines: Sequence[str]) -> dict[str, str]:
     return headers
 
 
-def read_shares(shares: Sequence[str], field: str) -> dict[str, float]:
+def parse_shares(shares: Sequence[str], field: str) -> dict[str, float]:
     """Parse ``BACKEND=WEIGHT`` into weights by tag; ``BACKEND`` alone has weight 1. Raises `BadField`.
 
     The controller checks the sum.
@@ -135,11 +135,11 @@ def read_shares(shares: Sequence[str], field: str) -> dict[str, float]:
         tag = deployment_tag(name, field)
         if tag in weights:
             raise BadField(field, f"{name} is given twice")
-        weights[tag] = read_share(weight, f"{field} {name}")
+        weights[tag] = parse_share(weight, f"{field} {name}")
     return weights
 
 
-def read_share(share: float, field: str) -> float:
+def parse_share(share: float, field: str) -> float:
     """Return ``share`` when it is between 0 and 1; otherwise raise `BadField`."""
     if not 0 <= share <= 1:  # False for NaN too
         raise BadField(field, f"is {share:g}; it must be between 0 and 1")
@@ -153,7 +153,7 @@ def read_methods(text: str | None) -> dict[str, Any]:
     return {"methods": [method.strip().upper() for method in text.split(",") if method.strip()]}
 
 
-def place_app_dir(app_dir: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
+def resolve_app_dir(app_dir: str | None, directory: Path, field: str = "--app-dir") -> tuple[str, str]:
     """Resolve ``--app-dir`` to the path on replica hosts; returns it with a note for the user, or an empty note.
 
     A directory that exists locally becomes its absolute path; any other absolute path is taken as the hosts see it.

@@ -13,7 +13,7 @@ import typer
 
 from muster.cli.output import Progress, print_json
 from muster.cli.ports import AdminPort
-from muster.cli.session import Session, StackChoice, session_of
+from muster.cli.session import Session, StackChoice, get_session
 from muster.client.address import StackAddress
 
 _STACK = "Which stack"
@@ -81,14 +81,14 @@ def option(
     name: str, kind: Any, text: str, *, panel: str | None = None, metavar: str | None = None
 ) -> inspect.Parameter:
     """An optional option ``--name``, None when left out; with ``--no-name`` if ``kind`` is bool."""
-    spelled = option_of(name)
+    spelled = get_option_name(name)
     if kind is bool:
         spelled = f"{spelled}/--no-{spelled.removeprefix('--')}"
     declared = typer.Option(spelled, help=text, rich_help_panel=panel, metavar=metavar)
     return parameter(name, Annotated[kind | None, declared])
 
 
-def option_of(name: str) -> str:
+def get_option_name(name: str) -> str:
     """The option that sets the field ``name``."""
     return f"--{name.replace('_', '-')}"
 
@@ -103,12 +103,14 @@ STACK_OPTIONS = (
 """Options of every command that reaches a stack."""
 
 
-def stack_choice(values: dict[str, Any]) -> StackChoice:
+def pop_stack_choice(values: dict[str, Any]) -> StackChoice:
     """Remove the options that choose a stack from ``values`` and return them."""
     return StackChoice(**{name: values.pop(name) for name in ("nats", "creds", "user", "password_file")})
 
 
-def composed(about: Callable[..., Any], run: Run, shared: Sequence[inspect.Parameter]) -> Callable[..., None]:
+def build_command(
+    about: Callable[..., Any], run: Run, shared: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
     """Build a command with the name, help and keyword parameters of ``about``, followed by the shared ones.
 
     Parameters of ``about`` without an ``Annotated`` option or argument are hidden from typer; ``run`` supplies them.
@@ -136,20 +138,20 @@ _RETRY_S = 15.0
 Reply = TypeVar("Reply")
 
 
-class Question(msgspec.Struct, Generic[Reply], frozen=True):
+class ReadRequest(msgspec.Struct, Generic[Reply], frozen=True):
     """A query to the controller, and how its reply is printed for a person."""
 
     ask: Callable[[AdminPort], Awaitable[Reply]]
     show: Callable[[Reply], None]
 
 
-def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
-    """Turn a function from ``(session, *, arguments)`` to `Question` into a command."""
+def query_command(build: Callable[..., ReadRequest[Any]]) -> Callable[..., None]:
+    """Turn a function from ``(session, *, arguments)`` to `ReadRequest` into a command."""
 
     def run(context: typer.Context, values: dict[str, Any]) -> None:
-        session = session_of(context)
+        session = get_session(context)
         as_json = values.pop("as_json")
-        choice = stack_choice(values)
+        choice = pop_stack_choice(values)
         with session.reporting(as_json=as_json):
             question = build(session, **values)
             answer = asyncio.run(_ask(session, session.find_stack(choice), question, build.__name__))
@@ -158,10 +160,10 @@ def asking(build: Callable[..., Question[Any]]) -> Callable[..., None]:
             else:
                 question.show(answer)
 
-    return composed(build, run, STACK_OPTIONS)
+    return build_command(build, run, STACK_OPTIONS)
 
 
-async def _ask(session: Session, address: StackAddress, question: Question[Reply], title: str) -> Reply:
+async def _ask(session: Session, address: StackAddress, question: ReadRequest[Reply], title: str) -> Reply:
     with Progress(title.replace("_", " ").strip()) as progress:
         async with session.connect(address, progress, retry_for_s=_RETRY_S) as stack:
             return await question.ask(stack.admin)
@@ -181,15 +183,15 @@ StreamRun = Callable[..., Coroutine[Any, Any, None]]
 """``(session, address, *, as_json, …)``"""
 
 
-def streaming(run: StreamRun) -> Callable[..., None]:
+def stream_command(run: StreamRun) -> Callable[..., None]:
     """Turn an async function into a command; its own parameters are those annotated for typer.
 
     Ctrl-C ends it and is not a failure.
     """
 
     def command(context: typer.Context, values: dict[str, Any]) -> None:
-        session = session_of(context)
-        choice = stack_choice(values)
+        session = get_session(context)
+        choice = pop_stack_choice(values)
         with session.reporting(as_json=values["as_json"]):
             address = session.find_stack(choice)
             try:
@@ -197,4 +199,4 @@ def streaming(run: StreamRun) -> Callable[..., None]:
             except KeyboardInterrupt:
                 return
 
-    return composed(run, command, STACK_OPTIONS)
+    return build_command(run, command, STACK_OPTIONS)

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import typer
 
-from muster.cli.output import Progress, complain, print_json
+from muster.cli.output import Progress, print_error, print_json
 from muster.cli.ports import Connect, EmbeddedPort, MakeEmbedded, StackPort
 from muster.client.address import DEFAULT_URL, DEFAULT_USER, StackAddress, parse_urls
 from muster.client.connect import connect_stack
@@ -192,7 +192,7 @@ EXIT_CODES_HELP = (
 )
 
 
-def exit_code_of(error: ServeError) -> ExitCode:
+def get_exit_code(error: ServeError) -> ExitCode:
     """The exit code for an error that ends a command."""
     match error:
         case NotFound():
@@ -268,16 +268,16 @@ class Session:
         except ServeError as error:
             _report(error, as_json=as_json)
             if isinstance(error, TransientError) and (full := self.full_disk()) is not None:
-                complain(full)
-            raise typer.Exit(exit_code_of(error)) from error
+                print_error(full)
+            raise typer.Exit(get_exit_code(error)) from error
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except KeyboardInterrupt as error:
-            complain(interrupted)
+            print_error(interrupted)
             raise typer.Exit(ExitCode.INTERRUPTED) from error
         except Exception as error:
             if self.environment.get("MUSTER_DEBUG"):
-                complain(traceback.format_exc())
+                print_error(traceback.format_exc())
             unexpected = ServeError(
                 f"{type(error).__name__}: {error} (unexpected; MUSTER_DEBUG=1 shows where)"
             )
@@ -296,7 +296,7 @@ def _embedded_stack() -> MakeEmbedded:
     return EmbeddedStack
 
 
-def session_of(context: typer.Context) -> Session:
+def get_session(context: typer.Context) -> Session:
     """The session that the root command stored in the context."""
     session = context.obj
     assert isinstance(session, Session)
@@ -304,9 +304,9 @@ def session_of(context: typer.Context) -> Session:
 
 
 def _report(error: ServeError, *, as_json: bool) -> None:
-    complain(f"error: {error}")
+    print_error(f"error: {error}")
     if isinstance(error, BusAuthorizationFailed):
-        complain(
+        print_error(
             "Give credentials with --creds or MUSTER_NATS_CREDS; for a NATS with plain users, the user with --user and "
             "the password with --password-file, MUSTER_NATS_PASSWORD_FILE or MUSTER_NATS_PASSWORD."
         )

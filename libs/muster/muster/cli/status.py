@@ -10,26 +10,26 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from muster.cli.changes import ChangeRequest, changing
+from muster.cli.changes import ChangeRequest, change_command
 from muster.cli.output import (
-    brief,
-    complain,
-    config_facts,
     counts,
-    facts_of,
-    methods_text,
-    moment,
+    format_methods,
+    format_time,
+    format_value,
+    get_config_facts,
+    get_facts,
+    print_error,
     print_facts,
+    print_line,
     print_replicas,
     print_table,
-    say,
     short_name,
-    styled,
+    shorten,
+    style_state,
     table,
-    value_text,
 )
 from muster.cli.ports import AdminPort
-from muster.cli.queries import Question, asking, group
+from muster.cli.queries import ReadRequest, group, query_command
 from muster.cli.session import Session
 from serve_common.api.commands import DrainHost, PauseAutoscaling, ResumeAutoscaling, UndrainHost
 from serve_common.api.queries import GetDeploymentInfo, GetStatus, ListDeployments
@@ -52,13 +52,13 @@ Name = Annotated[
 autoscaling_app = group("Autoscaling of deployments: list, pause, resume.")
 
 
-@asking
-def list_autoscaling(session: Session) -> Question[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_autoscaling(session: Session) -> ReadRequest[list[AutoscalingView]]:  # noqa: ARG001 - every command gets it
     """List load, decision and reason of every autoscaled backend."""
-    return Question(lambda admin: admin.get_autoscaling(), show_autoscaling)
+    return ReadRequest(lambda admin: admin.get_autoscaling(), show_autoscaling)
 
 
-@changing()
+@change_command()
 def pause(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -77,11 +77,11 @@ def pause(
         what=short_name(tag),
         done="keeps its number of replicas",
         already="keeps its number of replicas already",
-        look="muster autoscaling list",
+        progress_command="muster autoscaling list",
     )
 
 
-@changing()
+@change_command()
 def resume(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -98,7 +98,7 @@ def resume(
         what=short_name(tag),
         done="follows its load again",
         already="follows its load already",
-        look="muster autoscaling list",
+        progress_command="muster autoscaling list",
     )
 
 
@@ -130,22 +130,24 @@ autoscaling_app.command("resume")(resume)
 def show_status(view: StatusView) -> None:
     """Print the status of the whole system."""
     if not view.store_available:
-        complain("warning: Postgres does not answer; what runs goes on, changes are refused")
+        print_error("warning: Postgres does not answer; what runs goes on, changes are refused")
     if view.store_restored_at is not None:
-        when = moment(view.store_restored_at)
-        say(f"Postgres was found restored to an earlier state at {when}: what had been decided since is lost")
+        when = format_time(view.store_restored_at)
+        print_line(
+            f"Postgres was found restored to an earlier state at {when}: what had been decided since is lost"
+        )
     if view.deployments:
         print_table("Deployments", _deployments(view.deployments))
     else:
-        say("no deployments yet; 'muster deploy --help' shows how to make one")
+        print_line("no deployments yet; 'muster deploy --help' shows how to make one")
     show_hosts(view.hosts)
     print_table("Proxies", _proxies(view.proxies, view.snapshot_id))
     if view.autoscaling:
         show_autoscaling(view.autoscaling)
-    say(f"controller {view.controller_id} leads in term {view.epoch}, snapshot {view.snapshot_id}")
+    print_line(f"controller {view.controller_id} leads in term {view.epoch}, snapshot {view.snapshot_id}")
     for deployment in view.deployments:
         if deployment.message and deployment.status is DeploymentStatus.UNHEALTHY:
-            say(f"'muster status {short_name(deployment.name)}' shows the whole message")
+            print_line(f"'muster status {short_name(deployment.name)}' shows the whole message")
             break
 
 
@@ -162,16 +164,16 @@ def show_deployment(view: DeploymentView) -> None:
         {
             "import path": code.import_path,
             "app dir": code.app_dir,
-            "user config": "" if config.user_config is None else value_text(config.user_config),
-            "reserves": value_text(msgspec.structs.asdict(code.ray_actor_options)),
+            "user config": "" if config.user_config is None else format_value(config.user_config),
+            "reserves": format_value(msgspec.structs.asdict(code.ray_actor_options)),
         },
     )
 
 
 def show_everything(view: DeploymentView) -> None:
     """Print one deployment with its whole configuration and its replicas."""
-    reached = {} if view.ended_at is not None else facts_of(view.endpoint_options)
-    _show(view, {**reached, **config_facts(view.backend_config, view.replica_config)})
+    reached = {} if view.ended_at is not None else get_facts(view.endpoint_options)
+    _show(view, {**reached, **get_config_facts(view.backend_config, view.replica_config)})
 
 
 def _show(view: DeploymentView, config: dict[str, str]) -> None:
@@ -182,17 +184,17 @@ def _show(view: DeploymentView, config: dict[str, str]) -> None:
             "application": f"{view.application}{' (its ingress)' if view.is_ingress else ''}",
             "version": f"{view.version or '(none)'}, code version {view.code_version}",
             "route": view.route_prefix or "none; called over NATS only",
-            "methods": methods_text(view.methods),
+            "methods": format_methods(view.methods),
             "replicas": counts(view.replicas, view.backend_config),
-            "since": moment(view.started_at) if view.started_at else "",
-            "until": "" if view.ended_at is None else moment(view.ended_at),
+            "since": format_time(view.started_at) if view.started_at else "",
+            "until": "" if view.ended_at is None else format_time(view.ended_at),
             **config,
             "goal": f"{view.goal_id} {view.goal_status.value}",
         }
     )
     print_replicas(view.replicas)
     if view.message:
-        say(view.message)
+        print_line(view.message)
 
 
 def _deployments(views: Sequence[DeploymentView]) -> Table:
@@ -200,21 +202,21 @@ def _deployments(views: Sequence[DeploymentView]) -> Table:
     for view in views:
         rows.add_row(
             Text(short_name(view.name)),
-            styled(view.status.value),
+            style_state(view.status.value),
             Text(view.version or "-"),
             Text(view.route_prefix or "-"),
             Text(counts(view.replicas, view.backend_config)),
-            Text(brief(view.message)),
+            Text(shorten(view.message)),
         )
     return rows
 
 
 def show_hosts(views: Sequence[HostView]) -> None:
     """Print a table with one row per host."""
-    rows = table("host", "status", "replicas", "resources", "heard")
+    rows = table("host", "status", "replicas", "resources", "last report")
     for view in views:
         resources = ", ".join(_amount(name, amount) for name, amount in sorted(view.resources.items()))
-        status = styled(view.status)
+        status = style_state(view.status)
         if view.draining:
             status.append(", drained", style="yellow")
         rows.add_row(
@@ -238,12 +240,12 @@ def show_proxies(views: Sequence[ProxyView]) -> None:
 
 
 def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
-    rows = table("proxy", "status", "address", "snapshot", "heard")
+    rows = table("proxy", "status", "address", "snapshot", "last report")
     for view in views:
         behind = "" if view.applied_snapshot_id >= snapshot_id else f" of {snapshot_id}"
         rows.add_row(
             Text(view.proxy_id),
-            styled(view.status),
+            style_state(view.status),
             Text(view.address or "-"),
             Text(f"{view.applied_snapshot_id}{behind}"),
             Text(f"{view.report_age_s:.1f} s ago"),
@@ -251,14 +253,14 @@ def _proxies(views: Sequence[ProxyView], snapshot_id: int) -> Table:
     return rows
 
 
-@asking
+@query_command
 def list_(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     deleted: Annotated[
         bool, typer.Option("--deleted", help="Include deleted deployments that are still retained.")
     ] = False,
-) -> Question[list[DeploymentView]]:
+) -> ReadRequest[list[DeploymentView]]:
     """List deployments.
 
     Example:
@@ -267,15 +269,15 @@ def list_(
     'muster status' shows hosts and proxies too.
     """
     query = ListDeployments(include_deleted=deleted)
-    return Question(lambda admin: admin.list_deployments(query), show_deployments)
+    return ReadRequest(lambda admin: admin.list_deployments(query), show_deployments)
 
 
-@asking
+@query_command
 def info(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
     name: Name,
-) -> Question[DeploymentView]:
+) -> ReadRequest[DeploymentView]:
     """Show one deployment in full: configuration, goal, replicas.
 
     Example:
@@ -284,11 +286,11 @@ def info(
     'muster status digits' is the short form.
     """
     query = GetDeploymentInfo(name=deployment_tag(name))
-    return Question(lambda admin: admin.get_deployment_info(query), show_everything)
+    return ReadRequest(lambda admin: admin.get_deployment_info(query), show_everything)
 
 
-@asking
-def snapshot(session: Session) -> Question[list[SnapshotView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def snapshot(session: Session) -> ReadRequest[list[SnapshotView]]:  # noqa: ARG001 - every command gets it
     """List every deployment with its class and its start and end.
 
     Example:
@@ -296,7 +298,7 @@ def snapshot(session: Session) -> Question[list[SnapshotView]]:  # noqa: ARG001 
 
     Deleted deployments are included while they are retained.
     """
-    return Question(lambda admin: admin.get_snapshot(), _show_snapshot)
+    return ReadRequest(lambda admin: admin.get_snapshot(), _show_snapshot)
 
 
 def _show_snapshot(views: Sequence[SnapshotView]) -> None:
@@ -307,14 +309,14 @@ def _show_snapshot(views: Sequence[SnapshotView]) -> None:
             Text(view.class_name),
             Text(view.version),
             Text(view.route or "-"),
-            styled(view.status.value),
-            Text(moment(view.start_time)),
-            Text(moment(view.end_time)),
+            style_state(view.status.value),
+            Text(format_time(view.start_time)),
+            Text(format_time(view.end_time)),
         )
     print_table("Deployments", rows)
 
 
-@asking
+@query_command
 def status(
     session: Session,
     *,
@@ -324,7 +326,7 @@ def status(
             metavar="NAME", help="Name of the deployment, as deployment or app/deployment. Default: all."
         ),
     ] = None,
-) -> Question[Any]:
+) -> ReadRequest[Any]:
     """Show deployments, hosts and proxies, or one deployment with its replicas.
 
     Examples:
@@ -335,11 +337,11 @@ def status(
     """
     if name is not None:
         query = GetDeploymentInfo(name=deployment_tag(name))
-        return Question(lambda admin: admin.get_deployment_info(query), show_deployment)
+        return ReadRequest(lambda admin: admin.get_deployment_info(query), show_deployment)
     if (full := session.full_disk()) is not None:
-        complain(full)
+        print_error(full)
     whole = _StatusPages(session)
-    return Question(whole.ask, whole.show)
+    return ReadRequest(whole.ask, whole.show)
 
 
 class _StatusPages:
@@ -358,7 +360,7 @@ class _StatusPages:
     def show(self, view: StatusView) -> None:
         show_status(view)
         if self._session.has_plain_users:
-            complain(
+            print_error(
                 "warning: NATS has plain users: replicas can read and answer each other's requests (see SECURITY.md)"
             )
 
@@ -368,13 +370,13 @@ Host = Annotated[str, typer.Argument(metavar="HOST", help="Host id, as 'muster h
 host_app = group("Hosts that run replicas: list, drain, undrain.")
 
 
-@asking
-def list_hosts(session: Session) -> Question[list[HostView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_hosts(session: Session) -> ReadRequest[list[HostView]]:  # noqa: ARG001 - every command gets it
     """List hosts with their resources and number of replicas."""
-    return Question(lambda admin: admin.get_hosts(), show_hosts)
+    return ReadRequest(lambda admin: admin.get_hosts(), show_hosts)
 
 
-@changing(timeout_s=600.0)
+@change_command(timeout_s=600.0)
 def drain(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -394,11 +396,11 @@ def drain(
         what=f"host {host_id}",
         done="is drained",
         already="is drained already",
-        look="muster host list",
+        progress_command="muster host list",
     )
 
 
-@changing()
+@change_command()
 def undrain(
     session: Session,  # noqa: ARG001 - every command gets it
     *,
@@ -417,7 +419,7 @@ def undrain(
         what=f"host {host_id}",
         done="takes replicas again",
         already="takes replicas already",
-        look="muster host list",
+        progress_command="muster host list",
     )
 
 
@@ -429,10 +431,10 @@ host_app.command("undrain")(undrain)
 proxy_app = group("Proxies that accept HTTP requests: list.")
 
 
-@asking
-def list_proxies(session: Session) -> Question[list[ProxyView]]:  # noqa: ARG001 - every command gets it
+@query_command
+def list_proxies(session: Session) -> ReadRequest[list[ProxyView]]:  # noqa: ARG001 - every command gets it
     """List proxies with their addresses and applied snapshots."""
-    return Question(lambda admin: admin.get_http_proxies(), show_proxies)
+    return ReadRequest(lambda admin: admin.get_http_proxies(), show_proxies)
 
 
 proxy_app.command("list")(list_proxies)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from muster.cli.output import Progress, get_console, print_json, print_json_line, short_name, table
 from muster.cli.ports import AdminPort
-from muster.cli.queries import streaming
+from muster.cli.queries import stream_command
 from muster.cli.session import Session
 from muster.client.address import StackAddress
 from serve_common.api.queries import GetStatus, ListDeployments
@@ -128,7 +128,7 @@ _RETRY_S: Final = 15.0
 _ERROR_SHARE_BAD: Final = 0.01
 
 
-@streaming
+@stream_command
 async def top(
     session: Session,
     address: StackAddress,

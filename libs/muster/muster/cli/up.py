@@ -15,11 +15,11 @@ import msgspec
 import typer
 
 from muster.cli.changes import describe, perform
-from muster.cli.deployments import intent_to_deploy
-from muster.cli.output import Progress, brief, print_json_line, say
+from muster.cli.deployments import build_deploy_request
+from muster.cli.output import Progress, print_json_line, print_line, shorten
 from muster.cli.ports import AdminPort, EmbeddedPort
 from muster.cli.queries import JsonOption
-from muster.cli.session import ExitCode, Session, session_of
+from muster.cli.session import ExitCode, Session, get_session
 from muster.client.address import StackAddress
 from muster.embedded.options import CHECKOUT, DEFAULT_STATE_DIR, StackOptions
 from muster.embedded.process import Happened, ProcessEvent
@@ -44,7 +44,7 @@ class UpReport:
         self._as_json = as_json
         self._is_ready = False
 
-    def hear_event(self, event: ProcessEvent) -> None:
+    def report_event(self, event: ProcessEvent) -> None:
         """Report an event of a process."""
         if self._as_json:
             self._emit(event.happened.value, **{k: v for k, v in _plain(event).items() if k != "happened"})
@@ -59,7 +59,7 @@ class UpReport:
             case Happened.STARTED | Happened.STOPPED:
                 return  # expected: the user requested it
 
-    def hear_notice(self, text: str) -> None:
+    def report_notice(self, text: str) -> None:
         """Report a sentence for the user."""
         if self._as_json:
             self._emit("notice", text=text)
@@ -119,17 +119,17 @@ class UpReport:
         """Print a text on standard output."""
         # A closed terminal or pipe must not end a stack that serves.
         with contextlib.suppress(OSError):
-            say(text)
+            print_line(text)
 
     def _emit(self, event: str, **facts: Any) -> None:
         with contextlib.suppress(OSError):
             print_json_line(json.dumps({"event": event, **facts}, ensure_ascii=False))
 
     def _relative(self, path: str) -> str:
-        return seen_from(self._directory, path)
+        return relative_to_directory(self._directory, path)
 
 
-def seen_from(directory: Path, path: str | Path) -> str:
+def relative_to_directory(directory: Path, path: str | Path) -> str:
     """The path relative to ``directory`` if it lies below it; otherwise the absolute path."""
     relative = os.path.relpath(path, directory)
     return str(path) if relative.startswith("..") else relative
@@ -175,7 +175,7 @@ class ExampleDeployment:
             )
         if not self._folder.is_dir():
             raise PermanentError(f"there is no {self._folder}; examples come with the source")
-        change = intent_to_deploy(self._request())
+        change = build_deploy_request(self._request())
         outcome = await perform(
             admin, change, timeout_s=_DEPLOY_TIMEOUT_S, is_waiting=True, host="127.0.0.1", progress=progress
         )
@@ -214,7 +214,7 @@ class ExampleDeployment:
             if deployment.status is DeploymentStatus.HEALTHY:
                 return None
             if loop.time() >= deadline:
-                return f"is {deployment.status.value}: {brief(deployment.message)}"
+                return f"is {deployment.status.value}: {shorten(deployment.message)}"
             progress.say(deployment.message or deployment.status.value)
             await asyncio.sleep(_POLL_S)
 
@@ -222,9 +222,9 @@ class ExampleDeployment:
         if route is None:
             return [f"{self.name} serves, without a route"]
         url = f"{self._http_url}{route}"
-        sample = seen_from(self._directory, self._folder / "sample.png")
-        evaluate = seen_from(self._directory, self._folder / "evaluate.py")
-        python = seen_from(self._directory, sys.executable)
+        sample = relative_to_directory(self._directory, self._folder / "sample.png")
+        evaluate = relative_to_directory(self._directory, self._folder / "evaluate.py")
+        python = relative_to_directory(self._directory, sys.executable)
         return [
             f"{self.name} serves; try it:",
             "",
@@ -356,7 +356,7 @@ def up(
     at the next start. Ctrl-C stops everything in order, a second one at
     once.
     """
-    session = session_of(context)
+    session = get_session(context)
     with session.reporting(as_json=as_json):
         options = StackOptions(
             http_host=http_host,
@@ -375,6 +375,6 @@ async def _run(
     session: Session, state_dir: Path, options: StackOptions, report: UpReport, *, deploy_example: bool
 ) -> None:
     stack = session.make_embedded(
-        state_dir, options, on_event=report.hear_event, on_notice=report.hear_notice
+        state_dir, options, on_event=report.report_event, on_notice=report.report_notice
     )
     await UpRun(session, stack, report).run(deploy_example=deploy_example)
