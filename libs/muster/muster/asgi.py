@@ -34,10 +34,10 @@ class BoundApplication:
 
 async def current_instance(connection: HTTPConnection) -> Any:
     """The ``self`` of a route; a FastAPI dependency."""
-    return instance_of(connection)
+    return get_instance(connection)
 
 
-def instance_of(connection: HTTPConnection) -> Any:
+def get_instance(connection: HTTPConnection) -> Any:
     """The ``self`` of a route. Raises RuntimeError when the application runs without an instance."""
     try:
         return connection.scope[INSTANCE]
@@ -139,13 +139,13 @@ def _with_instance(method: Endpoint) -> Endpoint:
 
         @functools.wraps(method)
         async def endpoint(connection: Any) -> Any:
-            return await method(instance_of(connection), connection)
+            return await method(get_instance(connection), connection)
 
         return endpoint
 
     @functools.wraps(method)
     def plain_endpoint(connection: Any) -> Any:
-        return method(instance_of(connection), connection)
+        return method(get_instance(connection), connection)
 
     return plain_endpoint
 

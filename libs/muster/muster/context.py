@@ -28,7 +28,7 @@ __all__ = [
 batch_contexts: Final[ContextVar[Sequence[RequestContext | None]]] = ContextVar("muster_batch", default=())
 """Request contexts of the running batch; empty outside of batches."""
 
-before_requests: Final[Context] = copy_context()
+base_context: Final[Context] = copy_context()
 """Context variables as of the import of user code: the ids that all logs carry, and nothing of any request. Copied for
 tasks that serve several requests."""
 

@@ -137,20 +137,20 @@ class Metric:
         keys = self._keys
         if not keys and not tags:
             return _NO_TAGS
-        merged: Tags = self._default_tags
+        combined: Tags = self._default_tags
         if tags:
-            merged = {**merged, **tags} if merged else tags
+            combined = {**combined, **tags} if combined else tags
         try:
-            values = tuple([merged[key] for key in keys])
+            values = tuple([combined[key] for key in keys])
         except KeyError as missing:
             raise ValueError(
                 f"metric {self._spec.name!r}: no value for the tag {missing.args[0]!r}"
             ) from None
-        if len(merged) > len(keys):
-            self._check_tags(merged)
+        if len(combined) > len(keys):
+            self._check_tags(combined)
         for value in values:
             if type(value) is not str:
-                self._check_tags(merged)
+                self._check_tags(combined)
         return values
 
     def _check_tags(self, tags: Tags) -> None:

@@ -22,7 +22,7 @@ from muster.batching.calls import (
     WrongBatchResult,
 )
 from muster.batching.queue import BatchQueue, BatchRules
-from muster.context import batch_contexts, before_requests
+from muster.context import base_context, batch_contexts
 from serve_common.errors import DeadlineExceeded, LimitReached
 from serve_common.runtime.request_context import RequestContext, request_context
 from serve_common.runtime.tasks import OwnedTask, TaskOwner, cancellations
@@ -116,7 +116,7 @@ class RunningBatch:
             call.running = self
         self._task = tasks.start(self._run(), "run")
 
-    def left_by(self, call: BatchedCall) -> None:
+    def on_caller_left(self, call: BatchedCall) -> None:
         """Remove ``call``, whose caller left; the function is cancelled once all callers have left."""
         self._live_calls.discard(call)
         self.has_room()
@@ -193,7 +193,7 @@ class RunningBatch:
                     stream.give(value)
                 if all(stream.is_settled for stream in streams):
                     return
-                while any(stream.is_behind for stream in streams):
+                while any(stream.is_slow for stream in streams):
                     self._progress = asyncio.Event()
                     await self._progress.wait()
         finally:
@@ -272,7 +272,7 @@ class Batcher:
         self._queue: BatchQueue[BatchedCall] = BatchQueue(rules)
         self._running: set[RunningBatch] = set()
         self._tasks = TaskOwner(f"batch.{function.__name__}")
-        self._base_context = before_requests.copy()
+        self._base_context = base_context.copy()
         self._is_check_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -303,7 +303,7 @@ class Batcher:
         """Remove ``call``: its caller left, or has its whole result."""
         call.leave()
         if call.running is not None:
-            call.running.left_by(call)
+            call.running.on_caller_left(call)
         else:
             self._queue.withdraw(call)
             self._schedule_check()  # another call may be first now, or a timer may be obsolete
@@ -334,8 +334,8 @@ class Batcher:
             if decision.batch is None:
                 break
             self._run(decision.batch)
-        if self._queue.last_misfit_error is not None:
-            error, self._queue.last_misfit_error = self._queue.last_misfit_error, None
+        if self._queue.last_size_error is not None:
+            error, self._queue.last_size_error = self._queue.last_size_error, None
             self._misfits.log(
                 time.monotonic(),
                 "batch_size_fn_failed",

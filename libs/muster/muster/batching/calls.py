@@ -83,7 +83,7 @@ class Arguments:
         return args, kwargs
 
 
-STEPS_AHEAD_MAX: Final = 64
+BUFFERED_STEPS_MAX: Final = 64
 """Steps of a stream that may wait for their caller; beyond that the whole batch waits."""
 
 _STREAM_ENDS: Final = (StopIteration, StopAsyncIteration)
@@ -92,7 +92,7 @@ _STREAM_ENDS: Final = (StopIteration, StopAsyncIteration)
 class Running(Protocol):
     """The batch that a call is in."""
 
-    def left_by(self, call: BatchedCall) -> None:
+    def on_caller_left(self, call: BatchedCall) -> None:
         """The caller of ``call`` left."""
 
     def has_room(self) -> None:
@@ -164,7 +164,7 @@ class SingleCall(BatchedCall):
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` at the caller."""
         if not self.answer.done():
-            self.answer.set_exception(storable(error))
+            self.answer.set_exception(to_raisable(error))
 
     def leave(self) -> None:
         """The caller no longer waits for the result."""
@@ -193,9 +193,9 @@ class StreamedCall(BatchedCall):
         return self._is_ended or self._has_caller_left
 
     @property
-    def is_behind(self) -> bool:
+    def is_slow(self) -> bool:
         """True when the caller must take a step before another one may be added."""
-        return not self.is_settled and len(self._steps) >= STEPS_AHEAD_MAX
+        return not self.is_settled and len(self._steps) >= BUFFERED_STEPS_MAX
 
     def give(self, step: Any) -> None:
         """Add a step; StopIteration and StopAsyncIteration end the stream, another exception fails it."""
@@ -217,7 +217,7 @@ class StreamedCall(BatchedCall):
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` at the caller after the steps already added."""
         if not self.is_settled:
-            self._error = storable(error)
+            self._error = to_raisable(error)
             self.end()
 
     def leave(self) -> None:
@@ -235,7 +235,7 @@ class StreamedCall(BatchedCall):
                 await self._waiter
             finally:
                 self._waiter = None
-        was_behind = self.is_behind
+        was_behind = self.is_slow
         step = self._steps.popleft()
         if was_behind and self.running is not None:
             self.running.has_room()
@@ -246,7 +246,7 @@ class StreamedCall(BatchedCall):
             self._waiter.set_result(None)
 
 
-def storable(error: BaseException) -> BaseException:
+def to_raisable(error: BaseException) -> BaseException:
     """``error``, or an equivalent RuntimeError for exceptions that a coroutine must not raise."""
     if isinstance(error, StopIteration | StopAsyncIteration | GeneratorExit | asyncio.CancelledError):
         stand_in = RuntimeError(f"the batch function failed with {type(error).__name__}: {error}")

@@ -96,7 +96,7 @@ class BatchQueue(Generic[C]):
     """The waiting calls of one function and one instance."""
 
     def __init__(self, rules: BatchRules) -> None:
-        self.last_misfit_error: BaseException | None = None
+        self.last_size_error: BaseException | None = None
         """What ``batch_size_fn`` raised for items that it could size one by one; they are then batched apart."""
         self._rules = rules
         self._lines: dict[str, _GroupQueue[C]] = {}
@@ -206,7 +206,7 @@ class BatchQueue(Generic[C]):
                     size = measure(rules.batch_size_fn, (*line.next_batch, call))
                 except BaseException as error:  # noqa: BLE001 - the user's function; its error is raised at the caller
                     if line.next_batch:
-                        self.last_misfit_error = error
+                        self.last_size_error = error
                         line.is_closed = True
                     else:
                         del line.behind[call]

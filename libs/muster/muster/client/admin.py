@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from muster.client.requests import VERB_OF, AdminRequests, Asker, Requests, ignore
+from muster.client.requests import VERB_OF, AdminRequester, AdminRequests, Requests, ignore
 from serve_common.api.commands import (
     BACKUP_PAGE_BYTES_MAX,
     Change,
@@ -229,15 +229,15 @@ class AdminQueries(AdminRequests):
     async def list_deployments(self, request: ListDeployments | None = None) -> list[DeploymentView]:
         """List all deployments; on request also deleted ones."""
         query = request or ListDeployments()
-        return await self._asker.ask_all(query, lambda view: view.name)
+        return await self._asker.request_all(query, lambda view: view.name)
 
     async def get_all_applications(self, request: GetAllApplications | None = None) -> list[ApplicationView]:
         """List all applications."""
-        return await self._asker.ask_all(request or GetAllApplications(), lambda view: view.name)
+        return await self._asker.request_all(request or GetAllApplications(), lambda view: view.name)
 
     async def get_all_backends(self, request: GetAllBackends | None = None) -> list[BackendView]:
         """List all backends with their replicas."""
-        return await self._asker.ask_all(request or GetAllBackends(), lambda view: view.backend_tag)
+        return await self._asker.request_all(request or GetAllBackends(), lambda view: view.backend_tag)
 
     async def get_backend_config(self, request: GetBackendConfig) -> BackendConfigView:
         """Get the configuration of one backend. Raises `NotFound`."""
@@ -246,7 +246,7 @@ class AdminQueries(AdminRequests):
 
     async def get_all_endpoints(self, request: GetAllEndpoints | None = None) -> list[EndpointView]:
         """List all endpoints with their traffic."""
-        return await self._asker.ask_all(request or GetAllEndpoints(), lambda view: view.endpoint_tag)
+        return await self._asker.request_all(request or GetAllEndpoints(), lambda view: view.endpoint_tag)
 
     async def get_http_config(self, request: GetHttpConfig | None = None) -> HttpOptions:
         """Get the HTTP options of all proxies."""
@@ -255,11 +255,11 @@ class AdminQueries(AdminRequests):
 
     async def get_http_proxies(self, request: GetHttpProxies | None = None) -> list[ProxyView]:
         """List all proxies that reported recently, with the snapshots that they applied."""
-        return await self._asker.ask_all(request or GetHttpProxies(), lambda view: view.proxy_id)
+        return await self._asker.request_all(request or GetHttpProxies(), lambda view: view.proxy_id)
 
     async def get_hosts(self, request: GetHosts | None = None) -> list[HostView]:
         """List all hosts that reported recently."""
-        return await self._asker.ask_all(request or GetHosts(), lambda view: view.host_id)
+        return await self._asker.request_all(request or GetHosts(), lambda view: view.host_id)
 
     async def get_status(self, request: GetStatus | None = None) -> StatusView:
         """Get the status of the whole system. Raises `LimitReached` when it exceeds one message."""
@@ -268,7 +268,7 @@ class AdminQueries(AdminRequests):
 
     async def get_autoscaling(self, request: GetAutoscaling | None = None) -> list[AutoscalingView]:
         """List the last load, decision and reason of each autoscaled backend."""
-        return await self._asker.ask_all(request or GetAutoscaling(), lambda view: view.backend_tag)
+        return await self._asker.request_all(request or GetAutoscaling(), lambda view: view.backend_tag)
 
     async def get_load(self, request: GetLoad | None = None) -> LoadView:
         """Get the load of all services, as counters since they started; two replies give rates."""
@@ -277,7 +277,7 @@ class AdminQueries(AdminRequests):
 
     async def get_snapshot(self, request: GetSnapshot | None = None) -> list[SnapshotView]:
         """List a summary of every deployment, deleted ones included."""
-        return await self._asker.ask_all(request or GetSnapshot(), lambda view: view.name)
+        return await self._asker.request_all(request or GetSnapshot(), lambda view: view.name)
 
     async def get_events(self, request: GetEvents | None = None) -> list[EventView]:
         """Get recent events, the oldest first."""
@@ -368,7 +368,7 @@ class AdminClient(AdminCommands, AdminQueries):
         ``who`` and ``headers`` are sent with every change; ``who`` is the client's name in the audit log.
         """
         super().__init__(
-            Asker(
+            AdminRequester(
                 requests,
                 subjects,
                 who=who,

@@ -143,7 +143,7 @@ def ignore(_what: object) -> None:
     return
 
 
-class Asker:
+class AdminRequester:
     """Sends requests to the leading controller. Raises its errors, as classes of `serve_common.errors`."""
 
     def __init__(
@@ -189,7 +189,7 @@ class Asker:
                 self._on_retry(str(self._describe_error(error)))
             await asyncio.sleep(self._retry_pause_s)
 
-    async def ask_all(self, query: PagedQuery, name_of: Callable[[Item], str]) -> list[Item]:
+    async def request_all(self, query: PagedQuery, name_of: Callable[[Item], str]) -> list[Item]:
         """Fetch a whole list page by page, or a single page if ``query`` has a ``limit``.
 
         A page that is too large for one message is requested again in smaller ones.
@@ -226,7 +226,7 @@ class Asker:
 class AdminRequests:
     """Base of `AdminCommands` and `AdminQueries`."""
 
-    def __init__(self, asker: Asker) -> None:
+    def __init__(self, asker: AdminRequester) -> None:
         """``asker`` sends the requests."""
         self._asker = asker
 

@@ -136,7 +136,7 @@ def running_stack(state_dir: Path) -> RunRecord | None:
     return None
 
 
-def stack_id_of(paths: StatePaths) -> str:
+def get_stack_id(paths: StatePaths) -> str:
     """The id of the stack of this directory: stable over restarts, different for a copy or a moved directory.
 
     It must be unique, because all processes that carry it are killed.

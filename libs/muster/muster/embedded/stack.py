@@ -21,10 +21,10 @@ from muster.embedded.postgres import EmbeddedPostgres, postgres_dsn
 from muster.embedded.process import PROCESS_MARK, STACK_MARK, OnEvent, ProcessEvent, ProcessSpec
 from muster.embedded.run_record import (
     RunRecord,
+    get_stack_id,
     kill_marked,
     lock_state,
     read_record,
-    stack_id_of,
     write_record,
 )
 from muster.embedded.services import (
@@ -247,7 +247,7 @@ class EmbeddedStack:
             raise StackFailed(f"{options.app_root} is not a directory")
         for directory in (paths.logs, paths.metrics, paths.nats):
             make_own_directory(directory)
-        stack_id = stack_id_of(paths)
+        stack_id = get_stack_id(paths)
         left = kill_marked(stack_id)
         if left:
             notices.append(f"killed {left} processes that an earlier run had left behind")

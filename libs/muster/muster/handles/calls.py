@@ -104,8 +104,10 @@ NO_MORE: Final = NoMore()
 
 @final
 class ItemStream:
-    """Items of one response. `put`, `end`, `wait_room` and `make_room` are for the router's thread, the rest for the
-    reader's."""
+    """Items of one response.
+
+    `put`, `end`, `wait_capacity` and `notify_capacity` are for the router's thread, the rest for the reader's.
+    """
 
     def __init__(self, request_capacity: Callable[[], None]) -> None:
         """The reader calls ``request_capacity`` when it has read while the router waits for capacity."""
@@ -135,7 +137,7 @@ class ItemStream:
             self.is_ended = True
             self.wakers.wake()
 
-    async def wait_room(self) -> None:
+    async def wait_capacity(self) -> None:
         """Wait while more than `HELD_BYTES_MAX` wait to be read."""
         while self._put_bytes - self._taken_bytes > HELD_BYTES_MAX:
             room = self._capacity = asyncio.Event()
@@ -145,15 +147,15 @@ class ItemStream:
                 await room.wait()
         self._capacity = None
 
-    def make_room(self) -> None:
-        """Wake `wait_room`, which checks the capacity again."""
+    def notify_capacity(self) -> None:
+        """Wake `wait_capacity`, which checks the capacity again."""
         if self._capacity is not None:
             self._capacity.set()
 
     # -- the reader's thread --
 
     @property
-    def has_news(self) -> bool:
+    def has_data(self) -> bool:
         """True when `next_item` would make progress."""
         return bool(self._pieces) or self.is_ended
 
@@ -226,7 +228,7 @@ def end_call(trace: RequestTrace, failure: ServeError | None) -> None:
         trace.end(str(failure))
 
 
-class Sources(msgspec.Struct, frozen=True):
+class ArgumentSources(msgspec.Struct, frozen=True):
     """Arguments of which some are responses of other calls, possibly still under way."""
 
     args: Sequence[Sent | HandleCall]
@@ -284,7 +286,7 @@ class HandleCall:
         endpoint: str,
         head: CallHead,
         body: bytes,
-        sources: Sources | None,
+        sources: ArgumentSources | None,
         shard_key: str,
         is_repeatable: bool,
         deadline: float,
@@ -337,7 +339,7 @@ class HandleCall:
             self.is_cancelled = True
             self.post(self)
 
-    def when_done(self, waker: Waker) -> None:
+    def add_done_waker(self, waker: Waker) -> None:
         """Call ``waker`` once there is an outcome, immediately if there is one; it may be called twice."""
         self.wakers.add(waker)
         if self.outcome is not None:

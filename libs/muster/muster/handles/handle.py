@@ -13,17 +13,17 @@ import msgspec
 from muster.handles.calls import (
     NO_MORE,
     NOTHING_YET,
+    ArgumentSources,
     CallOutcome,
     HandleCall,
     ItemStream,
-    Sources,
     begin_call,
     bind_to_request,
 )
-from muster.handles.options import HandleOptions, RequestCancelled, check_options, deadline_of
+from muster.handles.options import HandleOptions, RequestCancelled, check_options, compute_deadline
 from muster.handles.pickles import pickle_arguments, pickle_one, to_exception, unpickle
 from muster.handles.runtime import runtime
-from muster.handles.wakeups import refuse_on_loop, wait_in_thread, waiter_here
+from muster.handles.wakeups import check_not_on_loop, wait_in_thread, waiter_here
 from serve_common.dispatch.errors import ResponseUnusable
 from serve_common.errors import ServeError
 from serve_common.names import DEFAULT_APPLICATION, check_name
@@ -84,7 +84,7 @@ class DeploymentResponse(_Response):
         call = self._call
         if call.outcome is None:
             waiter, waker = waiter_here()
-            call.when_done(waker)
+            call.add_done_waker(waker)
             try:
                 yield from waiter.__await__()
             except asyncio.CancelledError:
@@ -150,7 +150,7 @@ class DeploymentResponseGenerator(_Response):
         while (item := self._next()) is NOTHING_YET:
             waiter, waker = waiter_here()
             self._items.wakers.add(waker)
-            if self._items.has_news:
+            if self._items.has_data:
                 continue
             try:
                 await waiter
@@ -165,10 +165,10 @@ class DeploymentResponseGenerator(_Response):
         return self
 
     def __next__(self) -> Any:
-        refuse_on_loop()
+        check_not_on_loop()
         items = self._items
         while (item := self._next()) is NOTHING_YET:
-            wait_in_thread(items.wakers, lambda: items.has_news, None)
+            wait_in_thread(items.wakers, lambda: items.has_data, None)
         if item is NO_MORE:
             raise StopIteration
         return item
@@ -246,7 +246,7 @@ class DeploymentHandle:
             sources=sources,
             shard_key=options.shard_key,
             is_repeatable=options.is_repeatable,
-            deadline=deadline_of(options, None if context is None else context.deadline, now, unix_now),
+            deadline=compute_deadline(options, None if context is None else context.deadline, now, unix_now),
             request_id=uuid.uuid4().hex if context is None else context.request_id,
             traceparent=traceparent,
             trace=trace,
@@ -257,7 +257,7 @@ class DeploymentHandle:
         router.post(call)
         if sources is not None:
             for source in sources.calls():
-                source.when_done(lambda: router.post(call))
+                source.add_done_waker(lambda: router.post(call))
         return (
             DeploymentResponse(call) if call.items is None else DeploymentResponseGenerator(call, call.items)
         )
@@ -334,7 +334,7 @@ def get_app_handle(name: str) -> DeploymentHandle:
     return DeploymentHandle("", check_name(name, "name"))
 
 
-def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, Sources | None]:
+def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, ArgumentSources | None]:
     """The body, or the arguments to build it from once other calls have ended."""
     for value in args:
         if isinstance(value, DeploymentResponse | DeploymentResponseGenerator):
@@ -345,7 +345,7 @@ def _build_body(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, S
                 break
         else:
             return pickle_arguments(args, kwargs), None
-    return b"", Sources(
+    return b"", ArgumentSources(
         [_pickle_argument(value) for value in args],
         {name: _pickle_argument(value) for name, value in kwargs.items()},
     )

@@ -65,7 +65,9 @@ def check_options(options: HandleOptions) -> HandleOptions:
     return options
 
 
-def deadline_of(options: HandleOptions, request_deadline: float | None, now: float, unix_now: float) -> float:
+def compute_deadline(
+    options: HandleOptions, request_deadline: float | None, now: float, unix_now: float
+) -> float:
     """The deadline of a call made ``now``, by the clock of ``now``: the earliest of those that apply.
 
     ``request_deadline`` is the deadline of the request that the caller works on, by the same clock.

@@ -38,7 +38,7 @@ BUCKET_WAIT_S: Final = 10.0
 ENDPOINT_GRACE_S: Final = 0.5
 """Seconds that a call waits for an unknown endpoint: it may have been deployed a moment ago."""
 WAITING_MAX: Final = 10_000
-CALLS_NO_LONGER: Final = "this process no longer calls deployments"
+DISCONNECTED: Final = "this process no longer calls deployments"
 """Error of all calls that are under way when their process disconnects."""
 _SWEEP_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 1.0
@@ -105,10 +105,10 @@ class HandleRouter:
 
     async def close(self) -> None:
         """Fail all calls that are under way."""
-        self.fail_all(BusUnavailable(CALLS_NO_LONGER))
+        self.fail_all(BusUnavailable(DISCONNECTED))
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         await self._shadows.close(_CLOSE_TIMEOUT_S)
-        self._dispatcher.close(CALLS_NO_LONGER)
+        self._dispatcher.close(DISCONNECTED)
 
     # -- before a call is a request --
 
@@ -119,7 +119,7 @@ class HandleRouter:
             self._cancel(call)
         elif call.routed is not None:
             if call.items is not None:
-                call.items.make_room()
+                call.items.notify_capacity()
         elif self.failure is not None:
             self._waiting.pop(call, None)
             call.fail(self.failure)
@@ -270,7 +270,7 @@ class HandleRouter:
             while (piece := await body.read()) is not None:
                 if call.items is not None:
                     call.items.put(piece)
-                    await call.items.wait_room()
+                    await call.items.wait_capacity()
                     continue
                 size += len(piece)
                 pieces.append(piece)

@@ -17,7 +17,7 @@ from typing import Final, final
 import structlog
 
 from muster.handles.calls import HandleCall
-from muster.handles.router import BUCKET_WAIT_S, CALLS_NO_LONGER, HandleRouter
+from muster.handles.router import BUCKET_WAIT_S, DISCONNECTED, HandleRouter
 from serve_common.dispatch.dispatcher import Dispatcher
 from serve_common.dispatch.outgoing import Outgoing
 from serve_common.dispatch.routes import ModelHolders, Routes
@@ -217,7 +217,7 @@ class Runtime:
     def post(self, call: HandleCall) -> None:
         """Hand ``call`` to the router."""
         if not self._mailbox.put(call):
-            call.fail(BusUnavailable(CALLS_NO_LONGER))
+            call.fail(BusUnavailable(DISCONNECTED))
 
     def close(self) -> None:
         """Fail calls under way and stop the thread, in bounded time."""

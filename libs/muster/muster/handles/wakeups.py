@@ -68,7 +68,7 @@ def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: 
 
     Raises RuntimeError on the thread of a running loop, which must never be blocked.
     """
-    refuse_on_loop()
+    check_not_on_loop()
     if has_happened():
         return True
     event = threading.Event()
@@ -76,7 +76,7 @@ def wait_in_thread(wakers: Wakers, has_happened: Callable[[], bool], timeout_s: 
     return has_happened() or event.wait(timeout_s)
 
 
-def refuse_on_loop() -> None:
+def check_not_on_loop() -> None:
     """Raise RuntimeError on the thread of a running loop."""
     try:
         asyncio.get_running_loop()

@@ -51,6 +51,6 @@ class ModelCache(Generic[M]):
         """Remove and return the model; None when it is not held."""
         return self._models.pop(model_id, None)
 
-    def choose_who_goes(self, may_go: Callable[[M], bool]) -> str | None:
+    def choose_victim(self, may_go: Callable[[M], bool]) -> str | None:
         """The id of the least recently used model that ``may_go`` accepts; None when there is none."""
         return next((model_id for model_id, model in self._models.items() if may_go(model)), None)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar, cast, final, overload
 
 import structlog
 
-from muster.context import before_requests
+from muster.context import base_context
 from muster.multiplexing.model_cache import UNLIMITED, ModelCache
 from muster.per_instance import PerInstance, is_method
 from serve_common.runtime.request_context import RequestContext, current_replica, request_context
@@ -115,7 +115,7 @@ class Models:
         self._waiting_for_place: list[asyncio.Future[None]] = []
         self._num_loaded = 0
         self._tasks = TaskOwner(f"models.{name}")
-        self._base_context = before_requests.copy()
+        self._base_context = base_context.copy()
         _all.add(self)
 
     def ids(self) -> list[str]:
@@ -253,7 +253,7 @@ class Models:
         return model.is_loaded and model.users <= self._waiting_tasks
 
     def _evict(self, may_go: Callable[[_Model], bool]) -> _Model | None:
-        model_id = self._cache.choose_who_goes(may_go)
+        model_id = self._cache.choose_victim(may_go)
         if model_id is None:
             return None
         model = self._cache.remove(model_id)
