@@ -452,7 +452,7 @@ def test_a_plan_shows_which_replicas_would_be_touched_and_why(muster: Muster, co
 def test_a_planned_command_may_ask_for_its_own_help(muster: Muster, controller: Any) -> None:
     result = muster("plan", "traffic", "set", "--help")
     assert result.exit_code == 0
-    assert "Divide an endpoint's requests" in result.stdout
+    assert "Set the traffic split of an endpoint" in result.stdout
     assert controller.asked == []
 
 
@@ -465,7 +465,7 @@ def test_a_shutdown_asks_first(muster: Muster, controller: Any) -> None:
 
     nobody = muster("shutdown", given="")
     assert nobody.exit_code == 2
-    assert "--yes: is needed where nobody answers" in nobody.stderr
+    assert "--yes: is needed when input is not interactive" in nobody.stderr
     assert controller.asked == []
 
     agreed = muster("shutdown", given="y\n")

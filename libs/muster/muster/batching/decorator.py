@@ -243,13 +243,13 @@ def _decorate(function: Callable[..., Any], rules: BatchRules) -> Any:
 def _with_settings(wrapper: Any, rules: BatchRules, batchers: PerInstance[Batcher]) -> BatchedAny:
     def set_max_batch_size(new_max_batch_size: int) -> None:
         rules.max_batch_size = _whole("max_batch_size", new_max_batch_size)
-        tell()
+        notify_batchers()
 
     def set_batch_wait_timeout_s(new_batch_wait_timeout_s: float) -> None:
         rules.batch_wait_timeout_s = _seconds("batch_wait_timeout_s", new_batch_wait_timeout_s)
-        tell()
+        notify_batchers()
 
-    def tell() -> None:
+    def notify_batchers() -> None:
         for batcher in batchers.all():
             batcher.rules_changed()
 

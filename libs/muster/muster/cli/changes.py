@@ -319,7 +319,7 @@ def _after_failure(outcome: ChangeOutcome, change: ChangeRequest) -> list[str]:
         and "ModuleNotFoundError" in outcome.error
         and not command.replica_config.app_dir
     ):
-        lines.append("hint: --app-dir tells in which directory the replicas find the module")
+        lines.append("hint: --app-dir sets the directory that replicas import the module from")
     if change.deployment is None:
         return lines
     deployment = outcome.deployment
@@ -433,7 +433,7 @@ def confirm(question: str) -> None:
         is_sure = typer.confirm(question, err=True)
     except typer.Abort as error:
         print_error("")
-        raise BadField("--yes", "is needed where nobody answers; nothing was changed") from error
+        raise BadField("--yes", "is needed when input is not interactive; nothing was changed") from error
     if not is_sure:
         print_error("nothing was changed")
         raise typer.Exit(ExitCode.FAILED)

@@ -202,7 +202,7 @@ def _print(rows: Sequence[TopRow], load: LoadView, *, once: bool) -> None:
 def _render(rows: Sequence[TopRow], load: LoadView) -> Group:
     shown: list[Table | Text] = [_table(rows)]
     if load.unreachable:
-        text = f"not counted, for they do not answer: {', '.join(load.unreachable)}"
+        text = f"not counted, because they do not answer: {', '.join(load.unreachable)}"
         shown.append(Text(text, style="yellow"))
     return Group(*shown)
 

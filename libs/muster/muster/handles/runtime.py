@@ -69,9 +69,9 @@ def find_outside(variables: Mapping[str, str], directory: Path, nats: str | None
         )
     }
     own |= {known: variables[name] for name, known in _OWN_VARIABLES.items() if variables.get(name)}
-    given = nats or variables.get("MUSTER_NATS_URL")
-    if given:
-        parsed = parse_urls(given, "MUSTER_NATS_URL" if nats is None else "nats")
+    url = nats or variables.get("MUSTER_NATS_URL")
+    if url:
+        parsed = parse_urls(url, "MUSTER_NATS_URL" if nats is None else "nats")
         own["MUSTER_NATS_URL"] = ",".join(parsed.urls)
         if parsed.user == user and parsed.password and not own.keys() & set(_OWN_VARIABLES.values()):
             own["MUSTER_NATS_PASSWORD"] = parsed.password
@@ -174,7 +174,7 @@ class _Parts:
         await self._bus.flush(_FLUSH_S)
         if self._bus.permission_violations:
             raise BusAuthorizationFailed(
-                "it may not hear answers; outside of replicas, handles come as 'client'"
+                "it may not receive replies; outside of replicas, handles come as 'client'"
             )
         self.router.why_not_routing = (
             f"the bucket of snapshots at {where} was not read within {BUCKET_WAIT_S:g} s; "
@@ -271,13 +271,13 @@ def connect(
     for a NATS with plain users. Calls under way over another connection fail. Returns before the connection is
     established; raises `BusUnavailable` when nothing is given and no stack is found, `BadField` for invalid values.
     """
-    given = {
+    overrides = {
         "MUSTER_CLIENT_CREDS": creds,
         "MUSTER_CLIENT_USER": user,
         "MUSTER_CLIENT_PASSWORD": password,
         "MUSTER_SUBJECT_PREFIX": subject_prefix,
     }
-    variables = {**os.environ, **{name: value for name, value in given.items() if value is not None}}
+    variables = {**os.environ, **{name: value for name, value in overrides.items() if value is not None}}
     if creds is None and (user or password):
         variables.pop("MUSTER_CLIENT_CREDS", None)
     use(find_outside(variables, Path.cwd(), nats))
